@@ -18,7 +18,7 @@ import time
 from pathlib import Path
 
 import torch
-from harness import Row, interleaved, markdown, publish
+from harness import Row, interleaved, markdown, parser_for, publish
 from torch import nn
 
 import unisono
@@ -211,10 +211,9 @@ def memory():
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = parser_for(__doc__)
     parser.add_argument("--rounds", type=int, default=25)
     parser.add_argument("--no-write", action="store_true", help="leave RESULTS.md as it is")
-    parser.add_argument("--quick", action="store_true", help="three rounds, nothing is written")
     parser.add_argument("--cpu-time", action="store_true", help="count CPU time (busy machines)")
     parser.add_argument("--memory", choices=["ours", "torch"], help=argparse.SUPPRESS)
     options = parser.parse_args()

@@ -7,7 +7,6 @@ Inputs are 1 x 16 x 512 x 512 float32, split on H, unless a case says otherwise.
 
 from __future__ import annotations
 
-import argparse
 import os
 import statistics
 import time
@@ -17,7 +16,7 @@ from itertools import count, cycle
 
 import torch
 import torch.distributed as dist
-from harness import Row, markdown, publish
+from harness import Row, markdown, parser_for, publish, take_turns
 from torch import nn
 
 import unisono
@@ -48,22 +47,9 @@ class Pair:
         repeats: int = 1,
     ) -> Row:
         """Return the row of a case: the median over rounds of the ratio of the slowest ranks."""
-        times = torch.zeros(self.rounds, 2, dtype=torch.float64)
-        for run in (ours, reference):
-            for _ in range(2):
-                run()
-        for i in range(self.rounds):
-            turns = ((0, ours), (1, reference))
-            for j, run in turns if i % 2 else reversed(turns):
-                self.comm.barrier()
-                start = time.perf_counter()
-                for _ in range(repeats):
-                    run()
-                times[i, j] = (time.perf_counter() - start) / repeats
-        slowest = self.comm.all_reduce(times, "max")
-        ratio = (slowest[:, 0] / slowest[:, 1]).median().item()
-        base = slowest[:, 1].median().item()
-        return Row(case, ratio * base, base, name, target)
+        candidates = {"ours": ours, "reference": reference}
+        found = take_turns(self.comm, candidates, rounds=self.rounds, repeats=repeats)
+        return found["ours"].row(case, found["reference"], name, target)
 
 
 def comm_of(backend: str) -> Communicator:
@@ -218,9 +204,7 @@ def planning(rounds: int) -> tuple[float, float]:
 
 def main() -> None:
     """Run all cases and write the tables."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--quick", action="store_true", help="few rounds, nothing written")
-    quick = parser.parse_args().quick
+    quick = parser_for(__doc__).parse_args().quick
     rounds = 3 if quick else 21
     os.environ["UNISONO_BACKEND"] = "gloo"
     os.environ["OMP_NUM_THREADS"] = "1"

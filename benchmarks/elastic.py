@@ -11,7 +11,6 @@ and tells how long deaths and joins took, which the coordinator times.
 
 from __future__ import annotations
 
-import argparse
 import functools
 import hashlib
 import os
@@ -24,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from harness import Row, markdown, publish
+from harness import Row, Timing, markdown, parser_for, publish
 from torch import nn
 from torch.nn.functional import cross_entropy
 
@@ -150,14 +149,12 @@ def compare(name: str, shards: tuple[int, ...], rounds: int, steps: int) -> list
     for _ in range(rounds):
         for label, job in jobs.items():
             found[label].append(job())
-    plain = found.pop("DataParallel")
+    plain = Timing(found.pop("DataParallel"))
     rows = []
     for label, times in found.items():
-        ratio = statistics.median(a / b for a, b in zip(times, plain, strict=True))
-        base = statistics.median(plain)
         target = 1.1 if label == f"S = {RANKS}" else None
         case = f"{name}, {RANKS} ranks, batch {BATCH}, {label}"
-        rows.append(Row(case, ratio * base, base, "DataParallel", target))
+        rows.append(Timing(times).row(case, plain, "DataParallel", target))
     return rows
 
 
@@ -248,8 +245,7 @@ def chaos(models: tuple[str, ...], kills: int, seed: int, steps: int) -> tuple[s
 
 def main() -> int:
     """Measure what the command line asks for."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--quick", action="store_true", help="few steps, nothing is written")
+    parser = parser_for(__doc__)
     parser.add_argument("--chaos", type=int, metavar="KILLS", help="kill so many ranks instead")
     parser.add_argument("--seed", type=int, default=0, help="of the chaos")
     parser.add_argument("--model", action="append", choices=MODELS, help="only this one")

@@ -8,7 +8,6 @@ all_gather, cut, cat; backward an all_reduce of everything and a slice (P), or a
 
 from __future__ import annotations
 
-import argparse
 import math
 import os
 import resource
@@ -21,12 +20,12 @@ from importlib.util import find_spec
 import numpy as np
 import torch
 import torch.distributed as dist
-from harness import Row, interleaved, markdown, publish
+from harness import Row, interleaved, markdown, parser_for, publish
 
 import unisono
 from unisono import graph_parallel as gp
 from unisono.comm import Communicator
-from unisono.graph_parallel import plan as plans
+from unisono.nn.paper import on_paper
 
 SIZES = {"1 KB": (64, 4, 20), "10 MB": (163_840, 16, 1)}
 """Rows in all, columns, and calls in a measurement."""
@@ -266,12 +265,12 @@ def plan_build(rounds: int) -> Figure:
     draw = torch.Generator().manual_seed(0)
     nodes, edges = 100_000, torch.randint(0, 100_000, (2, 1_000_000), generator=draw)
     part = gp.GraphPartition.contiguous(nodes, 2)
-    shares = part.owner[edges[1]]
+    comm = on_paper(range(2), 0, torch.device("cpu"))
     values = torch.randint(0, 1 << 60, (1_000_000,), generator=draw)
     times: dict[str, list[float]] = {"plan": [], "sort": []}
     for _ in range(rounds + 1):
         for name, run in (
-            ("plan", lambda: plans._from_all_edges(part, edges, shares, 0)),
+            ("plan", lambda: gp.GraphPlan(part, edges, comm=comm)),
             ("sort", lambda: torch.sort(values)),
         ):
             start = time.perf_counter()
@@ -370,8 +369,7 @@ def mace_idle() -> float:
 
 def main() -> None:
     """Run all cases and write the tables."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--quick", action="store_true", help="few rounds, nothing written")
+    parser = parser_for(__doc__)
     parser.add_argument("--only", choices=["potentials"], help="these alone, nothing written")
     options = parser.parse_args()
     quick = options.quick or options.only is not None

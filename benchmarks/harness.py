@@ -1,11 +1,12 @@
 """What all benchmarks share: interleaved timing on ranks, one table, one page of results.
 
-Machines are shared and noisy, so nothing is judged in seconds: a case and its reference run in
-turns in the same processes, a round counts its slowest rank, the figure is the ratio of medians.
+Machines are shared and noisy, so nothing is judged in seconds: a case and its reference take turns
+in the same processes, and a round counts its slowest rank.
 """
 
 from __future__ import annotations
 
+import argparse
 import datetime
 import platform
 import re
@@ -14,9 +15,11 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from summary import with_summary
+from torch.profiler import ProfilerActivity, profile
 
 from unisono.comm import Communicator
 from unisono.cores import usable_cores
@@ -63,31 +66,87 @@ class Row:
         return f"<= {self.target:g}"
 
 
+@dataclass(frozen=True)
+class Timing:
+    """Seconds per call of one candidate: one figure per round, that of the slowest rank."""
+
+    rounds: list[float]
+
+    @property
+    def median(self) -> float:
+        """Median over rounds."""
+        return statistics.median(self.rounds)
+
+    def row(self, case: str, reference: Timing, name: str, target: float | None) -> Row:
+        """Return the median over rounds of the ratio within a round, and the range of ratios."""
+        ratios = [a / b for a, b in zip(self.rounds, reference.rounds, strict=True)]
+        base, note = reference.median, f"rounds {min(ratios):.2f}-{max(ratios):.2f}"
+        return Row(case, statistics.median(ratios) * base, base, name, target, note)
+
+
+def take_turns(
+    comm: Communicator,
+    candidates: Mapping[str, Callable[[], object]],
+    *,
+    rounds: int,
+    repeats: int = 1,
+    warm_up: int = 2,
+    before: Mapping[str, Callable[[], object]] | None = None,
+) -> dict[str, Timing]:
+    """Time all candidates in turns, `repeats` calls each; every other round in reverse order.
+
+    What comes later in a round finds the ranks in another rhythm, hence both orders. `before` has
+    what is done before a turn and not timed. Collective over `comm`.
+    """
+    for run in candidates.values():
+        for _ in range(warm_up):
+            run()
+    turns = list(enumerate(candidates.items()))
+    times = torch.zeros(rounds, len(turns), dtype=torch.float64)
+    for i in range(rounds):
+        for j, (name, run) in reversed(turns) if i % 2 else turns:
+            if before is not None and name in before:
+                before[name]()
+            comm.barrier()
+            start = time.perf_counter()
+            for _ in range(repeats):
+                run()
+            times[i, j] = (time.perf_counter() - start) / repeats
+    slowest = comm.all_reduce(times, "max").T.tolist()
+    return {name: Timing(slowest[j]) for j, (name, _) in turns}
+
+
 def interleaved(
     comm: Communicator,
     candidates: Mapping[str, Callable[[], object]],
     *,
     rounds: int = 15,
     repeats: int = 1,
+    before: Mapping[str, Callable[[], object]] | None = None,
 ) -> dict[str, float]:
-    """Return for each candidate the median over rounds of the slowest rank's time per call.
+    """Return the median of each candidate's turns. Collective over `comm`."""
+    found = take_turns(comm, candidates, rounds=rounds, repeats=repeats, before=before)
+    return {name: timing.median for name, timing in found.items()}
 
-    Collective over `comm`. In each round every candidate runs `repeats` times, in turn.
-    """
-    names = list(candidates)
-    times = torch.zeros(rounds, len(names), dtype=torch.float64)
-    for run in candidates.values():
+
+def peak_bytes(run: Callable[[], object]) -> int:
+    """Return the most bytes that torch holds at once within `run`, beyond its beginning."""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
         run()
-    for i in range(rounds):
-        for j, name in enumerate(names):
-            run = candidates[name]
-            comm.barrier()
-            start = time.perf_counter()
-            for _ in range(repeats):
-                run()
-            times[i, j] = (time.perf_counter() - start) / repeats
-    slowest = comm.all_reduce(times, "max")
-    return {name: statistics.median(slowest[:, j].tolist()) for j, name in enumerate(names)}
+    held = peak = 0
+    events: list[Any] = list(recorded.profiler.kineto_results.events())
+    for event in sorted(events, key=lambda event: event.start_ns()):
+        if event.name() == "[memory]":
+            held += event.nbytes()
+            peak = max(peak, held)
+    return peak
+
+
+def parser_for(doc: str | None) -> argparse.ArgumentParser:
+    """Return the command line that all benchmarks have; `doc` is the script's docstring."""
+    parser = argparse.ArgumentParser(description=(doc or "").partition("\n")[0])
+    parser.add_argument("--quick", action="store_true", help="few rounds, nothing is written")
+    return parser
 
 
 def markdown(rows: list[Row]) -> str:

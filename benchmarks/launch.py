@@ -7,7 +7,6 @@ Each case and its reference run in turns; the figure is the ratio of medians.
 
 from __future__ import annotations
 
-import argparse
 import os
 import pickle
 import statistics
@@ -22,11 +21,9 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from harness import Row, markdown, parser_for, publish
 
 import unisono
-
-sys.path.insert(0, str(Path(__file__).parent))
-from harness import Row, markdown, publish
 
 QUIET = unisono.Logs(console="none")
 LARGE_ROUNDS = 3
@@ -141,9 +138,7 @@ def chatter_to_files(megabytes: int) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help="few rounds, nothing written")
-    options = parser.parse_args()
+    options = parser_for(__doc__).parse_args()
     rounds = 2 if options.quick else 5
     rows: list[Row] = []
 

@@ -7,19 +7,16 @@ Two ranks sleep and print ten lines a second; the reference is the wall time of 
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import io
 import os
-import sys
 import time
 from pathlib import Path
 
+from harness import Row, markdown, parser_for, publish
+
 import unisono
 from unisono.launch.pool.client import get_server
-
-sys.path.insert(0, str(Path(__file__).parent))
-from harness import Row, markdown, publish
 
 
 def chat(seconds: float) -> None:
@@ -48,9 +45,7 @@ def overhead(seconds: float) -> tuple[float, float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help="a short job, nothing written")
-    options = parser.parse_args()
+    options = parser_for(__doc__).parse_args()
     seconds = 3.0 if options.quick else 20.0
     unisono.run(chat, 0.1, on="cpu", ranks=2, logs=unisono.Logs(console="none"))
     spent, wall = overhead(seconds)

@@ -7,7 +7,6 @@ Uses the cluster that `sinfo` finds; in a checkout, as root and with SLURM insta
 
 from __future__ import annotations
 
-import argparse
 import importlib.util
 import os
 import statistics
@@ -20,13 +19,11 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import torch
+from harness import Row, markdown, parser_for, publish
 
 import unisono
 from unisono.errors import PlatformError
 from unisono.launch.places.slurm.cluster import partitions
-
-sys.path.insert(0, str(Path(__file__).parent))
-from harness import Row, markdown, publish
 
 CLUSTER = Path(__file__).parents[1] / "tests" / "cluster" / "slurm_cluster.py"
 QUIET = unisono.Logs(console="none")
@@ -75,9 +72,7 @@ def timed(function: Callable[[], None]) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help="few rounds, nothing written")
-    options = parser.parse_args()
+    options = parser_for(__doc__).parse_args()
     rounds = 1 if options.quick else 5
     folder = tempfile.TemporaryDirectory(prefix="unisono-bench-")
     with cluster(), folder:

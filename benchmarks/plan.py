@@ -10,7 +10,6 @@ first three calibrate the planner, which predicts the fourth. Four ranks share t
 
 from __future__ import annotations
 
-import argparse
 import warnings
 from collections.abc import Callable
 from dataclasses import replace
@@ -19,7 +18,7 @@ from typing import cast
 
 import split as networks
 import torch
-from harness import Row, interleaved, markdown, publish
+from harness import Row, interleaved, markdown, parser_for, publish
 from torch import Tensor, nn
 
 import graph_parallel
@@ -226,7 +225,7 @@ def predict_shared(workload: Workload, machine: Calibration, ranks: int, part_s:
 
     As with whole models, they tell how much ranks that compute at once slow each other down.
     """
-    way = predict_spatial if workload.atoms is None else predict_graph
+    way = predict_spatial if workload.graph is None else predict_graph
     batch = SUBJECTS[workload.name]().samples / ranks
     alone = replace(machine.here(ranks), cores_per_node=None, slowdown={})
     factor = part_s / told(way(workload, alone, batch)).compute_s
@@ -242,8 +241,7 @@ def told(found: Prediction | Impossible) -> Prediction:
 
 def main() -> None:
     """Measure, calibrate, predict, compare."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--quick", action="store_true", help="few rounds, nothing is written")
+    parser = parser_for(__doc__)
     parser.add_argument("--models", nargs="*", default=list(MODELS), choices=list(MODELS))
     options = parser.parse_args()
     rounds = 3 if options.quick else 15
@@ -267,7 +265,7 @@ def main() -> None:
             name = str(key[0])
             if kind == "shared":
                 guess = predict_shared(workloads[name], machine, ranks, found["part", name])
-                by = "in space" if workloads[name].atoms is None else "by atoms"
+                by = "in space" if workloads[name].graph is None else "by atoms"
                 way = f"split {by}, {ranks} rank{'s' if ranks > 1 else ''}"
             elif kind == "way" and (ranks > 1 or key[1:] == [*WAYS[0]]):
                 mode, backend = map(str, key[1:])
@@ -277,7 +275,7 @@ def main() -> None:
                 continue
             rows.append(Row(f"{name}: {way}", guess, seconds, "measured", high, at_least=low))
     text = f"Predicted over measured steps.\n\n{markdown(rows)}\n\nCalibration:\n\n"
-    text += "\n".join(f"- {line}" for line in machine.describe().splitlines()[1:-1])
+    text += "\n".join(f"- {line}" for line in machine.describe().splitlines()[1:])
     publish("Planner", text, write=not options.quick)
     if not options.quick:
         calibrate([PRESETS[name] for name in ("mlp", "cnn")]).write(calibration_file())

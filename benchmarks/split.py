@@ -8,17 +8,15 @@ idle meanwhile. A step is forward, loss and backward.
 
 from __future__ import annotations
 
-import argparse
 import os
-import statistics
 import time
 from collections.abc import Callable
+from typing import cast
 
 import torch
 import torch.nn.functional as F
-from harness import Row, markdown, publish
+from harness import Row, markdown, parser_for, peak_bytes, publish, take_turns
 from torch import Tensor, nn
-from torch.profiler import ProfilerActivity, profile
 
 import unisono
 from unisono.nn import Split, split
@@ -113,7 +111,8 @@ class ViT(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Return the output."""
         x = self.patches(x).flatten(2).transpose(1, 2) + self.places
-        for layer in self.layers:
+        for part in self.layers:
+            layer = cast("nn.ModuleDict", part)
             qkv = layer["qkv"](layer["first"](x)).unflatten(2, (3, self.heads, -1))
             y = F.scaled_dot_product_attention(*qkv.permute(2, 0, 3, 1, 4))
             x = x + layer["out"](y.transpose(1, 2).flatten(2))
@@ -128,26 +127,19 @@ NETS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], float]] = {
 }
 
 
-def timed(comm: unisono.comm.Communicator, pairs: list[tuple[Callable[[], object], bool]],
-          rounds: int) -> list[list[float]]:  # fmt: skip
-    """Return the times of candidates run in turns; one of them by rank 0 alone, the others wait."""
-    times = torch.zeros(rounds, len(pairs), dtype=torch.float64)
-    for i in range(-1, rounds):
-        for j, (run, alone) in enumerate(pairs):
-            comm.barrier(timeout_s=600)
-            start = time.perf_counter()
-            if comm.rank == 0 or not alone:
-                run()
-            if i >= 0:
-                times[i, j] = time.perf_counter() - start
-            comm.barrier(timeout_s=600)
-    return comm.all_reduce(times, "max").T.tolist()
+def against_one(
+    case: str, ours: Callable[[], object], alone: Callable[[], object], rounds: int, target: float
+) -> Row:
+    """Compare what all ranks do with what rank 0 does while the others wait."""
+    comm = unisono.world()
+    candidates = {"ours": ours, "alone": alone if comm.rank == 0 else lambda: None}
+    found = take_turns(comm, candidates, rounds=rounds)
+    return found["ours"].row(case, found["alone"], "one rank, one thread", target)
 
 
 def network(name: str, rounds: int) -> Row:
     """A step on two ranks against one rank, in turns."""
     torch.set_num_threads(1)
-    comm = unisono.world()
     make, shape, target = NETS[name]
     torch.manual_seed(0)
     net, x = make(), torch.randn(shape)
@@ -162,10 +154,7 @@ def network(name: str, rounds: int) -> Row:
 
         return run
 
-    ours, alone = timed(comm, [(step(parts, own), False), (step(net, x), True)], rounds)
-    ratio = statistics.median(a / b for a, b in zip(ours, alone, strict=True))
-    base = statistics.median(alone)
-    return Row(f"{name}, step", ratio * base, base, "one rank, one thread", target)
+    return against_one(f"{name}, step", step(parts, own), step(net, x), rounds, target)
 
 
 def calls(rounds: int) -> list[Row]:
@@ -196,8 +185,8 @@ def calls(rounds: int) -> list[Row]:
     return rows
 
 
-def ring(rounds: int) -> list[Row]:
-    """Time and peak memory of ring attention, forward and backward, against one rank's."""
+def ring(rounds: int) -> Row:
+    """Time of ring attention, forward and backward, against one rank's."""
     torch.set_num_threads(1)
     comm = unisono.world()
     torch.manual_seed(0)
@@ -212,11 +201,8 @@ def ring(rounds: int) -> list[Row]:
     def alone() -> None:
         F.scaled_dot_product_attention(*whole).sum().backward()
 
-    ours, theirs = timed(comm, [(around, False), (alone, True)], rounds)
-    ratio = statistics.median(a / b for a, b in zip(ours, theirs, strict=True))
-    base = statistics.median(theirs)
-    case = f"ring attention of {TOKENS:,} tokens, 8 heads of 64"
-    return [Row(f"{case}, step", ratio * base, base, "one rank, one thread", 0.65)]
+    case = f"ring attention of {TOKENS:,} tokens, 8 heads of 64, step"
+    return against_one(case, around, alone, rounds, 0.65)
 
 
 def peak(is_split: bool) -> int:
@@ -224,28 +210,23 @@ def peak(is_split: bool) -> int:
     torch.set_num_threads(1)
     comm = unisono.world()
     tokens = TOKENS // comm.size if is_split else TOKENS
-    held = most = 0
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
+
+    def step() -> None:
         q, k, v = (torch.randn(1, 8, tokens, 64, requires_grad=True) for _ in range(3))
         y = ring_attention(q, k, v) if is_split else F.scaled_dot_product_attention(q, k, v)
         y.backward(torch.ones_like(y))
-    for event in sorted(recorded.profiler.kineto_results.events(), key=lambda e: e.start_ns()):
-        if event.name() == "[memory]":
-            held += event.nbytes()
-            most = max(most, held)
-    return most
+
+    return peak_bytes(step)
 
 
 def main() -> None:
     """Run all cases and write the table."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--quick", action="store_true", help="few rounds, nothing written")
-    quick = parser.parse_args().quick
+    quick = parser_for(__doc__).parse_args().quick
     rounds = 3 if quick else 9
     os.environ["OMP_NUM_THREADS"] = "1"
     rows = [unisono.run(network, name, rounds, ranks=2, timeout_s=600)[0] for name in NETS]
     rows += unisono.run(calls, rounds, ranks=2)[0]
-    rows += unisono.run(ring, rounds, ranks=2, timeout_s=600)[0]
+    rows.append(unisono.run(ring, rounds, ranks=2, timeout_s=600)[0])
     both = max(unisono.run(peak, True, ranks=2))
     one = unisono.run(peak, False, ranks=1)[0]
     memory = (

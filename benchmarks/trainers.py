@@ -5,7 +5,6 @@ The step is small on purpose: what differs is how gradients travel.
 
 from __future__ import annotations
 
-import argparse
 import logging
 import statistics
 import time
@@ -13,7 +12,7 @@ import warnings
 from itertools import pairwise
 
 import torch
-from harness import Row, markdown, publish
+from harness import Row, markdown, parser_for, publish
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -69,9 +68,7 @@ def train(backend):
 
 def main():
     """Measure both in turns and write the table."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--quick", action="store_true", help="few rounds, nothing written")
-    quick = parser.parse_args().quick
+    quick = parser_for(__doc__).parse_args().quick
     took = {"shm": [], "gloo": []}
     for _ in range(2 if quick else 7):
         for backend, seconds in took.items():

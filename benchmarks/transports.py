@@ -11,6 +11,7 @@ registered backends that can make groups in a world of gloo.
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import os
 import shutil
@@ -25,7 +26,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from harness import IS_CHECKOUT, Row, markdown, publish
+from harness import IS_CHECKOUT, Row, interleaved, markdown, parser_for, publish
 from torch import Tensor, nn
 
 import unisono
@@ -81,36 +82,11 @@ class Point:
         return self.seconds / self.gloo
 
 
-@dataclass(frozen=True)
-class Candidate:
-    """One way to do a thing: what is timed, and what is done before each time."""
-
-    run: Callable[[], object]
-    before: Callable[[], object] = lambda: None
-
-
 def rounds_for(nbytes: int, quick: bool) -> int:
     """Fewer rounds where one takes long."""
     if quick:
         return 3
     return 25 if nbytes <= MB else 15 if nbytes <= 10 * MB else 7
-
-
-def measure(
-    comm: Communicator, candidates: dict[str, Candidate], rounds: int, repeats: int = 1
-) -> dict[str, float]:
-    """Return the median over rounds of the slowest rank's time per call, candidates in turns."""
-    times = torch.zeros(rounds + 2, len(candidates), dtype=torch.float64)
-    for i in range(rounds + 2):
-        for j, candidate in enumerate(candidates.values()):
-            candidate.before()
-            comm.barrier()
-            start = time.perf_counter()
-            for _ in range(repeats):
-                candidate.run()
-            times[i, j] = (time.perf_counter() - start) / repeats
-    slowest = comm.all_reduce(times, "max")[2:]
-    return {name: statistics.median(slowest[:, j].tolist()) for j, name in enumerate(candidates)}
 
 
 def call(verb: str, x: Tensor, group: dist.ProcessGroup) -> Callable[[], object]:
@@ -151,17 +127,14 @@ def measure_groups(
         n = nbytes // 4 // comm.size * comm.size
         shared = comm.shared_buffer((n,), torch.float32)
         for verb in VERBS:
-            candidates: dict[str, Candidate] = {}
-            for name, group in groups.items():
-                x = torch.ones(n)
-                candidates[name] = Candidate(call(verb, x, group), lambda x=x: x.fill_(1.0))
+            buffers = {name: (torch.ones(n), group) for name, group in groups.items()}
             if shm is not None:
-                # Filled again each time: else it would stay in the cache of whoever reduced it.
-                candidates["zero-copy"] = Candidate(
-                    call(verb, shared, shm), lambda x=shared: x.fill_(1.0)
-                )
+                buffers["zero-copy"] = shared, shm
+            candidates = {name: call(verb, x, group) for name, (x, group) in buffers.items()}
+            # Filled again each time: else it would stay in the cache of whoever reduced it.
+            fills = {name: functools.partial(x.fill_, 1.0) for name, (x, _) in buffers.items()}
             rounds, repeats = rounds_for(nbytes, quick), 10 if nbytes <= 100 * KB else 1
-            found = measure(comm, candidates, rounds, repeats)
+            found = interleaved(comm, candidates, rounds=rounds, repeats=repeats, before=fills)
             for name, seconds in found.items():
                 points.append(Point(comm.size, verb, nbytes, name, seconds, found["gloo"]))
     return points
@@ -208,14 +181,13 @@ def against_mpi4py(quick: bool) -> list[Row]:
         x = torch.zeros(nbytes // 4)  # stays what it is, however often it is added up
         memory = [x.numpy(), MPI.FLOAT]
         candidates = {
-            "comm.all_reduce_": Candidate(lambda x=x: comm.all_reduce_(x)),
-            "dist.all_reduce": Candidate(lambda x=x: dist.all_reduce(x, group=group)),
-            "mpi4py": Candidate(
-                lambda memory=memory: MPI.COMM_WORLD.Allreduce(MPI.IN_PLACE, memory, MPI.SUM)
-            ),
+            "comm.all_reduce_": lambda x=x: comm.all_reduce_(x),
+            "dist.all_reduce": lambda x=x: dist.all_reduce(x, group=group),
+            "mpi4py": lambda memory=memory: MPI.COMM_WORLD.Allreduce(MPI.IN_PLACE, memory, MPI.SUM),
         }
         repeats = 100 if nbytes <= 64 * KB else 10 if nbytes <= MB else 1
-        found = measure(comm, candidates, rounds_for(nbytes, quick), repeats)
+        rounds = rounds_for(nbytes, quick)
+        found = interleaved(comm, candidates, rounds=rounds, repeats=repeats)
         for name in ("comm.all_reduce_", "dist.all_reduce"):
             case = f"{name} {size_name(nbytes)} over shm, {comm.size} ranks"
             target = MPI_TARGETS.get((comm.size, name, nbytes))
@@ -230,25 +202,25 @@ def special_cases(quick: bool) -> list[Row]:
     rows: list[Row] = []
     n = 10 * MB // 4
     whole, piece, source = torch.ones(n), torch.ones(n // comm.size), torch.ones(n)
-    found = measure(
+    found = interleaved(
         comm,
         {
-            "shm": Candidate(lambda: dist.all_gather_single(whole, piece, group=shm)),
-            "memcpy": Candidate(lambda: whole.copy_(source)),
+            "shm": lambda: dist.all_gather_single(whole, piece, group=shm),
+            "memcpy": lambda: whole.copy_(source),
         },
-        rounds_for(10 * MB, quick),
+        rounds=rounds_for(10 * MB, quick),
     )
     rows.append(
         Row("all_gather 10 MB, 2 ranks", found["shm"], found["memcpy"], "memcpy of 10 MB", 4.0)
     )
     x = torch.ones(256)
-    found = measure(
+    found = interleaved(
         comm,
         {
-            "async": Candidate(lambda: reduced_behind(x, shm).wait()),
-            "sync": Candidate(lambda: dist.all_reduce(x, group=shm)),
+            "async": lambda: reduced_behind(x, shm).wait(),
+            "sync": lambda: dist.all_reduce(x, group=shm),
         },
-        rounds_for(KB, quick),
+        rounds=rounds_for(KB, quick),
         repeats=10,
     )
     rows.append(
@@ -258,10 +230,10 @@ def special_cases(quick: bool) -> list[Row]:
     alone = new_group("shm", [dist.get_rank()])
     rows.append(operator_pair(comm, alone, "a group of one", quick))
     rows.append(operator_pair(comm, shm, "2 ranks", quick))
-    found = measure(
+    found = interleaved(
         comm,
-        {"shm": Candidate(ddp_step(shm)), "gloo": Candidate(ddp_step(gloo))},
-        5 if quick else 40,
+        {"shm": ddp_step(shm), "gloo": ddp_step(gloo)},
+        rounds=5 if quick else 40,
     )
     rows.append(
         Row("DDP step, MLP 784-1024-1024-10, batch 64, 2 ranks", found["shm"], found["gloo"],
@@ -310,8 +282,8 @@ def operator_pair(comm: Communicator, group: dist.ProcessGroup, where: str, quic
         dist.all_gather_single(whole, x.detach(), group=group)
         dist.reduce_scatter_single(piece, grad, group=group)
 
-    candidates = {"operator": Candidate(operator), "bare": Candidate(bare)}
-    found = measure(comm, candidates, rounds_for(KB, quick), repeats=20)
+    candidates = {"operator": operator, "bare": bare}
+    found = interleaved(comm, candidates, rounds=rounds_for(KB, quick), repeats=20)
     extra, reference = found["operator"] - found["bare"], found["bare"]
     return Row(
         f"operator all_gather 1 KB, forward + backward, {where}",
@@ -411,10 +383,7 @@ def size_name(nbytes: int) -> str:
 
 def main() -> None:
     """Run everything and write the tables."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument(
-        "--quick", action="store_true", help="few rounds and sizes, nothing written"
-    )
+    parser = parser_for(__doc__)
     parser.add_argument("--also", nargs="*", default=[], help="further backends to measure")
     parser.add_argument("--mpi-job", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()

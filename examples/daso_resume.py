@@ -57,7 +57,7 @@ def first_part(directory, stop_after):
     replica, daso = build()
     train(replica, daso, stop_after)
     state = {"model": replica.module.state_dict(), "daso": daso.state_dict()}
-    torch.save(state, Path(directory) / f"rank{daso.comm.rank}.pt")
+    torch.save(state, Path(directory) / f"rank{daso.communicator.rank}.pt")
     daso.print0(
         f"stopped in epoch {daso.epoch} before batch {daso.current_batch}, "
         f"with an exchange of batch {daso.sent_at} in flight"
@@ -67,7 +67,7 @@ def first_part(directory, stop_after):
 
 def second_part(directory):
     replica, daso = build()
-    state = torch.load(Path(directory) / f"rank{daso.comm.rank}.pt", weights_only=True)
+    state = torch.load(Path(directory) / f"rank{daso.communicator.rank}.pt", weights_only=True)
     replica.module.load_state_dict(state["model"])
     daso.load_state_dict(state["daso"])
     return train(replica, daso), [p.detach() for p in replica.parameters()]

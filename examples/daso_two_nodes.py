@@ -96,7 +96,7 @@ def train(kind):
             total += loss.item() / BATCHES
             if kind == "DDP":
                 scheduler.step()  # DASO calls it itself
-        if kind == "DASO":
+        if isinstance(stepper, DASO):
             stepper.epoch_loss_logic(total)
     seconds = time.perf_counter() - start
     with torch.no_grad():

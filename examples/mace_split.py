@@ -73,9 +73,9 @@ def train(cubes, steps):
     wanted = [truth(atoms) for atoms in samples]
     with gp.use_groups(gp.graph_groups(unisono.world().size)):
         part = gp.GraphPartition.morton(torch.tensor(samples[0].positions), unisono.world().size)
-        net = gp.GraphParallel(gp.split_potential(model, part))
-        optimizer = torch.optim.Adam(net.parameters(), lr=0.01)
-        losses = []
+        split = gp.split_potential(model, part)
+        net = gp.GraphParallel(split)
+        optimizer, losses = torch.optim.Adam(net.parameters(), lr=0.01), []
         for step in range(steps):
             atoms, (energy, forces) = samples[step % 4], wanted[step % 4]
             pos, numbers = torch.tensor(atoms.positions), torch.tensor(atoms.numbers)
@@ -86,8 +86,8 @@ def train(cubes, steps):
             loss.backward()
             optimizer.step()
             losses.append(loss.item())
-        if unisono.world().rank == 0 and net.module.plan is not None:
-            print(net.module.plan.stats.table(), flush=True)
+        if unisono.world().rank == 0 and split.plan is not None:
+            print(split.plan.stats.table(), flush=True)
     return losses, model.state_dict()
 
 

@@ -23,7 +23,7 @@ def difference_from_one_process(model, groups, mode="halo"):
     for comm, seeds in ((groups.gp, mine_first[:1]), (gp.graph_groups(1).gp, mine_first)):
         model.zero_grad()
         results = [loss_of(model, cluster(seed), comm, mode) for seed in seeds]
-        (sum(loss for loss, *_ in results) / len(seeds)).backward()
+        torch.stack([loss for loss, *_ in results]).mean().backward()
         if not found:
             gp.sync_gradients(model, groups=groups)
         found.append([*results[0][1:], *(p.grad.clone() for p in model.parameters())])

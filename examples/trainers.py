@@ -41,25 +41,26 @@ def with_lightning(net, batch_size, epochs):
     from lightning.pytorch.strategies import DDPStrategy
 
     class Task(lightning.LightningModule):
+        def __init__(self):
+            super().__init__()
+            self.net = net
+
         def training_step(self, batch, _):
             return self.net(**batch)["loss"]
 
         def configure_optimizers(self):
             return torch.optim.SGD(self.parameters(), lr=0.5)
 
-    task = Task()
-    task.net = net
-    data, comm = digits(), unisono.world()
-    sampler = DistributedSampler(data, comm.size, comm.rank, shuffle=False)
+    data = digits()
     lightning.Trainer(
         accelerator="cpu",
-        devices=comm.size,
+        devices=unisono.world().size,
         strategy=DDPStrategy(process_group_backend="shm"),
         max_epochs=epochs,
         use_distributed_sampler=False,  # which would shuffle
         logger=False,
         enable_checkpointing=False,
-    ).fit(task, DataLoader(data, batch_size, sampler=sampler))
+    ).fit(Task(), DataLoader(data, batch_size, sampler=DistributedSampler(data, shuffle=False)))
 
 
 def with_transformers(net, batch_size, epochs):
@@ -83,8 +84,7 @@ def with_transformers(net, batch_size, epochs):
 def with_accelerate(net, batch_size, epochs):
     from accelerate import Accelerator
 
-    accelerator = Accelerator(cpu=True)
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.5)
+    accelerator, optimizer = Accelerator(cpu=True), torch.optim.SGD(net.parameters(), lr=0.5)
     loader = DataLoader(digits(), batch_size)
     model, optimizer, loader = accelerator.prepare(net, optimizer, loader)
     for _ in range(epochs):

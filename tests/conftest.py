@@ -151,7 +151,9 @@ class Interpreter:
         launcher, serving = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
             with launcher, serving:
-                server = self._fork("unisono.launch.pool.server:serve", {"preload": []}, serving)
+                server = self._fork(
+                    "unisono.launch.pool.server:serve", {"preload": [], "idle_s": 300.0}, serving
+                )
                 request["server_pid"] = server.pid
                 streams = {1: out.fileno(), 2: err.fileno()}
                 script = self._fork("warm_script:be_script", request, launcher, streams=streams)

@@ -8,7 +8,6 @@ compared is the whole training, warm-up and cool-down included.
 
 from __future__ import annotations
 
-import argparse
 import os
 import statistics
 import sys
@@ -18,7 +17,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import torch
-from harness import Row, markdown, publish
+from harness import Row, markdown, parser_for, publish
 from slow_link import TwoNodes, ddp_hook, timed
 from torch import nn
 from torch.nn.functional import cross_entropy
@@ -149,9 +148,7 @@ def report(found: dict[str, list[float]]) -> str:
 
 def main() -> None:
     """Run and write the tables."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--quick", action="store_true", help="few epochs, nothing written")
-    quick = parser.parse_args().quick
+    quick = parser_for(__doc__).parse_args().quick
     os.environ["UNISONO_BACKEND"] = "gloo"
     os.environ["OMP_NUM_THREADS"] = "1"
     found = unisono.run(measure, 5 if quick else 20, ranks=4, timeout_s=1200)[0]

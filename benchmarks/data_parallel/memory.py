@@ -8,36 +8,21 @@ hold all the time, and the peak of what comes and goes within a step, as the pro
 
 from __future__ import annotations
 
-import argparse
 import os
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import torch
-from harness import publish
+from harness import parser_for, peak_bytes, publish
 from torch import nn
-from torch.profiler import ProfilerActivity, profile
 
 import unisono
 from unisono.comm import Communicator
 from unisono.data_parallel import DataParallel, DataParallelOptimizer
 
 WIDTH = 2048
-
-
-def peak_within(step: Callable[[], object]) -> int:
-    """Return the most bytes that were allocated at once within a step, beyond its beginning."""
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
-        step()
-    held = peak = 0
-    for event in recorded.profiler.kineto_results.events():  # type: ignore[union-attr]
-        if event.name() == "[memory]":
-            held += event.nbytes()
-            peak = max(peak, held)
-    return peak
 
 
 def measure(way: str) -> tuple[int, int, int]:
@@ -52,7 +37,7 @@ def measure(way: str) -> tuple[int, int, int]:
         comm = Communicator.of(torch.distributed.new_group(backend=way))
         optimizer = DataParallelOptimizer(optimizer)
         model = DataParallel(net, comm, optimizer, blocking_parameter_updates=True)
-        buckets = [bucket.flat for bucket in model._running().gradient_buckets]
+        buckets = [bucket.flat for bucket in model._running().buckets]
     x = torch.randn(4, WIDTH)
 
     def step() -> None:
@@ -62,7 +47,7 @@ def measure(way: str) -> tuple[int, int, int]:
 
     for _ in range(3):
         step()
-    peak = peak_within(step)
+    peak = peak_bytes(step)
     places = {x.untyped_storage().data_ptr(): x for x in buckets}
     for p in net.parameters():
         if p.grad is not None:
@@ -78,9 +63,7 @@ def measure(way: str) -> tuple[int, int, int]:
 
 def main() -> None:
     """Measure the three ways and print the table."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--quick", action="store_true", help="nothing is written")
-    quick = parser.parse_args().quick
+    quick = parser_for(__doc__).parse_args().quick
     os.environ["OMP_NUM_THREADS"] = "1"
     found = {way: unisono.run(measure, way, ranks=2)[0] for way in ("plain", "gloo", "shm")}
     lines = [

@@ -5,7 +5,6 @@ python benchmarks/data_parallel/overhead.py [--quick]
 
 from __future__ import annotations
 
-import argparse
 import os
 import statistics
 import sys
@@ -14,8 +13,8 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import torch
-from harness import Row, markdown, publish
-from workloads import MODELS, backend_group, take_turns, variant
+from harness import Row, markdown, parser_for, publish, take_turns
+from workloads import MODELS, backend_group, variant
 
 import unisono
 from unisono.comm import world
@@ -31,14 +30,15 @@ def communication(quick: bool) -> list[Row]:
         "alone": variant("alone", "MLP", None),
     }
     rounds, warm_up, count = (5, 5, 20) if quick else (25, 50, 8)
-    found = take_turns(shm, steps, rounds=rounds, warm_up=warm_up, count=count)
-    both = [
+    found = take_turns(shm, steps, rounds=rounds, warm_up=warm_up, repeats=count)
+    ours, theirs = (
         statistics.median(
             a - b for a, b in zip(found[name].rounds, found["alone"].rounds, strict=True)
         )
         for name in ("ours", "ddp")
-    ]
-    return [Row("MLP, 2 ranks: added by communication, shm", *both, "DDP over gloo", 0.40)]
+    )
+    case = "MLP, 2 ranks: added by communication, shm"
+    return [Row(case, ours, theirs, "DDP over gloo", 0.40)]
 
 
 def alone(quick: bool) -> list[Row]:
@@ -49,26 +49,15 @@ def alone(quick: bool) -> list[Row]:
         kinds = ("alone", "blocking", "non-blocking")
         steps = {kind: variant(kind, model, None) for kind in kinds}
         rounds, warm_up, count = (5, 5, 20) if quick else (25, 50, 8)
-        found = take_turns(world(), steps, rounds=rounds, warm_up=warm_up, count=count)
+        found = take_turns(world(), steps, rounds=rounds, warm_up=warm_up, repeats=count)
         for kind in kinds[1:]:
-            plain = found["alone"]
-            rows.append(
-                Row(
-                    f"{model}, world of one: {kind}",
-                    found[kind].ratio(plain) * plain.median,
-                    plain.median,
-                    "plain loop",
-                    1.03,
-                    f"rounds {found[kind].spread(plain)}",
-                )
-            )
+            case = f"{model}, world of one: {kind}"
+            rows.append(found[kind].row(case, found["alone"], "plain loop", 1.03))
     return rows
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--quick", action="store_true", help="few steps, nothing is written")
-    quick = parser.parse_args().quick
+    quick = parser_for(__doc__).parse_args().quick
     os.environ["OMP_NUM_THREADS"] = "1"
     rows = unisono.run(communication, quick, ranks=2)[0] + unisono.run(alone, quick, ranks=1)[0]
     publish("Data parallel: overhead", markdown(rows), write=not quick)

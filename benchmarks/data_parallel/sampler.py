@@ -5,7 +5,6 @@ python benchmarks/data_parallel/sampler.py [--quick]
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import os
 import sys
@@ -14,7 +13,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import torch
-from harness import Row, interleaved, markdown, publish
+from harness import Row, interleaved, markdown, parser_for, publish
 
 import unisono
 from unisono.comm import world
@@ -52,9 +51,7 @@ def measure(n_rows: int, rounds: int) -> list[Row]:
 
 def main() -> None:
     """Run on both backends and write the table."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--quick", action="store_true", help="few rows, nothing written")
-    quick = parser.parse_args().quick
+    quick = parser_for(__doc__).parse_args().quick
     os.environ["OMP_NUM_THREADS"] = "1"
     rows: list[Row] = []
     for backend in ("shm", "gloo"):

@@ -9,10 +9,10 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-import torch
 import torch.distributed as dist
+from torch import Tensor
 
-from unisono.comm import Communicator, Pending, world
+from unisono.comm import Communicator, Pending, StartedVerbs, world
 
 
 class Link:
@@ -40,22 +40,43 @@ link = Link(latency_s=0.04, bytes_per_s=25e6)
 """The link of this process."""
 
 
+class SlowVerbs(StartedVerbs):
+    """Started collectives whose results arrive over the link."""
+
+    def all_reduce_(self, x: Tensor, op: str = "sum", *, timeout_s: float | None = None) -> Any:
+        """See `Communicator`: a ring moves 2 (P - 1) / P of the tensor each way."""
+        share = 2 * (self._comm.size - 1) / self._comm.size
+        return _late(super().all_reduce_(x, op, timeout_s=timeout_s), share * x.nbytes)
+
+    def all_to_all(self, x: Tensor, *sizes: Any, timeout_s: float | None = None) -> Any:
+        """See `Communicator`: all but the own block travels."""
+        share = (self._comm.size - 1) / self._comm.size
+        return _late(super().all_to_all(x, *sizes, timeout_s=timeout_s), share * x.nbytes)
+
+    def all_gather(self, x: Tensor, *args: Any, **options: Any) -> Any:
+        """See `Communicator`: the own block goes to all others."""
+        share = self._comm.size - 1
+        return _late(super().all_gather(x, *args, **options), share * x.nbytes)
+
+
 class TwoNodes(Communicator):
     """Ranks of which each half is a node."""
 
-    def all_reduce_(self, x: torch.Tensor, op: str = "sum", **how: Any) -> Any:
-        """Reduce as always; between nodes the result arrives over the link."""
-        if not crosses(self.ranks):
-            return super().all_reduce_(x, op, **how)
-        arrives = link.send(x.numel() * x.element_size())
-        pending: Pending[torch.Tensor] = super().all_reduce_(x, op, **{**how, "async_op": True})
+    @property
+    def start(self) -> StartedVerbs:
+        """The verbs, over the link if ranks of both nodes take part."""
+        return SlowVerbs(self) if crosses(self.ranks) else super().start
 
-        def wait(timeout_s: float | None) -> torch.Tensor:
-            sleep_until(arrives)
-            return pending.wait(timeout_s)
 
-        slow = Pending(wait, lambda: time.monotonic() > arrives and pending.done())
-        return slow if how.get("async_op") else slow.wait()
+def _late(pending: Pending[Tensor], nbytes: float) -> Pending[Tensor]:
+    """Return what is under way as something that also has to pass the link."""
+    arrives = link.send(round(nbytes))
+
+    def wait(timeout_s: float | None) -> Tensor:
+        sleep_until(arrives)
+        return pending.wait(timeout_s)
+
+    return Pending(wait, lambda: time.monotonic() > arrives and pending.done())
 
 
 def ddp_hook(_, bucket):  # torch compares annotations, and would refuse ours as text
@@ -63,7 +84,7 @@ def ddp_hook(_, bucket):  # torch compares annotations, and would refuse ours as
     flat = bucket.buffer()
     arrives = link.send(flat.numel() * flat.element_size())
 
-    def arrive(future: Any) -> torch.Tensor:
+    def arrive(future: Any) -> Tensor:
         sleep_until(arrives)
         return future.value()[0]
 

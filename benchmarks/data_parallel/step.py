@@ -5,7 +5,6 @@ python benchmarks/data_parallel/step.py [--quick]
 
 from __future__ import annotations
 
-import argparse
 import os
 import sys
 from pathlib import Path
@@ -13,8 +12,8 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import torch
-from harness import Row, markdown, publish
-from workloads import MODELS, Step, backend_group, take_turns, variant
+from harness import Row, markdown, parser_for, publish, take_turns
+from workloads import MODELS, Step, backend_group, variant
 
 import unisono
 from unisono.comm import Communicator
@@ -69,29 +68,19 @@ def measure(quick: bool, total: int, models: list[str]) -> list[Row]:
         }
         count = steps_a_turn(total)
         rounds, warm_up = (5, 2) if quick else (ROUNDS, round(total / 4))
-        found = take_turns(shm, steps, rounds=rounds, warm_up=warm_up, count=count)
+        found = take_turns(shm, steps, rounds=rounds, warm_up=warm_up, repeats=count)
         reference = found["DDP, gloo"]
         for name, timing in found.items():
             if name == "DDP, gloo":
                 continue
             mode, _, backend = name.partition(", ")
-            ratio = timing.ratio(reference)
-            rows.append(
-                Row(
-                    f"{model}: {name}",
-                    ratio * reference.median,
-                    reference.median,
-                    "DDP over gloo",
-                    TARGETS.get((model, mode, backend)),
-                    f"rounds {timing.spread(reference)}",
-                )
-            )
+            target = TARGETS.get((model, mode, backend))
+            rows.append(timing.row(f"{model}: {name}", reference, "DDP over gloo", target))
     return rows
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--quick", action="store_true", help="few steps, nothing is written")
+    parser = parser_for(__doc__)
     parser.add_argument("--steps", type=int, help="steps of each variant (200; quick: 50)")
     parser.add_argument("--models", nargs="*", default=list(MODELS), choices=list(MODELS))
     options = parser.parse_args()

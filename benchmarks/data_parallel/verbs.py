@@ -7,7 +7,6 @@ What its checks, the choice of an algorithm and the way through a `Communicator`
 
 from __future__ import annotations
 
-import argparse
 import os
 import sys
 from pathlib import Path
@@ -16,7 +15,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import torch
 import torch.distributed as dist
-from harness import Row, interleaved, markdown, publish
+from harness import Row, interleaved, markdown, parser_for, publish
 
 import unisono
 from unisono.comm import world
@@ -58,9 +57,7 @@ def verbs(backend: str, rounds: int) -> list[Row]:
 
 def main() -> None:
     """Run all cases and write the table."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--quick", action="store_true", help="few rounds, nothing written")
-    quick = parser.parse_args().quick
+    quick = parser_for(__doc__).parse_args().quick
     os.environ["OMP_NUM_THREADS"] = "1"
     rows: list[Row] = []
     for backend in ("gloo", "shm"):

@@ -1,16 +1,13 @@
-"""Models, training steps and the timing that the data-parallel benchmarks share.
+"""Models and training steps that the data-parallel benchmarks share.
 
-Every variant trains its own copy of the same model. Variants take turns in blocks of steps; a block
-counts its slowest rank; what is judged is the median over rounds of the ratio within a round.
+Every variant trains its own copy of the same model.
 """
 
 from __future__ import annotations
 
 import os
-import statistics
-import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -61,39 +58,10 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
 }
 
 
-@dataclass(frozen=True)
-class Timing:
-    """Seconds per step of one variant, one figure a round."""
-
-    rounds: list[float]
-
-    @property
-    def median(self) -> float:
-        """Median over rounds."""
-        return statistics.median(self.rounds)
-
-    def ratio(self, reference: Timing) -> float:
-        """Median of the ratios within a round."""
-        pairs = zip(self.rounds, reference.rounds, strict=True)
-        return statistics.median(a / b for a, b in pairs)
-
-    def spread(self, reference: Timing) -> str:
-        """Range of the ratios within a round, as text."""
-        ratios = [a / b for a, b in zip(self.rounds, reference.rounds, strict=True)]
-        return f"{min(ratios):.2f}-{max(ratios):.2f}"
-
-
 def backend_group(name: str) -> Communicator:
     """Return all ranks over another backend. Collective over the world."""
-    loopback = {"GLOO_SOCKET_IFNAME": "lo"} if name == "gloo" else {}
-    before = {key: os.environ.get(key) for key in loopback}
-    os.environ.update(loopback)
-    try:
+    with mock.patch.dict(os.environ, {"GLOO_SOCKET_IFNAME": "lo"}):
         return Communicator.of(dist.new_group(backend=name))
-    finally:
-        for key, value in before.items():
-            if value is None:
-                os.environ.pop(key, None)
 
 
 def training_step(
@@ -125,22 +93,3 @@ def variant(kind: str, model_name: str, comm: Communicator | None) -> Step:
         optimizer = DataParallelOptimizer(optimizer)
         model = DataParallel(model, comm, optimizer, kind == "blocking")
     return training_step(model, optimizer, shape)
-
-
-def take_turns(
-    comm: Communicator, steps: Mapping[str, Step], *, rounds: int, warm_up: int, count: int
-) -> dict[str, Timing]:
-    """Time all variants, a block of `count` steps each a round. Collective over `comm`."""
-    for step in steps.values():
-        for _ in range(warm_up):
-            step()
-    times = torch.zeros(rounds, len(steps), dtype=torch.float64)
-    for i in range(rounds):
-        for j, step in enumerate(steps.values()):
-            comm.barrier()
-            start = time.perf_counter()
-            for _ in range(count):
-                step()
-            times[i, j] = (time.perf_counter() - start) / count
-    slowest = comm.all_reduce(times, "max")
-    return {name: Timing(slowest[:, j].tolist()) for j, name in enumerate(steps)}

@@ -80,6 +80,18 @@ def name_ranks(ranks: Sequence[int]) -> str:
     return f"rank{'s' if len(set(ranks)) > 1 else ''} {compress_ranks(ranks)}"
 
 
+def ranks_by_text(texts: Mapping[int, str]) -> dict[str, list[int]]:
+    """Return which ranks have each text, in the order in which the texts first come.
+
+    >>> ranks_by_text({0: "here", 1: "there", 2: "here"})
+    {'here': [0, 2], 'there': [1]}
+    """
+    ranks: dict[str, list[int]] = {}
+    for rank, text in texts.items():
+        ranks.setdefault(text, []).append(rank)
+    return ranks
+
+
 def compress_ranks(ranks: Sequence[int]) -> str:
     """Write a set of ranks the short way.
 

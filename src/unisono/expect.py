@@ -6,15 +6,38 @@ They stand at the edge, in the public function that takes the argument; what is 
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Collection
+from typing import TypeVar
 
-from unisono.errors import explain
+from unisono.errors import PlatformError, explain
 
-__all__ = ["expect", "expect_choice", "expect_float", "expect_int", "one_line"]
+__all__ = [
+    "expect",
+    "expect_choice",
+    "expect_float",
+    "expect_int",
+    "number_in",
+    "one_line",
+    "refusal",
+]
+
+E = TypeVar("E", bound=Exception)
 
 
 _SHOWN = {bool: "True, or False", int: "1", float: "0.5"}
 """What a hint shows for a kind of argument."""
+
+
+def refusal(
+    error: type[E],
+    asked: str,
+    found: str | None = None,
+    arithmetic: str | None = None,
+    hint: str | None = None,
+) -> E:
+    """Return one of Python's own errors with a four-part message; ours have `because`."""
+    return error(explain(asked, found, arithmetic, hint))
 
 
 def one_line(value: object) -> str:
@@ -78,6 +101,19 @@ def expect_float(
         limit = "" if math.isinf(below) else f" and below {below:g}"
         raise error(explain(f"{name}={value}", hint=f"a number of at least {at_least:g}{limit}"))
     return float(value)
+
+
+def number_in(variable: str, default: float) -> float:
+    """Return the number >= 0 that a variable of the environment holds; `default` if it is empty."""
+    text = os.environ.get(variable) or str(default)
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not value >= 0:
+        found = "not a number >= 0"
+        raise PlatformError.because(f"{variable}={text}", found, hint=f"{variable}={default:g}")
+    return value
 
 
 def expect_choice(

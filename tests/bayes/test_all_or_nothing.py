@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from tests.bayes.nets import condition
 
 from unisono.bayes import (
     LSTM,
@@ -14,18 +15,11 @@ from unisono.bayes import (
     Embedding,
     Linear,
     MultiheadAttention,
-    OutputUpdater,
     ReLU,
     Sequential,
     SLinear,
 )
 from unisono.errors import UnisonoError
-
-
-def condition(net, y):
-    OutputUpdater("cpu").update(net.output_z_buffer, y, 0.1, net.input_delta_z_buffer)
-    net.backward()
-    net.step()
 
 
 @pytest.mark.parametrize(("good", "bad"), [((6, 6), (4, 9)), ((8, 8), (7, 7))])

@@ -7,16 +7,9 @@ import pickle
 
 import numpy as np
 import pytest
+from tests.bayes.nets import learn, trained
 
-from unisono.bayes import (
-    BatchNorm2d,
-    DDPConfig,
-    DDPSequential,
-    Linear,
-    OutputUpdater,
-    ReLU,
-    Sequential,
-)
+from unisono.bayes import BatchNorm2d, DDPConfig, DDPSequential, Linear, ReLU, Sequential
 from unisono.comm import world
 
 
@@ -32,33 +25,17 @@ X = np.random.default_rng(0).normal(size=(8, 3))
 Y = np.random.default_rng(1).normal(size=8)
 
 
-def prepared(net, x=X, y=Y):
-    net(x)
-    OutputUpdater("cpu").update(net.output_z_buffer, y, 0.1, net.input_delta_z_buffer)
-    net.backward()
-    return net
-
-
 @pytest.mark.parametrize("copied", [through_pickle, copy.deepcopy])
-def test_a_copy_learns_as_the_original_does(copied):
-    net = build()
-    prepared(net).step()
+def test_a_copy_has_the_deltas_that_wait_and_learns_on_as_the_original_does(copied):
+    net = learn(build(), X, Y)
     twin = copied(net)
-    before = twin.state_dict(running=True)
-    assert before == net.state_dict(running=True)
-    for one in (net, twin):
-        prepared(one).step()
-    assert twin.state_dict(running=True) == net.state_dict(running=True) != before
+    for act in (lambda one: one.step(), lambda one: trained(one, X, Y)):
+        before = twin.state_dict(running=True)
+        assert before == net.state_dict(running=True)
+        for one in (net, twin):
+            act(one)
+        assert twin.state_dict(running=True) == net.state_dict(running=True) != before
     assert twin.get_neg_var_w_counter() == net.get_neg_var_w_counter()
-
-
-@pytest.mark.parametrize("copied", [through_pickle, copy.deepcopy])
-def test_deltas_that_wait_for_their_step_are_copied_too(copied):
-    net = prepared(build())
-    twin, before = copied(net), net.state_dict()
-    for one in (net, twin):
-        one.step()
-    assert twin.state_dict() == net.state_dict() != before
 
 
 def test_a_pickled_net_is_as_large_as_its_parameters():
@@ -71,15 +48,15 @@ def test_a_pickled_net_is_as_large_as_its_parameters():
 def test_the_net_of_a_data_parallel_run_can_leave_it():
     mine = slice(world().rank, None, 2)
     ddp = DDPSequential(build(), DDPConfig([], backend="auto"), sync_norm_stats="batch")
-    prepared(ddp, X[mine], Y[mine]).step()
+    trained(ddp, X[mine], Y[mine])
     twin = copy.deepcopy(ddp)  # still talks to the other ranks
     for one in (ddp, twin):
-        prepared(one, X[mine], Y[mine]).step()
+        trained(one, X[mine], Y[mine])
     twin.check_sync()
     assert twin.state_dict(running=True) == ddp.state_dict(running=True)
     if world().rank == 0:  # alone: would wait for the others if it still talked to them
         home = through_pickle(ddp.model)
         assert home[1].sum_over_ranks is None
         before = home.state_dict()
-        prepared(home).step()
+        trained(home, X, Y)
         assert home.state_dict() != before

@@ -10,6 +10,7 @@ import tempfile
 import numpy as np
 import pytest
 import torch
+from tests.bayes.nets import learn, trained
 
 import unisono
 from unisono.bayes import (
@@ -19,7 +20,6 @@ from unisono.bayes import (
     DDPSequential,
     LayerBlock,
     Linear,
-    OutputUpdater,
     ReLU,
     ResNetBlock,
     Sequential,
@@ -50,12 +50,6 @@ def data(kind, rows, seed=0):
     shape = (rows, 4) if kind == "mlp" else (rows, 1, 3, 4)
     x = torch.tensor(rng.normal(size=shape), dtype=torch.float64)
     return x, torch.tensor(rng.normal(size=(rows, 2)), dtype=torch.float64)
-
-
-def learn(net, x, y, noise=0.5):
-    net(x)
-    OutputUpdater("cpu").update(net.output_z_buffer, y, noise, net.input_delta_z_buffer)
-    net.backward()
 
 
 def shares(rows, size, split):
@@ -91,8 +85,7 @@ def test_summed_deltas_equal_one_process_on_the_whole_batch():
         start = sum(counts[: comm.rank])
         for step in range(steps):
             x, y = data(kind, 8, seed=step)
-            learn(alone, x, y)
-            alone.step()
+            trained(alone, x, y)
             mine = slice(start, start + counts[comm.rank])
             if counts[comm.rank] or kind == "conv":
                 learn(net, x[mine], y[mine])
@@ -129,14 +122,29 @@ def test_a_net_that_changes_its_dtype_keeps_learning_and_keeps_what_waits():
     net = DDPSequential(build("conv"), AUTO, sync_norm_stats="running")
     rows = world().rank + 2
     x, y = data("conv", rows)
-    learn(net, x, y)
-    net.step()
+    trained(net, x, y)
     net.model.double()
     learn(net, x, y)  # deltas wait in the net's own memory
     before = net.state_dict()
     net.step()
     assert net.state_dict() != before
     net.check_sync()
+
+
+@pytest.mark.ranks(2, backend=["gloo", "shm"])
+def test_a_layer_that_one_rank_also_puts_into_another_net_keeps_nobody_waiting():
+    """As rank 0 does to look at the features of a layer: only its own memory moves."""
+    net, twin = (DDPSequential(build("mlp"), AUTO, timeout_s=20) for _ in range(2))
+    twin.model.params_from(net.model)
+    x, y = data("mlp", 4, seed=world().rank)
+    for one in (net, twin):
+        learn(one, x, y)
+        if one is net and world().rank == 0:
+            Sequential(*net.model.layers[:2])(x)
+            learn(one, x, y)
+        one.step()
+    net.check_sync()
+    assert net.state_dict() == twin.state_dict()
 
 
 @pytest.mark.ranks([2, 3])
@@ -161,8 +169,7 @@ def test_replicas_stay_bit_identical_with_different_batches_and_one_all_reduce_a
     with trace() as seen:
         for step in range(3):
             x, y = data("conv", rows, seed=10 * step + comm.rank)
-            learn(net, x.float(), y.float())
-            net.step()
+            trained(net, x.float(), y.float())
     assert [event.op for event in seen.events] == ["all_reduce"] * 3
     net.check_sync()
     norms = comm.all_gather_object(net.model.get_norm_mean_var()["BatchNorm2d()_1"][:2])
@@ -217,8 +224,7 @@ def test_a_named_backend_gets_a_group_of_its_own():
     net = DDPSequential(build("mlp"), DDPConfig([], "shm"))
     assert net.comm.backend == "shm"
     x, y = data("mlp", 4)
-    learn(net, x.float(), y.float())
-    net.step()
+    trained(net, x.float(), y.float())
     net.check_sync()
 
 
@@ -251,8 +257,7 @@ def test_a_whole_epoch_of_batches_reaches_every_row():
     net = DDPSequential(Sequential(Linear(1, 1)), AUTO)
     seen = []
     for a, b in batches(x, x, 2, seed=3):
-        learn(net, a, b)
-        net.step()
+        trained(net, a, b)
         seen += a.tolist()
     everything = sorted(v for share in comm.all_gather_object(seen) for v in share)
     assert everything == x.tolist()
@@ -266,8 +271,7 @@ def test_one_process_is_a_world():
     twin.params_from(model)
     x, y = data("mlp", 5)
     for one in (net, twin):
-        learn(one, x.float(), y.float())
-        one.step()
+        trained(one, x.float(), y.float())
     assert net.state_dict() == twin.state_dict()
     assert (net.rank, net.world_size) == (0, 1)
     assert np.array_equal(net.get_outputs()[0], net.model.get_outputs()[0])

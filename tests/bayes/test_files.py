@@ -7,6 +7,7 @@ import struct
 import numpy as np
 import pytest
 import torch
+from tests.bayes.nets import trained
 
 from unisono.bayes import (
     LSTM,
@@ -16,7 +17,6 @@ from unisono.bayes import (
     LayerBlock,
     LayerNorm,
     Linear,
-    OutputUpdater,
     ReLU,
     ResNetBlock,
     Sequential,
@@ -34,28 +34,23 @@ def build():
     )
 
 
-def trained(net, size=16, steps=2):
+def seasoned(net, size=16):
     rng = np.random.default_rng(0)
-    for _ in range(steps):
-        mean, _ = net(rng.normal(size=(4, size)))
-        OutputUpdater("cpu").update(
-            net.output_z_buffer, rng.normal(size=len(mean)), 1.0, net.input_delta_z_buffer
-        )
-        net.backward()
-        net.step()
+    for _ in range(2):
+        trained(net, rng.normal(size=(4, size)), 0.5, 1.0)
     return net
 
 
 @pytest.mark.parametrize("place", [1, 3, 5])
 def test_a_binary_file_with_a_negative_variance_is_refused(tmp_path, place):
-    net = trained(Sequential(BatchNorm2d(1)), 1)
+    net = seasoned(Sequential(BatchNorm2d(1)), 1)
     net.save(tmp_path / "n.bin")
     before = net.state_dict(running=True)
     raw = bytearray((tmp_path / "n.bin").read_bytes())
     at = 8 + len("BatchNorm2d()") + 4 * place
     raw[at : at + 4] = struct.pack("<f", -1.0)
     (tmp_path / "n.bin").write_bytes(raw)
-    with pytest.raises(UnisonoError, match=rf"BatchNorm2d\(\) part {place}\[0\] = -1"):
+    with pytest.raises(UnisonoError, match=r"BatchNorm2d\.0.* part \d\[0\] = -1"):
         net.load(tmp_path / "n.bin")
     assert net.state_dict(running=True) == before
 
@@ -77,7 +72,7 @@ def test_keys_tell_the_place_of_a_layer():
 
 
 def test_a_state_dict_goes_from_net_to_net():
-    net, other = trained(build()), build()
+    net, other = seasoned(build()), build()
     other.load_state_dict(net.state_dict())
     assert other.state_dict() == net.state_dict()
     x = np.ones(16)
@@ -93,7 +88,7 @@ def test_a_state_dict_goes_from_net_to_net():
 
 @pytest.mark.parametrize("name", ["net.pt", "net.pth", "net.bin", "deep/er/model"])
 def test_a_file_brings_back_parameters_and_running_values(name, tmp_path):
-    net, other = trained(build()), build()
+    net, other = seasoned(build()), build()
     net.save(tmp_path / name)
     other.load(tmp_path / name)
     assert other.state_dict(running=True) == net.state_dict(running=True)
@@ -110,7 +105,7 @@ def test_a_file_without_directory_goes_to_the_working_directory(tmp_path, monkey
 
 
 def test_text_files_bring_back_parameters(tmp_path):
-    net, other = trained(build()), build()
+    net, other = seasoned(build()), build()
     net.save_csv(tmp_path / "new" / "net")
     endings = ["_1_mw.csv", "_2_Sw.csv", "_3_mb.csv", "_4_Sb.csv"]
     names = sorted(p.name for p in (tmp_path / "new").iterdir())
@@ -125,7 +120,7 @@ def test_text_files_bring_back_parameters(tmp_path):
 
 
 def test_four_text_files_without_running_values_are_read_with_a_warning(tmp_path, recwarn):
-    net, other = trained(build()), build()
+    net, other = seasoned(build()), build()
     net.save_csv(tmp_path / "net")
     (tmp_path / "net_5_mra.csv").unlink()
     with pytest.warns(UserWarning, match="2 batch norms keep their running values"):
@@ -238,35 +233,28 @@ def test_text_in_a_csv_file_is_told_with_its_line(tmp_path):
     assert net.state_dict() == before
 
 
-def test_a_torch_file_of_other_sizes_names_all_keys_and_both_nets(tmp_path):
+def test_a_torch_file_of_other_sizes_names_both_nets(tmp_path):
     Sequential(Linear(2, 3), ReLU(), Linear(3, 1)).save(tmp_path / "net.pt")
     net = Sequential(Linear(2, 4), ReLU(), Linear(4, 1))
     before = net.state_dict()
     with pytest.raises(UnisonoError) as caught:
         net.load(tmp_path / "net.pt")
     text = str(caught.value)
-    assert "Linear.0: 6 + 6 + 3 + 3 numbers, 8 + 8 + 4 + 4 here" in text
-    assert "Linear.2: 3 + 3 + 1 + 1 numbers, 4 + 4 + 1 + 1 here" in text
     assert text.count("Linear(2,3) ReLU() Linear(3,1)") == 1
     assert text.count("Linear(2,4) ReLU() Linear(4,1)") == 1
     assert net.state_dict() == before
 
 
-def test_files_fit_whether_or_not_the_image_size_is_known(tmp_path):
+def test_files_fit_whatever_size_the_images_had(tmp_path):
     def build_lazy():
         return Sequential(Conv2d(1, 2, 3), ReLU(), AvgPool2d(2, 2))
 
-    image = np.ones((1, 1, 6, 6))
-    early, seen = build_lazy(), build_lazy()
-    seen(image)
+    early, seen, other = build_lazy(), build_lazy(), build_lazy()
+    seen(np.ones((1, 1, 6, 6)))
+    other(np.ones((1, 1, 8, 8)))
     for name in ("net.bin", "net.pt"):
-        for source, target in ((early, seen), (seen, early), (seen, seen)):
+        for source, target in ((early, seen), (seen, early), (seen, seen), (seen, other)):
             source.save(tmp_path / name)
             target[0].mu_b = [0.0, 0.0]
             target.load(tmp_path / name)
             assert target.state_dict() == source.state_dict()
-    seen.save(tmp_path / "net.bin")
-    other = build_lazy()
-    other(np.ones((1, 1, 8, 8)))
-    with pytest.raises(UnisonoError, match="expected"):
-        other.load(tmp_path / "net.bin")

@@ -73,22 +73,6 @@ def test_convolutions_and_pools(kind, pool):
     compare(net, model.requires_grad_(), x, pairs)
 
 
-def test_linear_layers_with_every_smooth_activation():
-    net = means_only(
-        bayes.Sequential(
-            bayes.Linear(3, 5),
-            bayes.Tanh(),
-            bayes.Linear(5, 4),
-            bayes.Sigmoid(),
-            bayes.Linear(4, 2),
-        )
-    )
-    model = bayes.to_torch(net)
-    lines = [m for m in model if isinstance(m, nn.Linear)]
-    pairs = dict(zip(("Linear.0", "Linear.2", "Linear.4"), lines, strict=True))
-    compare(net, model, torch.randn(7, 3, dtype=torch.float64), pairs)
-
-
 @pytest.mark.parametrize("steps", [1, 4])
 def test_lstm_over_time(steps):
     net = means_only(

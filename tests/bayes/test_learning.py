@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 from sklearn.datasets import load_diabetes, load_digits
+from tests.bayes.nets import trained
 from torch import nn
 
 from unisono.bayes import (
@@ -42,14 +43,10 @@ def fit_bayesian(seed, x, y):
     """Return what is predicted after five epochs, and after eight."""
     manual_seed(seed)
     net = Sequential(Linear(10, 50), ReLU(), Linear(50, 1))
-    updater = OutputUpdater(net.device)
     found = []
     for epoch in range(8):
         for a, b in batches(x[:350], y[:350], 10, seed=seed, epoch=epoch):
-            net(a)
-            updater.update(net.output_z_buffer, b, NOISE, net.input_delta_z_buffer)
-            net.backward()
-            net.step()
+            trained(net, a, b, NOISE)
         if epoch in (4, 7):
             mean, std = net.predict(x[350:440])
             found.append((mean[:, 0], np.sqrt(std[:, 0] ** 2 + NOISE)))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from tests.bayes.nets import condition, same_parameters
 
 from unisono.bayes import (
     LSTM,
@@ -12,18 +13,11 @@ from unisono.bayes import (
     BatchNorm2d,
     LayerBlock,
     Linear,
-    OutputUpdater,
     ResNetBlock,
     Sequential,
     SLinear,
 )
 from unisono.errors import UnisonoError
-
-
-def condition(net, y, var_y=0.1):
-    OutputUpdater(net.device).update(net.output_z_buffer, y, var_y, net.input_delta_z_buffer)
-    net.backward()
-    net.step()
 
 
 def test_a_batch_without_rows_goes_through_and_changes_nothing():
@@ -175,9 +169,7 @@ def nested(kind):
 
 def test_layers_in_a_block_carry_and_travel_as_plain_ones(tmp_path):
     net, plain = nested(LSTM), Sequential(LSTM(1, 4, 1), LSTM(4, 3, 1), Linear(3, 2))
-    for kept, taken in zip(plain.leaves(), net.leaves(), strict=True):
-        for name, tensor in taken[1].tensors().items():
-            tensor.copy_(kept[1].tensors()[name])
+    same_parameters(plain, net)
     for one in (net, plain):
         one([1.0])
         condition(one, [1.0, 2.0])
@@ -205,9 +197,7 @@ def test_a_layer_in_a_branch_has_the_path_of_its_key():
 
 def test_smoothing_reaches_into_blocks():
     net, plain = nested(SLSTM), Sequential(SLSTM(1, 4, 1), SLSTM(4, 3, 1), Linear(3, 2))
-    for kept, taken in zip(plain.leaves(), net.leaves(), strict=True):
-        for name, tensor in taken[1].tensors().items():
-            tensor.copy_(kept[1].tensors()[name])
+    same_parameters(plain, net)
     net.num_samples = 4
     assert net.num_samples == 4
     for t in range(4):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from tests.bayes.nets import condition
 from torch.nn import functional as F
 
 from unisono import bayes
@@ -145,10 +146,7 @@ def test_one_linear_layer_conditions_as_the_exact_gaussian_does():
     prior_var = torch.cat([layer.params.var_w[0], layer.params.var_b]).clone()
     mean, _ = net(x)
     y, noise = float(mean[0]) + 0.1, 0.7
-    update = bayes.OutputUpdater("cpu")
-    update.update(net.output_z_buffer, [y], noise, net.input_delta_z_buffer)
-    net.backward()
-    net.step()
+    condition(net, y, noise)
     h = torch.cat([x, torch.ones(1, dtype=torch.float64)])
     gain = prior_var * h / (h @ (prior_var * h) + noise)
     want_mean = prior_mean + gain * (y - h @ prior_mean)

@@ -10,6 +10,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.bayes.nets import condition, learn, observe, trained
 
 from unisono import bayes
 from unisono.bayes import (
@@ -33,13 +34,6 @@ from unisono.bayes import (
 )
 
 
-def trained(net, x, y, var_y=0.1, var_x=None):
-    net(x, var_x)
-    OutputUpdater(net.device).update(net.output_z_buffer, y, var_y, net.input_delta_z_buffer)
-    net.backward()
-    net.step()
-
-
 def moved(net, before):
     """Return the keys of layers that changed."""
     return {key for key, value in net.state_dict().items() if value != before[key]}
@@ -52,12 +46,13 @@ def test_a_layer_that_stands_in_two_nets_learns_in_both():
         before = one.state_dict()
         trained(one, np.ones((4, 2)), np.ones(4))
         assert moved(one, before) == set(before)
+        assert net.state_dict()["Linear.0"] == other.state_dict()["Linear.0"]
 
 
 def test_a_step_does_not_walk_over_the_layers(monkeypatch):
     net = Sequential(Linear(2, 3), ReLU(), Linear(3, 1))
     monkeypatch.setattr(bayes.BaseLayer, "leaves", None)
-    monkeypatch.setattr(bayes.BaseLayer, "children", None)
+    monkeypatch.setattr(bayes.BaseLayer, "inner", None)
     trained(net, np.ones((4, 2)), np.ones(4))
 
 
@@ -118,9 +113,7 @@ def test_a_net_goes_on_from_the_states_of_another(last):
         mean, var = decoder(encoder.output_z_buffer)
         np.testing.assert_allclose((mean, var), whole(x.reshape(-1)), rtol=1e-6)
         for net in (whole, decoder):
-            states, deltas = net.output_z_buffer, net.input_delta_z_buffer
-            OutputUpdater("cpu").update(states, y, 0.1, deltas)
-            net.backward()
+            observe(net, y)
         encoder.input_delta_z_buffer = decoder.output_delta_z_buffer
         encoder.backward()
         for net in (whole, encoder, decoder):
@@ -129,27 +122,30 @@ def test_a_net_goes_on_from_the_states_of_another(last):
     for mine, theirs in zip(halves, whole.state_dict().values(), strict=True):
         for one, other in zip(mine, theirs, strict=True):
             np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-7)
+    before = decoder.state_dict()
+    encoder(x[:0])  # as a rank without rows does
+    assert decoder(encoder.output_z_buffer)[0].shape == (0,)
+    assert decoder.output_z_buffer.block_size == 0
+    condition(decoder, [])
+    assert decoder.state_dict() == before
     other = Sequential(Linear(4, 3))
     other(x)
     with pytest.raises(ValueError, match="the net reads 2 per sample"):
         decoder(other.output_z_buffer)
 
 
-def test_inputs_and_outputs_are_not_shared_with_the_net():
+@pytest.mark.parametrize("kind", [np.array, torch.tensor])
+def test_inputs_and_outputs_are_not_shared_with_the_net(kind):
     net = Sequential(Linear(2, 2))
-    x = np.ones((3, 2), np.float32)
-    kept = x.copy()
+    x = kind(np.ones((3, 2), np.float32))
+    kept = copy.deepcopy(x)
     mean, _ = net(x)
     before = net.get_outputs()[0]
     mean[:] = 99
     assert np.array_equal(net.get_outputs()[0], before)
     x[:] = 7  # after forward: must not reach backward
-    OutputUpdater("cpu").update(net.output_z_buffer, np.zeros(6), 1.0, net.input_delta_z_buffer)
-    net.backward()
-    other = copy.deepcopy(net)
-    other(kept)
-    OutputUpdater("cpu").update(other.output_z_buffer, np.zeros(6), 1.0, other.input_delta_z_buffer)
-    other.backward()
+    observe(net, 0.0)
+    other = learn(copy.deepcopy(net), kept, 0.0)
     assert np.array_equal(net[0].delta_mu_w, other[0].delta_mu_w)
 
 
@@ -168,11 +164,7 @@ def test_batches_of_any_size_follow_each_other(mode):
         assert mean.shape == (3 * batch,)
         assert (var >= 0).all()
         if mode == "train":
-            OutputUpdater("cpu").update(
-                net.output_z_buffer, np.ones(3 * batch), 1.0, net.input_delta_z_buffer
-            )
-            net.backward()
-            net.step()
+            condition(net, 1.0, 1.0)
     assert np.isfinite(net[0].mu_w).all()
 
 
@@ -372,8 +364,7 @@ def test_the_input_can_be_inferred():
     net[0].mu_w, net[0].mu_b, net[0].var_w, net[0].var_b = [2.0], [0.0], [1e-9], [1e-9]
     net.input_state_update = True
     net([0.0], [1.0])
-    OutputUpdater("cpu").update(net.output_z_buffer, [4.0], 1e-6, net.input_delta_z_buffer)
-    net.backward()
+    observe(net, 4.0, 1e-6)
     mean, var = net.input_states_posterior()
     assert mean[0] == pytest.approx(2.0, rel=1e-3)
     assert var[0] < 1e-3
@@ -468,15 +459,6 @@ def test_the_tree_and_the_trace_are_readable(capsys):
     assert "Linear.main.2.0" in printed
     assert trace.steps == 3
     assert trace.push[-1] / 3 > 1  # the noise is far too small: updates hit their bound
-
-
-def test_a_layer_that_moves_to_another_net_works_in_both():
-    layer = Linear(2, 2)
-    first = Sequential(layer)
-    second = Sequential(layer, ReLU(), Linear(2, 1))
-    trained(first, np.ones((2, 2)), np.ones(4))
-    trained(second, np.ones((2, 2)), np.ones(2))
-    assert first.state_dict()["Linear.0"] == second.state_dict()["Linear.0"]
 
 
 def test_a_net_goes_to_torch_and_back():

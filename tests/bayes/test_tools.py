@@ -11,6 +11,7 @@ import torch
 from scipy import stats
 from sklearn import datasets
 from sklearn.metrics import brier_score_loss
+from tests.bayes.nets import trained
 
 from unisono import bayes
 from unisono.bayes import Normalizer, Utils, cuda, metric
@@ -73,11 +74,6 @@ def test_scaling_goes_there_and_back():
     assert (np.nanmin(unit), np.nanmax(unit)) == pytest.approx((0, 1))
     assert np.allclose(Normalizer.max_min_unnorm(unit, top, low), data, equal_nan=True)
     assert np.allclose(Normalizer.max_min_unnorm_std(1.0, top, low), top - low)
-
-
-def test_a_falling_value_has_a_floor():
-    assert bayes.exponential_scheduler(2.0, 0.1, 0.5, 2) == 0.5
-    assert bayes.exponential_scheduler(2.0, 0.1, 0.5, 99) == 0.1
 
 
 def test_rolling_windows_of_some_columns():
@@ -183,13 +179,9 @@ def predicted(x, y, seed):
     y = ((y - y[:first].mean()) / y[:first].std()).astype(np.float32)
     bayes.manual_seed(seed)
     net = bayes.Sequential(bayes.Linear(x.shape[1], 50), bayes.ReLU(), bayes.Linear(50, 1))
-    updater = bayes.OutputUpdater("cpu")
     for epoch in range(5):
         for a, b in bayes.batches(x[:first], y[:first, None], 16, epoch=epoch):
-            net(a)
-            updater.update(net.output_z_buffer, b, 0.5**2, net.input_delta_z_buffer)
-            net.backward()
-            net.step()
+            trained(net, a, b, 0.5**2)
     return [
         (*net.predict(x[rows]), y[rows]) for rows in (slice(first, second), slice(second, None))
     ]
@@ -248,6 +240,7 @@ def test_scores_of_classes():
         (([[0.2, 0.7]], [0]), "their sum is 0.900"),
         (([[np.nan, 0.7]], [0]), "nan"),
         (([[0.2, 0.8]], [2]), "2 classes"),
+        (([[0.2, 0.8]], [0.9]), "not integers"),
         (([[0.2, 0.8]], [0, 1]), "2 labels"),
     ):
         with pytest.raises(UnisonoError, match=told):

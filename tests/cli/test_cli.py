@@ -235,6 +235,9 @@ def test_words_are_read_as_python_where_they_can_be():
         (["run", "--set", "mpiexec=mpirun", "os:getpid"], "HINT: --on mpi\n"),
         (["doctor", "--on", "moon"], "'mpi', 'ssh', 'ray', 'slurm', 'inline'"),
         (["job", "status", "nothing-here"], "no such job"),
+        (["run", "os:"], "no name of a function"),
+        (["run", ":train"], "no name of a module or file"),
+        (["topo", "--graph", "nothere.npz"], "nothere.npz"),
     ],
 )
 def test_bad_usage_is_exit_code_2_with_a_message(words, message, capsys):
@@ -275,7 +278,7 @@ def test_a_dry_run_and_a_check_start_nothing(capsys):
     assert main(["run", "--ranks", "2", "--check", *words]) == 0
     assert "2 ranks on cpu can be started" in capsys.readouterr().out
     assert main(["run", "--on", "cpu", "--gpus", "2", "--check", *words]) == 0
-    assert "--gpus 2 counts ranks here" in capsys.readouterr().err
+    assert "--gpus 2 only counts ranks" in capsys.readouterr().err
 
 
 def test_fields_variables_and_other_libraries_names_reach_the_ranks(tmp_path, unisono_here):
@@ -444,6 +447,7 @@ def test_a_job_that_is_done_is_exit_code_0(tmp_path, capsys):
         ["frobnicate"],
         ["run", "--ranks", "two", "x.py"],
         ["run", "--rank", "2", "x.py"],  # options have their whole names only
+        ["run", "--to", "nowhere", "x.py"],
         ["job"],
         ["job", "logs"],
     ],
@@ -526,10 +530,11 @@ def test_the_doctor_finds_this_machine_ready(capsys):
 
 
 def test_a_check_that_breaks_is_a_fail_with_its_message_and_exit_code_1(monkeypatch, capsys):
+    @doctor.check("the moon")
     def check_the_moon():
         raise OSError("no moon today")
 
-    monkeypatch.setattr(doctor, "CHECKS", (doctor.check_python, check_the_moon))
+    monkeypatch.setattr(doctor, "CHECKS", [doctor.check_python, check_the_moon])
     assert main(["doctor"]) == 1
     out = capsys.readouterr().out
     assert "ok    python" in out
@@ -537,10 +542,11 @@ def test_a_check_that_breaks_is_a_fail_with_its_message_and_exit_code_1(monkeypa
 
 
 def test_an_import_that_fails_gets_a_fix_that_can_be_typed(monkeypatch, capsys):
+    @doctor.check("torch")
     def check_torch():
         raise ImportError("libtorch.so: file too short", name="torch._C")
 
-    monkeypatch.setattr(doctor, "CHECKS", (check_torch,))
+    monkeypatch.setattr(doctor, "CHECKS", [check_torch])
     assert main(["doctor"]) == 1
     assert "-m pip install --force-reinstall torch\n" in capsys.readouterr().out
 
@@ -549,7 +555,7 @@ def test_the_doctor_looks_closer_at_a_place(monkeypatch, capsys):
     def refuse(_place):
         raise PlatformError.because("two ranks", "no GPU", "0 < 2", 'on="cpu"')
 
-    monkeypatch.setattr(doctor, "CHECKS", ())
+    monkeypatch.setattr(doctor, "CHECKS", [])
     assert main(["doctor", "--on", "inline"]) == 0
     assert "ok    on inline    1 of 1 ranks right" in capsys.readouterr().out
     monkeypatch.setattr(doctor, "_run_at", refuse)
@@ -596,4 +602,4 @@ def test_a_host_name_that_does_not_resolve_is_a_warning_with_a_fix(monkeypatch):
     monkeypatch.setattr("socket.getaddrinfo", refuse)
     check = doctor.check_host_name()
     assert check.status == "warn"
-    assert "/etc/hosts" in doctor.render(check)
+    assert "/etc/hosts" in str(check)

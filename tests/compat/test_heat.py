@@ -127,6 +127,12 @@ def test_an_array_splits_its_rows_and_is_the_same_at_any_number_of_ranks(rank_co
     assert torch.equal((-(x**2)).resplit(None).larray, -(whole**2))
     assert torch.equal(ht.resplit(ht.array(whole), 0).larray, x.larray)
     assert x.astype(ht.int64).resplit_(None).larray.tolist() == whole.long().tolist()
+    assert ht.array(x).numpy().tolist() == ht.array(x, split=0).numpy().tolist() == whole.tolist()
+    assert torch.equal(ht.array(x, is_split=0).larray, x.larray)
+    for other in (np.ones((7, 2)), whole, torch.ones(x.lshape)):
+        for combined in (lambda other=other: x + other, lambda other=other: other + x):
+            with pytest.raises(TypeError, match=r"HINT: ht\.array"):
+                combined()
     own = ht.array(torch.full((rank + 1, 2), rank), is_split=0)
     assert own.shape == (sum(range(rank_count + 1)), 2)
     assert own.lshape == (rank + 1, 2)

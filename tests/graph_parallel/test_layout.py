@@ -68,7 +68,7 @@ def test_each_misuse_raises_and_says_where_the_tensor_became_what_it_is():
             gp.scatter(part, comm=comm)
         with pytest.raises(LayoutError, match="partial and a replicated"):
             part.sum() + energy
-        with pytest.raises(LayoutError, match="layouts are"):
+        with pytest.raises(LayoutError, match="one of 'replicated'"):
             gp.mark(x, "split")
         gp.reduce(gp.mark(energy * 1, "partial"), grad="identity", comm=comm)
     gp.reduce(energy, grad="identity", comm=comm)  # outside nobody looks
@@ -151,6 +151,8 @@ def test_what_each_rank_made_of_a_replicated_tensor_may_be_reduced():
             assert gp.layout_of(plan.gather(own, grad=kind)) == "replicated"
         with pytest.raises(LayoutError, match="every rank holds all of it"):
             plan.gather(plan.gather(own, grad="slice"), grad="slice")
+        with pytest.raises(LayoutError, match="too large by their number"):
+            torch.autograd.grad(plan.gather(own, grad="sum").sum(), x)
 
 
 @pytest.mark.ranks(2)

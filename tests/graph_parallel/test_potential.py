@@ -233,6 +233,8 @@ def test_missing_gradients_count_as_zero_and_unused_parameters_keep_none():
         (used * 2).sum().backward()
         if comm.rank == 0:
             half.sum().backward()
+        with pytest.raises(LayoutError, match="not among the parameters"):
+            gp.sync_gradients([used], replicated=[half])  # whose gradient nobody would bring
         gp.sync_gradients([used, half, unused, frozen], bucket_mb=1e-5)
         assert used.grad.tolist() == [4.0] * 3
         assert half.grad.tolist() == [1.0] * 3

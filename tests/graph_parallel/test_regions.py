@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import itertools
 import re
+from functools import partial
 
 import pytest
 import torch
+from tests.operators.checks import check_derivatives, check_nothing_is_changed, drawn
 from torch._dynamo.exc import Unsupported
 from torch.utils.checkpoint import checkpoint
 
@@ -14,11 +16,18 @@ from unisono import graph_parallel as gp
 from unisono.comm import check, trace, world
 from unisono.compat import gp_utils
 from unisono.errors import CollectiveMismatch, PartitionError, UnisonoError
+from unisono.operators import Copy, SliceReplicated
 from unisono.testing import check_adjoint
 
-
-def drawn(*shape, seed=0, dtype=torch.float64):
-    return torch.randn(*shape, dtype=dtype, generator=torch.Generator().manual_seed(seed))
+CLASSES = (
+    gp_utils.CopyToModelParallelRegion,
+    gp_utils.ReduceFromModelParallelRegion,
+    gp_utils.ScatterToModelParallelRegion,
+    gp_utils.GatherFromModelParallelRegion,
+    gp_utils.GatherFromModelParallelRegionSumGrad,
+    gp_utils.ScaleBackwardGrad,
+    gp_utils.ReduceScatterToModelParallelRegion,
+)
 
 
 def sizes_of(n, ranks):
@@ -126,27 +135,13 @@ def pairs(comm):
     part = drawn(2, mine, seed=40 + rank)
     kw = {"sizes": sizes, "comm": comm}
 
-    def copy(t):
-        return gp.copy(t, comm=comm)
-
-    def reduce(t):
-        return gp.reduce(t, grad="identity", comm=comm)
-
-    def both(t):
-        return gp.reduce(t, grad="sum", comm=comm)
-
-    def scatter(t):
-        return gp.scatter(t, -1, **kw)
-
-    def gather_slice(t):
-        return gp.gather(t, -1, grad="slice", **kw)
-
-    def gather_sum(t):
-        return gp.gather(t, -1, grad="sum", **kw)
-
-    def reduce_scatter(t):
-        return gp.reduce_scatter(t, -1, **kw)
-
+    copy = partial(gp.copy, comm=comm)
+    reduce = partial(gp.reduce, grad="identity", comm=comm)
+    both = partial(gp.reduce, grad="sum", comm=comm)
+    scatter = partial(gp.scatter, dim=-1, **kw)
+    gather_slice = partial(gp.gather, dim=-1, grad="slice", **kw)
+    gather_sum = partial(gp.gather, dim=-1, grad="sum", **kw)
+    reduce_scatter = partial(gp.reduce_scatter, dim=-1, **kw)
     return [
         (copy, reduce, "R", "I", same, own),
         (reduce, copy, "I", "R", own, same),
@@ -165,78 +160,24 @@ def test_each_region_is_the_adjoint_of_its_backward():
 
 
 @pytest.mark.ranks([2, 3], timeout=60)
-def test_gradcheck_and_gradgradcheck_of_every_region():
-    """Each rank's own derivative is a column of the global one: move one entry, on one rank."""
-    comm, eps = world(), 1e-6
-    for forward, _, domain, range_, x, y in pairs(comm):
-
-        def total(value, range_=range_):
-            return value.detach() if range_ == "R" else comm.all_reduce(value.detach())
-
-        def loss(at, forward=forward, y=y):
-            return (y * forward(at).sin()).sum()
-
-        def gradient(at, loss=loss):
-            at = at.clone().requires_grad_()
-            return torch.autograd.grad(loss(at), at)[0]
-
-        at = x.clone().requires_grad_()
-        (exact,) = torch.autograd.grad(loss(at), at, create_graph=True)
-        counts = [n for (n,) in comm.all_gather_ints([x.numel()])]
-        for turn in [None] if domain == "R" else range(comm.size):
-            for i in range(counts[turn or 0]):
-                moves = turn in (None, comm.rank)
-                step = torch.zeros_like(x)
-                if moves:
-                    step.view(-1)[i] = eps
-                slope = (total(loss(x + step)) - total(loss(x - step))) / (2 * eps)
-                if moves:
-                    assert abs(slope - exact.detach().reshape(-1)[i]) < 1e-7
-        along = drawn(*x.shape, seed=3) if domain == "R" else drawn(*x.shape, seed=3 + comm.rank)
-        (second,) = torch.autograd.grad(exact, at, along)
-        numeric = (gradient(x + eps * along) - gradient(x - eps * along)) / (2 * eps)
-        torch.testing.assert_close(second, numeric, atol=1e-7, rtol=1e-6)
+def test_two_derivatives_of_every_region_equal_finite_differences():
+    for forward, _, domain, range_, x, y in pairs(world()):
+        check_derivatives(forward, x, y, domain, range_)
 
 
 @pytest.mark.ranks([2, 3])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.complex64], ids=str)
 def test_inputs_and_incoming_gradients_stay_and_any_layout_is_right(dtype):
     for forward, adjoint, _, _, x, y in pairs(world()):
-        leaf = x.to(dtype).t().contiguous().t().requires_grad_()
-        kept = leaf.detach().clone()
-        out = forward(leaf)
-        assert out.dtype == dtype
-        torch.testing.assert_close(out.detach(), forward(kept.contiguous()))
-        grad = y.to(dtype).t().contiguous().t()
-        grad_kept = grad.clone()
-        out.backward(grad)
-        assert torch.equal(leaf.detach(), kept)
-        assert torch.equal(grad, grad_kept)
-        torch.testing.assert_close(leaf.grad, adjoint(grad_kept.contiguous()))
+        check_nothing_is_changed(forward, adjoint, x.to(dtype), y.to(dtype))
 
 
 @pytest.mark.ranks([1, 2, 3])
 def test_function_classes_do_what_the_functions_do():
     comm = world()
     gp.setup_gp({"gp_gpus": comm.size, "distributed_backend": None})
-    table = [
-        (gp_utils.CopyToModelParallelRegion, gp.copy_to_model_parallel_region, False),
-        (gp_utils.ReduceFromModelParallelRegion, gp.reduce_from_model_parallel_region, False),
-        (gp_utils.ScatterToModelParallelRegion, gp.scatter_to_model_parallel_region, True),
-        (gp_utils.GatherFromModelParallelRegion, gp.gather_from_model_parallel_region, True),
-        (
-            gp_utils.GatherFromModelParallelRegionSumGrad,
-            gp.gather_from_model_parallel_region_sum_grad,
-            True,
-        ),
-        (gp_utils.ScaleBackwardGrad, gp.scale_backward_grad, False),
-        (
-            gp_utils.ReduceScatterToModelParallelRegion,
-            gp.reduce_scatter_to_model_parallel_region,
-            True,
-        ),
-    ]
-    for function, region, takes_dim in table:
+    for function in CLASSES:
+        region, takes_dim = function.region, hasattr(function, "plan")
         for arguments in [(), (0,), (1,)] if takes_dim else [()]:
             found = []
             for call in (function.apply, region):
@@ -341,15 +282,8 @@ def test_function_classes_work_in_torch_func_and_refuse_vmap():
     comm = world()
     gp.setup_gp({"gp_gpus": comm.size, "distributed_backend": None})
     shared, own = drawn(4, 4, seed=0), drawn(4, 4, seed=1 + comm.rank)
-    for region, x in (
-        (gp_utils.CopyToModelParallelRegion, shared),
-        (gp_utils.ReduceFromModelParallelRegion, own),
-        (gp_utils.ScatterToModelParallelRegion, shared),
-        (gp_utils.GatherFromModelParallelRegion, own),
-        (gp_utils.GatherFromModelParallelRegionSumGrad, own),
-        (gp_utils.ScaleBackwardGrad, own),
-        (gp_utils.ReduceScatterToModelParallelRegion, own),
-    ):
+    for region in CLASSES:
+        x = shared if region.kind in (Copy, SliceReplicated) else own
         with pytest.raises(UnisonoError, match="a collective cannot be vmapped"):
             torch.func.vmap(region.apply)(torch.stack([x, x]))
         at = x.clone().requires_grad_()

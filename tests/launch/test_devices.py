@@ -26,10 +26,8 @@ def gpus(monkeypatch, count, *, is_rank=False):
         monkeypatch.setenv("LOCAL_RANK", "0")
 
 
-def place(on, **more):
-    return resolve(
-        on, **{"ranks": None, "nodes": None, "configuration": read_configuration(), **more}
-    )
+def place(on, **given):
+    return resolve(on, given, read_configuration())
 
 
 def test_all_visible_gpus_are_taken_where_nothing_is_said(monkeypatch):

@@ -15,7 +15,7 @@ from unisono.errors import PlatformError
 from unisono.launch import Platform
 from unisono.launch import functional as F
 
-ROWS = {1: [6], 2: [4, 2], 3: [1, 3, 2]}
+ROWS = {1: [6], 2: [4, 2], 3: [1, 0, 5]}
 
 
 def model():

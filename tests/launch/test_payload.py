@@ -9,8 +9,10 @@ import pickle
 import signal
 import sys
 import time
+import types
 from pathlib import Path
 
+import cloudpickle
 import numpy as np
 import pytest
 import torch
@@ -22,7 +24,7 @@ import unisono
 from unisono.errors import RankFailed
 from unisono.launch.pool import client, payload
 from unisono.launch.pool.payload import APART_BYTES, Parcel
-from unisono.launch.pool.protocol import MessageReader, send_message
+from unisono.launch.pool.protocol import send_message, take_messages
 
 LARGE = 1 << 18
 """So many numbers of four bytes do not fit into a pipe."""
@@ -192,9 +194,12 @@ def test_messages_survive_any_cut_of_the_pipe(values, step):
     finally:
         os.close(read_fd)
         os.close(write_fd)
-    reader = MessageReader()
-    got = [m for i in range(0, len(data), step) for m in reader.feed(data[i : i + step])]
+    received, got = bytearray(), []
+    for begin in range(0, len(data), step):
+        received += data[begin : begin + step]
+        got += take_messages(received)
     assert got == sent
+    assert not received
 
 
 def test_a_function_of_a_module_that_ranks_cannot_import_travels_by_value(tmp_path, monkeypatch):
@@ -218,6 +223,19 @@ def test_a_function_of_a_module_that_ranks_cannot_import_travels_by_value(tmp_pa
         by_reference.load()
 
 
+def test_a_module_is_taken_by_value_until_the_last_thread_that_wants_it_is_done():
+    module = types.ModuleType("of_no_file")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(sys.modules, "of_no_file", module)
+        first, second = payload.taken_by_value([module]), payload.taken_by_value([module])
+        first.__enter__()
+        second.__enter__()
+        first.__exit__(None, None, None)
+        assert "of_no_file" in cloudpickle.list_registry_pickle_by_value()
+        second.__exit__(None, None, None)
+        assert "of_no_file" not in cloudpickle.list_registry_pickle_by_value()
+
+
 def test_a_function_may_use_modules_with_a_class_of_their_own():
     def fn():
         torch.backends.cudnn.benchmark = torch.backends.cudnn.benchmark
@@ -239,8 +257,13 @@ def test_exceptions_travel_only_if_they_come_back():
     assert payload.load_exception(b"rubbish") is None
 
 
-def test_a_packed_value_comes_back():
+def test_a_packed_value_comes_back_and_parameters_of_a_gpu_stay_parameters():
     assert payload.dump_value({"a": (1, 2)}).load() == {"a": (1, 2)}
+    for weight in (nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2), requires_grad=False)):
+        twin = payload.on_cpu(weight)
+        assert type(twin) is nn.Parameter
+        assert (twin.is_leaf, twin.requires_grad) == (True, weight.requires_grad)
+    assert payload.on_cpu(2 * torch.ones(2, requires_grad=True)).requires_grad
 
 
 def test_a_large_payload_is_worth_a_warning_that_names_it(monkeypatch):

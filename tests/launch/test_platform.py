@@ -72,80 +72,66 @@ def test_copies_and_pickles_keep_what_was_given():
     for twin in (platform.but(), copy.deepcopy(platform), pickle.loads(pickle.dumps(platform))):
         assert twin == platform
         assert twin.world_size == 3
+    platform = Platform(ipc_groups=[[0]], hosts=["a"], env={"A": "1"})
     twin = platform.but()
     twin.ipc_groups[0].append(9)
-    assert platform.ipc_groups == [[0], [1, 2]]
+    twin.hosts.append("b")
+    twin.env["B"] = "2"
+    assert (platform.ipc_groups, platform.hosts, platform.env) == ([[0]], ["a"], {"A": "1"})
 
 
 @pytest.mark.parametrize(
-    ("make", "words"),
+    ("fields", "words"),
     [
-        (lambda: Platform(device="gqu"), ["'gqu'", "'cpu', 'gpu', 'slurm'", "did you mean"]),
-        (lambda: Platform(n_gpu=2), ["n_gpu=", "n_gpus_per_node", "did you mean n_gpus_per_node"]),
-        (lambda: Platform(device="cpu", ranks=0).validate(), ["ranks=0", "not an integer >= 1"]),
-        (lambda: Platform(device="cpu", ranks=2.0).validate(), ["ranks=2.0"]),
+        ({"device": "gqu"}, ["'gqu'", "'cpu', 'gpu', 'slurm'", "did you mean"]),
+        ({"n_gpu": 2}, ["n_gpu=", "n_gpus_per_node", "did you mean n_gpus_per_node"]),
+        ({"ranks": 0}, ["ranks=0", "not an integer >= 1"]),
+        ({"ranks": 2.0}, ["ranks=2.0"]),
         (
-            lambda: Platform(device="slurm", ranks=7, n_nodes=2).validate(),
+            {"device": "slurm", "ranks": 7, "n_nodes": 2},
             ["7 ranks / 2 nodes = 3.5", "ranks=6 or ranks=8"],
         ),
+        ({"ranks": 3, "n_cpus_per_node": 4}, ["4 CPUs / 3 ranks = 1.33333", "n_cpus_per_node=3"]),
+        ({"n_nodes": 2}, ["n_nodes=2", "torchrun"]),
+        ({"ranks": 2, "ipc_groups": [[0], [2]]}, ["rank 2 in group 1", "0 to 1"]),
+        ({"ranks": 2, "ipc_groups": [[0, 1], [1]]}, ["rank 1 is in group 0 and group 1"]),
+        ({"ranks": 3, "ipc_groups": [[0], [2]]}, ["rank 1 is in no group"]),
+        ({"ranks": 2, "ipc_groups": [[0, 1], []]}, ["group 1 is empty"]),
         (
-            lambda: Platform(device="cpu", ranks=3, n_cpus_per_node=4).validate(),
-            ["4 CPUs / 3 ranks = 1.33333", "n_cpus_per_node=3"],
+            {"spawn_method": "forksever"},
+            ["'auto', 'forkserver'", "HINT: spawn_method='forkserver'"],
         ),
-        (lambda: Platform(device="cpu", n_nodes=2).validate(), ["n_nodes=2", "torchrun"]),
+        ({"backend": "sm"}, ["'sm'", "HINT: backend='shm'"]),
+        ({"master_port": 70000}, ["70000", "65535"]),
+        ({"comm_timeout_s": 0}, ["comm_timeout_s=0"]),
+        ({"grace_s": float("inf")}, ["not a finite number"]),
+        ({"stack_signal": "SIGFOO"}, ["SIGFOO"]),
+        ({"env": "x"}, ["env='x'", "str, not a table of strings", "HINT: env={'NAME': 'value'}"]),
+        ({"env": {"A": 1}}, ["env={'A': 1}", "not a table of strings"]),
         (
-            lambda: Platform(device="cpu", ranks=2, ipc_groups=[[0], [2]]).validate(),
-            ["rank 2 in group 1", "0 to 1"],
-        ),
-        (
-            lambda: Platform(device="cpu", ranks=2, ipc_groups=[[0, 1], [1]]).validate(),
-            ["rank 1 is in group 0 and 1"],
-        ),
-        (
-            lambda: Platform(device="cpu", ranks=3, ipc_groups=[[0], [2]]).validate(),
-            ["rank 1 is in no group"],
-        ),
-        (
-            lambda: Platform(device="cpu", ranks=2, ipc_groups=[[0, 1], []]).validate(),
-            ["group 1 is empty"],
-        ),
-        (lambda: Platform(device="cpu", spawn_method="thread").validate(), ["'forkserver'"]),
-        (lambda: Platform(device="cpu", backend="sm").validate(), ["'sm'", "HINT: backend='shm'"]),
-        (lambda: Platform(device="cpu", master_port=70000).validate(), ["70000", "65535"]),
-        (lambda: Platform(device="cpu", comm_timeout_s=0).validate(), ["comm_timeout_s=0"]),
-        (lambda: Platform(device="cpu", stack_signal="SIGFOO").validate(), ["SIGFOO"]),
-        (
-            lambda: Platform(device="cpu", env="x").validate(),
-            ["env='x'", "str, not a table of strings", "HINT: env={'NAME': 'value'}"],
-        ),
-        (
-            lambda: Platform(device="cpu", env={"A": 1}).validate(),
-            ["env={'A': 1}", "not a table of strings"],
-        ),
-        (
-            lambda: Platform(device="mpi", mpiexec_args="-hosts n1,n2").validate(),
+            {"device": "mpi", "mpiexec_args": "-hosts n1,n2"},
             ["a list of strings", "HINT: mpiexec_args=['-hosts', 'n1,n2']"],
         ),
+        ({"device": "slurm", "slurm_additional_parameters": "a=b"}, ["not a table"]),
+        ({"oversubscribe": "no"}, ["not True or False"]),
+        ({"device": "slurm", "timeout_min": 0}, ["timeout_min=0", "minutes"]),
         (
-            lambda: Platform(device="slurm", slurm_additional_parameters="a=b").validate(),
-            ["not a table"],
-        ),
-        (lambda: Platform(device="cpu", oversubscribe="no").validate(), ["not True or False"]),
-        (lambda: Platform(device="slurm", timeout_min=0).validate(), ["timeout_min=0", "minutes"]),
-        (
-            lambda: Platform(device="slurm", n_gpus_per_node=3, ranks=2).validate(),
+            {"device": "slurm", "n_gpus_per_node": 3, "ranks": 2},
             ["3 GPUs / 2 ranks = 1.5", "n_gpus_per_node=2, or ranks=3"],
         ),
         (
-            lambda: Platform(device="slurm", n_gpus_per_node=2, ranks=8, n_nodes=2).validate(),
+            {"device": "slurm", "n_gpus_per_node": 2, "ranks": 8, "n_nodes": 2},
             ["2 GPUs / 4 ranks = 0.5", "ranks=4, or oversubscribe=True"],
         ),
     ],
 )
-def test_a_bad_platform_says_what_is_wrong(make, words):
+def test_a_bad_platform_says_what_is_wrong(fields, words):
     with pytest.raises(PlatformError) as caught:
-        make()
+        Platform(**{"device": "cpu", **fields}).validate()
     assert all(word in str(caught.value) for word in words), str(caught.value)
+    with pytest.raises(PlatformError) as again:
+        Platform(device="cpu").but(**fields).validate()
+    assert str(again.value) == str(caught.value)
 
 
 def test_a_port_in_use_is_named():
@@ -189,7 +175,7 @@ def test_a_backend_that_ranks_could_not_use_is_refused_before_any_is_started(mon
     with pytest.raises(MissingExtra, match="unisono\\[mpi\\]"):
         unisono.run(print, on=Platform(device="cpu", backend="mpi"))
     monkeypatch.setenv("UNISONO_BACKEND", "gluu")
-    with pytest.raises(PlatformError, match="HINT: UNISONO_BACKEND=gloo"):
+    with pytest.raises(PlatformError, match="HINT: UNISONO_BACKEND='gloo'"):
         unisono.run(print, on="cpu")
 
 

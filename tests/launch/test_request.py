@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import sys
 import threading
 from types import SimpleNamespace
@@ -30,8 +31,22 @@ def needs_ranks(ranks):
     return ranks
 
 
-def knows_all(on=1, ranks=2, nodes=3, timeout_s=4, max_restarts=5, logs=6, seed=7, record=8):
-    return on, ranks, nodes, timeout_s, max_restarts, logs, seed, record
+OPTIONS = inspect.signature(dry_run).parameters.keys() - {"fn", "args", "kwargs"}
+
+
+def knows_all(
+    on=1,
+    ranks=2,
+    nodes=3,
+    hosts=4,
+    timeout_s=5,
+    max_restarts=6,
+    logs=7,
+    seed=8,
+    record=9,
+    elastic=0,
+):
+    pass
 
 
 @pytest.fixture(autouse=True)
@@ -44,64 +59,71 @@ def nothing_may_start(monkeypatch):
     monkeypatch.setattr("unisono.launch.places.local.spawn_rank", refuse)
     monkeypatch.setattr("unisono.launch.pool.client.WarmServer", refuse)
     launching = sys.modules["unisono.launch.api"]
-    monkeypatch.setattr(launching, "prepare", lambda _method: None)  # that is no rank yet
+    monkeypatch.setattr(launching, "get_server", lambda: None)  # that is no rank yet
+
+
+def said_of(call, *args, **given):
+    """Return what a call is refused with."""
+    with pytest.raises(PlatformError) as caught:
+        call(*args, **given)
+    return str(caught.value)
 
 
 @pytest.mark.parametrize(
-    ("call", "words"),
+    ("given", "words"),
     [
-        (lambda: unisono.run(train, 1, on="cqu"), ["on='cqu'", "'cpu', 'gpu'", "did you mean"]),
-        (lambda: unisono.run(train, 1, on="gpu"), ["0 GPUs visible", 'on="cpu", ranks=1']),
-        (lambda: unisono.run(train, 1, on="cuda", ranks=3), ["3 ranks > 0 GPUs", "CUDA_VISIBLE"]),
-        (lambda: unisono.run(train, 1, on=unisono.Device.MPS), ["no Apple GPU", 'device="cpu"']),
-        (lambda: unisono.run(train, 1, ranks=0), ["ranks=0", "not an integer >= 1"]),
-        (lambda: unisono.run(train, 1, ranks=-2), ["ranks=-2"]),
-        (lambda: unisono.run(train, 1, ranks=2.0), ["ranks=2.0", "float, not an integer"]),
-        (lambda: unisono.run(train, 1, ranks=True), ["ranks=True"]),
-        (lambda: unisono.run(train, 1, on="inline", ranks=2), ["2 ranks > 1 process"]),
-        (lambda: unisono.run(train, 1, nodes=2), ["nodes=2", "torchrun"]),
-        (lambda: unisono.run(train, 1, timeout_s=0), ["timeout_s=0"]),
-        (
-            lambda: unisono.run(train, 1, timeout_s="1h"),
-            ["timeout_s='1h'", "not a number"],
-        ),
-        (lambda: unisono.run(train, 1, timeout_s=float("nan")), ["timeout_s=nan"]),
-        (lambda: unisono.run(train, 1, max_restarts=-1), ["max_restarts=-1"]),
-        (
-            lambda: unisono.run(train, 1, max_restarts=1.5),
-            ["max_restarts=1.5", "integer"],
-        ),
-        (lambda: unisono.run(train), ["train(cfg, lr=0.1)", "missing a required argument"]),
-        (lambda: unisono.run(train, 1, momentum=2), ["unexpected keyword", "momentum"]),
-        (lambda: unisono.run(needs_ranks, ranks=2), ["functools.partial(needs_ranks, ranks="]),
-        *(
-            (
-                functools.partial(call, knows_all, **{name: value}),
-                [f"run takes {name} itself", f"functools.partial(knows_all, {name}=...)"],
-            )
-            for call in (unisono.run, unisono.submit, dry_run)
-            for name, value in (
-                *(("on", "cpu"), ("ranks", 2), ("nodes", 1), ("timeout_s", 5), ("logs", "here")),
-                *(("max_restarts", 1), ("seed", 0)),
-            )
-        ),
-        (lambda: unisono.run(knows_all, record="x"), ["run takes record itself"]),
-        (lambda: unisono.run(train, 1, seed=-1), ["seed=-1", "not an integer >= 0"]),
-        (lambda: unisono.run(train, 1, seed=1.5), ["seed=1.5"]),
-        (lambda: unisono.run(train, 1, on="inline", watch=True), ["busy with it", 'on="cpu"']),
-        (lambda: unisono.run(train(1)), ["cannot be called"]),
-        (lambda: unisono.run(coroutine), ["coroutine", "asyncio.run"]),
-        (lambda: unisono.run(generator, 3), ["generator function", "list(generator(...))"]),
-        (lambda: unisono.run(functools.partial(generator, 3)), ["generator function"]),
-        (lambda: unisono.run(train, 1, logs=3), ["logs=3"]),
-        (lambda: unisono.run(train, 1, logs=unisono.Logs(console="al")), ["console='al'"]),
-        (lambda: unisono.run(train, 1, logs=unisono.Logs(console=[0, 2])), ["2 is not a rank"]),
+        ({"on": "cqu"}, ["on='cqu'", "'cpu', 'gpu'", "did you mean"]),
+        ({"on": "gpu"}, ["0 GPUs visible", 'on="cpu", ranks=1']),
+        ({"on": "cuda", "ranks": 3}, ["3 ranks > 0 GPUs", "CUDA_VISIBLE"]),
+        ({"on": unisono.Device.MPS}, ["no Apple GPU", 'device="cpu"']),
+        ({"ranks": 0}, ["ranks=0", "not an integer >= 1"]),
+        ({"ranks": -2}, ["ranks=-2"]),
+        ({"ranks": 2.0}, ["ranks=2.0", "float, not an integer"]),
+        ({"ranks": True}, ["ranks=True"]),
+        ({"on": "inline", "ranks": 2}, ["2 ranks > 1 process"]),
+        ({"nodes": 2}, ["nodes=2", "torchrun"]),
+        ({"timeout_s": 0}, ["timeout_s=0"]),
+        ({"timeout_s": "1h"}, ["timeout_s='1h'", "not a number"]),
+        ({"timeout_s": float("nan")}, ["timeout_s=nan"]),
+        ({"max_restarts": -1}, ["max_restarts=-1"]),
+        ({"max_restarts": 1.5}, ["max_restarts=1.5", "integer"]),
+        ({"momentum": 2}, ["unexpected keyword", "momentum"]),
+        ({"seed": -1}, ["seed=-1", "not an integer >= 0"]),
+        ({"seed": 1.5}, ["seed=1.5"]),
+        ({"on": "inline", "watch": True}, ["busy with it", 'on="cpu"']),
+        ({"logs": 3}, ["logs=3"]),
+        ({"logs": unisono.Logs(console="al")}, ["console='al'"]),
+        ({"logs": unisono.Logs(console=[0, 2])}, ["Logs.console=2", "from 0 to 1"]),
     ],
 )
-def test_a_senseless_request_says_what_is_wrong(call, words):
-    with pytest.raises(PlatformError) as caught:
-        call()
-    assert all(word in str(caught.value) for word in words), str(caught.value)
+def test_a_senseless_request_says_what_is_wrong(given, words):
+    text = said_of(unisono.run, train, 1, **given)
+    assert all(word in text for word in words), text
+
+
+@pytest.mark.parametrize(
+    ("function", "args", "given", "words"),
+    [
+        (train, (), {}, ["train(cfg, lr=0.1)", "missing a required argument"]),
+        (needs_ranks, (), {"ranks": 2}, ["functools.partial(needs_ranks, ranks="]),
+        (knows_all, (), {"record": "x"}, ["run takes record itself"]),
+        (train(1), (), {}, ["cannot be called"]),
+        (coroutine, (), {}, ["coroutine", "asyncio.run"]),
+        (generator, (3,), {}, ["generator function", "list(generator(...))"]),
+        (functools.partial(generator, 3), (), {}, ["generator function"]),
+    ],
+)
+def test_a_function_that_cannot_be_called_so_says_why(function, args, given, words):
+    text = said_of(unisono.run, function, *args, **given)
+    assert all(word in text for word in words), text
+
+
+@pytest.mark.parametrize("call", [unisono.run, unisono.submit, dry_run])
+@pytest.mark.parametrize("name", sorted(OPTIONS))
+def test_a_keyword_that_both_know_belongs_to_neither(call, name):
+    text = said_of(call, knows_all, **{name: 1})
+    assert f"run takes {name} itself" in text
+    assert f"functools.partial(knows_all, {name}=...)" in text
 
 
 def test_what_cannot_be_pickled_is_named_by_its_path():

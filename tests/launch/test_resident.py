@@ -15,6 +15,13 @@ from unisono.errors import RankFailed
 from unisono.launch.resident import ResidentRanks
 
 
+def lose_place():
+    """Make a rank fail when it is about to tell its number."""
+    if os.environ["RANK"] == "1":
+        del os.environ["RANK"]
+    return len
+
+
 def make(factor):
     from unisono.comm import world
 
@@ -58,6 +65,8 @@ def test_a_rank_that_raises_is_one_error_with_its_traceback():
     assert not any(is_running(pid) for pid in pids)
     with pytest.raises(RankFailed, match="ZeroDivisionError"):
         ResidentRanks(lambda: 1 / 0, ranks=2)
+    with pytest.raises(RankFailed, match="KeyError"):
+        ResidentRanks(lose_place, ranks=2)
 
 
 def test_ranks_end_with_the_process_that_asked_them(forked_python):

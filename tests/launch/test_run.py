@@ -91,6 +91,11 @@ def test_a_closure_gets_its_place_threads_directory_and_arguments(monkeypatch, t
     assert sorted(results.log(1).splitlines()) == ["err", "from C", "out of rank 1"]
 
 
+def test_deadlines_may_be_longer_than_the_system_can_wait_at_once():
+    platform = unisono.Platform(device="cpu", ranks=1, start_timeout_s=1e7, grace_s=1e7)
+    assert list(unisono.run(len, "ab", on=platform, timeout_s=1e7, logs=QUIET)) == [2]
+
+
 def test_one_rank_has_a_real_group_and_no_prefix(tmp_path, capsys):
     def alone():
         print("hello")

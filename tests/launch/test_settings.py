@@ -45,6 +45,15 @@ def test_the_later_word_wins(monkeypatch):
     assert request(ranks=5).ranks == 5
 
 
+def test_the_device_of_the_general_table_is_the_place(monkeypatch, project):
+    (project / "unisono.toml").write_text('[run]\ndevice = "inline"\n')
+    assert request().place == "inline"
+    monkeypatch.setenv("UNISONO_DEVICE", "cpu")
+    assert request().place == "cpu"
+    monkeypatch.setenv("UNISONO_ON", "inline")
+    assert request().place == "inline"
+
+
 def test_a_profile_is_a_place_and_an_explicit_platform_keeps_its_fields(monkeypatch):
     monkeypatch.setenv("UNISONO_RANKS", "4")
     found = request(on="small", ranks=2)

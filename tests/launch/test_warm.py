@@ -15,6 +15,7 @@ import pytest
 import torch
 
 import unisono
+from unisono.errors import PlatformError
 from unisono.launch.pool import client, server
 from unisono.testing.leaks import Holdings
 
@@ -55,6 +56,13 @@ def test_a_rank_told_to_stop_in_its_first_moments_does_not_take_the_server_along
             rank.collect()
             rank.close()
     assert parents() == {first}
+
+
+def test_a_time_that_is_none_is_refused_and_does_not_do_without_the_server(monkeypatch):
+    unisono.launch.shutdown()
+    monkeypatch.setenv("UNISONO_SERVER_IDLE_S", "5min")
+    with pytest.raises(PlatformError, match="HINT: UNISONO_SERVER_IDLE_S=300"):
+        parents()
 
 
 @pytest.mark.parametrize("reason", ["asked for", "CUDA here", "threads in the server"])

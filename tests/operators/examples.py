@@ -160,7 +160,7 @@ def _rows(comm, lengths, make):
         [wanted[me] if rank != me else [] for rank in range(comm.size)],
         [len(wanted[rank]) if rank != me else 0 for rank in range(comm.size)],
     )
-    x, y = make(lengths[me], 2), make(plan.num_received, 2)
+    x, y = make(lengths[me], 2), make(sum(plan.recv_sizes), 2)
     return Example.of(all_gather_rows, add_rows, x, y, plan=plan, comm=comm)
 
 

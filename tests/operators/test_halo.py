@@ -7,20 +7,13 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
+from tests.operators.checks import block_at, drawn
 
 from unisono.comm import world
 from unisono.errors import PartitionError
 from unisono.operators import halo_add, halo_exchange
 from unisono.testing import check_adjoint
 from unisono.topology import Partition, decompose, halo
-
-
-def drawn(*shape, dtype=torch.float64, seed=0):
-    return torch.randn(*shape, dtype=dtype, generator=torch.Generator().manual_seed(seed))
-
-
-def own_block(x, cuts, index):
-    return x[tuple(slice(c[i], c[i + 1]) for c, i in zip(cuts, index, strict=True))]
 
 
 def own_share(y, plan):
@@ -58,7 +51,7 @@ def test_conv_of_the_windows_has_the_values_and_gradients_of_torch(shards):
         up = drawn(*expected.shape, seed=2)
         expected.backward(up)
 
-        block = own_block(x, cuts, index).clone().requires_grad_()
+        block = block_at(x, cuts, index).clone().requires_grad_()
         window = halo_exchange(block, plan, comm=comm)
         assert tuple(window.shape) == plan.window_shape
         if plan.output_shape[2]:
@@ -67,7 +60,7 @@ def test_conv_of_the_windows_has_the_values_and_gradients_of_torch(shards):
             y.backward(own_share(up, plan))
         else:
             window.sum().backward()
-        torch.testing.assert_close(block.grad, own_block(whole.grad, cuts, index))
+        torch.testing.assert_close(block.grad, block_at(whole.grad, cuts, index))
 
 
 @pytest.mark.ranks(4)
@@ -81,11 +74,11 @@ def test_corners_of_a_two_by_two_partition_arrive_in_every_padding_mode(mode):
     padded = F.pad(whole, [1, 1, 2, 2], mode="constant" if mode == "zeros" else mode)
     expected = F.conv2d(padded, weight)
     (expected**2).sum().backward()
-    block = own_block(x, cuts, p.index).clone().requires_grad_()
+    block = block_at(x, cuts, p.index).clone().requires_grad_()
     y = F.conv2d(halo_exchange(block, plan, comm=comm), weight)
     torch.testing.assert_close(y, own_share(expected, plan))
     (y**2).sum().backward()
-    torch.testing.assert_close(block.grad, own_block(whole.grad, cuts, p.index))
+    torch.testing.assert_close(block.grad, block_at(whole.grad, cuts, p.index))
 
 
 @pytest.mark.ranks([2, 3, 4])
@@ -132,7 +125,7 @@ def test_max_pool_takes_minus_infinity_for_padding():
     x = drawn(1, 2, 8)
     cuts = [(0, 1), (0, 2), decompose.split_cuts(8, comm.size)]
     plan = halo.plan(cuts, (0, 0, comm.rank), (3,), 2, 1, fill=-math.inf, ceil_mode=True)
-    window = halo_exchange(own_block(x, cuts, (0, 0, comm.rank)), plan, comm=comm)
+    window = halo_exchange(block_at(x, cuts, (0, 0, comm.rank)), plan, comm=comm)
     expected = F.max_pool1d(x, 3, 2, 1, ceil_mode=True)
     assert torch.equal(F.max_pool1d(window, 3, 2), own_share(expected, plan))
 
@@ -172,7 +165,7 @@ def test_any_dtype_travels_and_stays_what_it_is(dtype):
     x = torch.tensor([1, 0, 1, 1, 0, 1]).to(dtype)
     cuts = [(0, 4, 6)]
     plan = halo.plan(cuts, (comm.rank,), 3, padding=1, padding_mode="circular")
-    window = halo_exchange(own_block(x, cuts, (comm.rank,)), plan, comm=comm)
+    window = halo_exchange(block_at(x, cuts, (comm.rank,)), plan, comm=comm)
     assert window.dtype == dtype
     around = torch.cat([x[-1:], x, x[:1]])
     assert torch.equal(window, around[3 * comm.rank : 3 * comm.rank + 5])
@@ -184,7 +177,7 @@ def test_channels_last_blocks_give_channels_last_windows():
     x = drawn(2, 3, 6, 4)
     cuts = [(0, 2), (0, 3), (0, 3, 6), (0, 4)]
     plan = halo.plan(cuts, (0, 0, comm.rank, 0), (3, 3), padding=1)
-    block = own_block(x, cuts, (0, 0, comm.rank, 0))
+    block = block_at(x, cuts, (0, 0, comm.rank, 0))
     plain = halo_exchange(block.contiguous(), plan, comm=comm)
     last = halo_exchange(block.contiguous(memory_format=torch.channels_last), plan, comm=comm)
     assert plain.is_contiguous()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from tests.operators.checks import block_at, drawn
 
 from unisono.comm import world
 from unisono.errors import PartitionError
@@ -12,15 +13,11 @@ from unisono.testing import check_adjoint
 from unisono.topology import Partition, decompose, overlap
 
 
-def drawn(*shape, dtype=torch.float64, seed=0):
-    return torch.randn(*shape, dtype=dtype, generator=torch.Generator().manual_seed(seed))
-
-
 def block_of(x, bounds, ranks, me):
     if me not in ranks:
         return x.new_empty(0)
     index = decompose.grid_index([len(c) - 1 for c in bounds], ranks.index(me))
-    return x[tuple(slice(c[i], c[i + 1]) for c, i in zip(bounds, index, strict=True))]
+    return block_at(x, bounds, index)
 
 
 @pytest.mark.ranks(4)

@@ -11,6 +11,7 @@ import torch
 from hypothesis import example as tried
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.operators.checks import check_derivatives, check_nothing_is_changed
 from tests.operators.examples import example
 
 from unisono.comm import world
@@ -88,82 +89,23 @@ def check_second_derivative(pair, lengths):
 
 @pytest.mark.ranks([2, 3], timeout=60)
 def test_gradients_of_each_operator_equal_finite_differences_of_the_global_function():
-    for pair in TABLE:
-        check_finite_differences(pair)
-
-
-def check_finite_differences(pair):
-    """Move the entries of all ranks' inputs one after the other; the other ranks join each call."""
     comm = world()
-    lengths = [2, 1, 0, 3][: comm.size]
-    make = make_for(comm)
-    case = example(pair, comm, lengths, make)
-    weights = make(*case.y.shape, same=pair.range == "R")
-
-    def loss(x):
-        y = case.forward(x)
-        value = (weights * y.sin()).sum()
-        return value, y
-
-    def total(value):
-        if pair.range == "R":
-            return value.detach()
-        return comm.all_reduce(value.detach())
-
-    x = case.x.clone().requires_grad_()
-    value, _ = loss(x)
-    (grad,) = torch.autograd.grad(value, x, create_graph=True)
-    sizes = [n for (n,) in comm.all_gather_ints([x.numel()])]
-    turns = [0] if pair.domain == "R" else range(comm.size)
-    eps = 1e-6
-    for turn in turns:
-        for i in range(sizes[turn]):
-            moves = pair.domain == "R" or comm.rank == turn
-            step = torch.zeros_like(case.x)
-            if moves:
-                step.view(-1)[i] = eps
-            up, _ = loss(case.x + step)
-            down, _ = loss(case.x - step)
-            slope = (total(up) - total(down)) / (2 * eps)
-            if moves:
-                assert abs(slope - grad.detach().reshape(-1)[i]) < 1e-7
-    # Second order: derivative of the gradient along a direction, against finite differences.
-    v = make(*case.x.shape, same=pair.domain == "R")
-
-    def gradient_at(point):
-        point = point.clone().requires_grad_()
-        value, _ = loss(point)
-        return torch.autograd.grad(value, point)[0]
-
-    numeric = (gradient_at(case.x + eps * v) - gradient_at(case.x - eps * v)) / (2 * eps)
-    (exact,) = torch.autograd.grad(grad, x, v)
-    assert torch.allclose(exact, numeric, atol=1e-7)
+    for pair in TABLE:
+        make = make_for(comm)
+        case = example(pair, comm, [2, 1, 0, 3][: comm.size], make)
+        weights = make(*case.y.shape, same=pair.range == "R")
+        check_derivatives(case.forward, case.x, weights, pair.domain, pair.range)
 
 
 @pytest.mark.ranks([2, 3], timeout=60)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 def test_operators_leave_inputs_and_incoming_gradients_alone(dtype):
-    for pair in TABLE:
-        check_nothing_is_changed(pair, dtype)
-
-
-def check_nothing_is_changed(pair, dtype):
     comm = world()
-    case = example(pair, comm, [3, 2, 0][: comm.size], make_for(comm, dtype))
-    x = case.x.t().contiguous().t() if case.x.dim() > 1 else case.x
-    x = x.clone(memory_format=torch.preserve_format).requires_grad_()
-    before = x.detach().clone()
-    y = case.forward(x)
-    assert y.dtype == dtype
-    kept = y.detach().clone()
-    grad = torch.ones_like(y).t().contiguous().t() if y.dim() > 1 else torch.ones_like(y)
-    grad_before = grad.clone()
-    y.backward(grad)
-    assert torch.equal(x.detach(), before)
-    assert torch.equal(grad, grad_before)
-    assert torch.equal(y.detach(), kept)
-    if x.grad.numel() and pair.adjoint_name != "copy":  # whose kernel is an alias
-        assert x.grad.data_ptr() != grad.data_ptr()
+    for pair in TABLE:
+        case = example(pair, comm, [3, 2, 0][: comm.size], make_for(comm, dtype))
+        found, given = check_nothing_is_changed(case.forward, case.adjoint, case.x, case.y)
+        if found.numel() and pair.adjoint_name != "copy":  # whose kernel is an alias
+            assert found.data_ptr() != given.data_ptr()
 
 
 @pytest.mark.ranks(2)

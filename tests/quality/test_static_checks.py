@@ -33,7 +33,7 @@ def test_ruff_finds_nothing_to_format():
 
 
 @pytest.mark.timeout(300)
-def test_pyright_finds_no_type_error_in_src():
+def test_pyright_finds_no_type_error_in_src_benchmarks_and_examples():
     passes("pyright", "--pythonpath", sys.executable)
 
 

@@ -106,30 +106,28 @@ def test_gradients_can_be_given_by_the_caller():
     check_parity(layer, linear(), [4, 4], rows(), parameter_grads=summed)
 
 
-@pytest.mark.ranks(2)
-def test_wrong_output_on_one_rank_is_told_on_all():
-    def off(x):
-        return x + (1e-3 if world().rank == 1 else 0.0)
-
-    with pytest.raises(AssertionError, match="all ranks: output 0: Tensor-likes are not close"):
-        check_parity(off, lambda x: x + 0, [4, 4], rows())
-    check_parity(off, lambda x: x + 0, [4, 4], rows(), rtol=0.1, atol=0.1)
+def off_on_one_rank(x):
+    return x + (1e-3 if world().rank == 1 else 0.0)
 
 
-@pytest.mark.ranks(2)
-def test_wrong_input_gradient_is_told():
-    with pytest.raises(AssertionError, match="gradient of input 0"):
-        check_parity(lambda x: x.detach() + 0 * x, lambda x: x + 0, [4, 4], rows())
+def careless(x):
+    x.data.mul_(2)
+    return x / 2
 
 
 @pytest.mark.ranks(2)
-def test_input_changed_in_place_is_told():
-    def careless(x):
-        x.data.mul_(2)
-        return x / 2
-
-    with pytest.raises(AssertionError, match="input 0 after the call"):
-        check_parity(careless, lambda x: x + 0, [4, 4], rows())
+@pytest.mark.parametrize(
+    ("parallel", "told"),
+    [
+        (off_on_one_rank, "all ranks: output 0: Tensor-likes are not close"),
+        (lambda x: x.detach() + 0 * x, "gradient of input 0"),
+        (careless, "input 0 after the call"),
+    ],
+)
+def test_what_is_wrong_on_any_rank_is_told_on_all(parallel, told):
+    with pytest.raises(AssertionError, match=told):
+        check_parity(parallel, lambda x: x + 0, [4, 4], rows())
+    check_parity(off_on_one_rank, lambda x: x + 0, [4, 4], rows(), rtol=0.1, atol=0.1)
 
 
 @pytest.mark.ranks(3)
@@ -169,6 +167,16 @@ def test_own_gradients_of_the_modules_are_left_alone():
 
 def test_works_in_a_plain_process():
     check_parity(nn.Tanh(), torch.tanh, torch.ones(3))
+
+
+@pytest.mark.ranks(2)
+def test_outputs_may_be_integers():
+    def scaled_and_signs(x):
+        return 2 * x, (x > 0).long()
+
+    check_parity(scaled_and_signs, scaled_and_signs, [4, 2], rows())
+    with pytest.raises(AssertionError, match="output 1"):
+        check_parity(scaled_and_signs, lambda x: (2 * x, (x < 0).long()), [4, 2], rows())
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from unisono.errors import PartitionError
 from unisono.topology import decompose, halo
 from unisono.topology.window import PADDING_MODES, output_length
 
@@ -178,48 +177,3 @@ def test_same_padding_is_what_torch_does(simulate, k: int, d: int) -> None:
     padded = F.pad(x, [(d * (k - 1)) // 2, d * (k - 1) - (d * (k - 1)) // 2])
     torch.testing.assert_close(joined, F.conv1d(padded, weight, dilation=d))
     assert joined.shape[-1] == 13
-
-
-BAD = {
-    "kernel larger than the input": (
-        lambda: halo.plan([(0, 2, 4)], (0,), 9, padding=1), ["X + 2p < K: 4 + 2 < 9", "dim 0"]),
-    "kernel larger, unequal padding": (
-        lambda: halo.plan([(0, 4)], (0,), 9, padding=((1, 2),)),
-        ["X + pl + pr < K: 4 + 1 + 2 < 9"]),
-    "reflect too wide": (
-        lambda: halo.plan([(0, 2, 4)], (0,), 3, padding=4, padding_mode="reflect"),
-        ["p >= X: 4 >= 4", "reflect padding below 4"]),
-    "circular too wide": (
-        lambda: halo.plan([(0, 2, 4)], (0,), 3, padding=5, padding_mode="circular"),
-        ["p > X: 5 > 4"]),
-    "unknown mode": (
-        lambda: halo.plan([(0, 4)], (0,), 3, padding_mode="mirror"), ["'mirror'", "'reflect'"]),
-    "unknown padding word": (lambda: halo.plan([(0, 4)], (0,), 3, padding="all"), ["'all'"]),
-    "same with a stride": (
-        lambda: halo.plan([(0, 4)], (0,), 3, stride=2, padding="same"), ["2 != 1"]),
-    "stride of nothing": (lambda: halo.plan([(0, 4)], (0,), 3, stride=0), ["stride: 0 < 1"]),
-    "negative padding": (lambda: halo.plan([(0, 4)], (0,), 3, padding=-1), ["padding: -1 < 0"]),
-    "too many kernel sizes": (lambda: halo.plan([(0, 4)], (0,), (3, 3)), ["2 > 1"]),
-    "strides of another length": (
-        lambda: halo.plan([(0, 4), (0, 4)], (0, 0), (3, 3), stride=(1, 1, 1)), ["3 != 2"]),
-    "paddings of another length": (
-        lambda: halo.plan([(0, 4), (0, 4)], (0, 0), (3, 3), padding=(1, 1, 1)), ["3 != 2"]),
-    "index outside": (
-        lambda: halo.plan([(0, 2, 4)], (2,), 3),
-        ["index [2]", "shape [2]", "dim 0: 0 <= 2 < 2 does not hold"]),
-    "index of another length": (
-        lambda: halo.plan([(0, 2, 4)], (0, 0), 3), ["2 coordinates != 1 dims"]),
-    "cuts that go back": (lambda: halo.plan([(0, 5, 4)], (0,), 3), ["cuts [0, 5, 4]"]),
-    "ceil mode with circular": (
-        lambda: halo.plan([(0, 4)], (0,), 3, padding_mode="circular", ceil_mode=True),
-        ["ceil_mode"]),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("name", BAD)
-def test_impossible_windows_are_refused_with_their_numbers(name: str) -> None:
-    call, texts = BAD[name]
-    with pytest.raises(PartitionError, match="HINT") as caught:
-        call()
-    for text in texts:
-        assert text in str(caught.value)

@@ -129,7 +129,7 @@ def test_stride_that_skips_the_border_sends_no_message_at_all() -> None:
 def test_circular_window_takes_the_far_end_from_its_owner() -> None:
     plan = halo.plan([(0, 5, 10)], (0,), 3, padding=1, padding_mode="circular")
     assert plan.segments[0] == (
-        ((0, 1), (9, 10), "copy"),
+        ((0, 1), (9, 10), "wrap left"),
         ((1, 7), (0, 6), "copy"),
     )
     assert [(m.peer, [p.dest[0] for p in m.pieces]) for m in plan.recvs] == [(1, [(0, 1), (6, 7)])]
@@ -161,13 +161,12 @@ def test_leading_dims_without_a_kernel_are_taken_whole() -> None:
 def test_kernel_of_one_on_balanced_blocks_is_the_identity() -> None:
     plan = halo.plan([(0, 4, 7), (0, 2)], (1, 0), 1)
     assert plan.is_identity
-    assert plan.keeps_block
     assert not halo.plan([(0, 5, 7), (0, 2)], (1, 0), 1).is_identity, "blocks must be balanced"
 
 
 def test_a_rank_that_only_gives_keeps_its_block_but_is_no_identity() -> None:
     plan = halo.plan([(0, 5, 10)], (1,), 2)
-    assert plan.keeps_block
+    assert plan.window_shape == plan.block_shape
     assert plan.sends
     assert not plan.is_identity
 

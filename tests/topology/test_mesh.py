@@ -46,30 +46,6 @@ def test_meshes_are_values() -> None:
         mesh._comm = world()  # type: ignore[misc]
 
 
-@pytest.mark.parametrize(
-    ("make", "texts"),
-    [
-        (lambda: Mesh(data=2), ["data(2) != ranks(1)", "unisono.run(fn, ranks=2)"]),
-        (lambda: Mesh(), ["no axes"]),
-        (lambda: Mesh(data=0), ["data(0) < 1"]),
-        (lambda: Mesh(data=-1, graph=-1), ["-1 on 2 axes: data, graph"]),
-        (lambda: Mesh(data=-1, graph=2), ["graph(2) = 2 does not divide ranks(1)"]),
-        (lambda: Mesh(comm=2), ["'comm' is an option", '{"comm": 2}']),
-        (lambda: Mesh({"data": 1}, space=1), ["as keywords"]),
-        (lambda: Mesh({"": 1}), ["axis name ''"]),
-        (lambda: Mesh(data=1).comm("graph"), ["axis 'graph'", "HINT: one of 'data'"]),
-        (lambda: Mesh(data=1, h=1).ranks_along("h", "h"), ["named twice"]),
-        (lambda: Communicator.of(Mesh(data=1, h=1)), ["data(1), h(1)", "axis='data'"]),
-        (lambda: Mesh(data=1).device_mesh, ["not initialised", "unisono.run"]),
-    ],
-)
-def test_meshes_that_cannot_be_are_refused_with_the_arithmetic(make, texts: list[str]) -> None:
-    with pytest.raises(MeshError, match="HINT") as caught:
-        make()
-    for text in texts:
-        assert text in str(caught.value)
-
-
 @pytest.mark.ranks(4)
 def test_ranks_are_row_major_with_the_last_axis_fastest() -> None:
     mesh = Mesh(data=2, graph=2)

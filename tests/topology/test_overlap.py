@@ -10,7 +10,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from unisono.errors import PartitionError
 from unisono.topology import decompose
 from unisono.topology.overlap import (
     LocalMove,
@@ -35,7 +34,6 @@ def test_the_example_sends_what_was_worked_out_by_hand() -> None:
         Move(2, ((0, 4), (2, 3))),
         Move(3, ((0, 4), (3, 4))),
     )
-    assert [move.numel for move in example(0).sends] == [8, 4, 4]
     assert example(1).sends == (Move(2, ((0, 1), (2, 3))), Move(3, ((0, 1), (3, 4))))
     assert example(1).local == LocalMove(((0, 1), (0, 2)), ((4, 5), (0, 2)))
     assert example(2).sends == example(3).sends == ()
@@ -155,27 +153,3 @@ def test_plans_are_frozen_hashable_and_picklable() -> None:
     assert pickle.loads(pickle.dumps(plan)) == plan
     with pytest.raises(AttributeError):
         plan.rank = 3  # type: ignore[misc]
-
-
-@pytest.mark.parametrize(
-    ("call", "texts"),
-    [
-        (lambda: overlaps(ROWS, (0, 1), [(0, 5)], (0,), 0), ["2 dims != 1 dims", "[2, 1] and [1]"]),
-        (
-            lambda: overlaps(ROWS, (0, 1), [(0, 6), (0, 4)], (0,), 0),
-            ["dim 0: 5 points before, 6 after"],
-        ),
-        (lambda: overlaps(ROWS, (0,), COLUMNS, (1, 2, 3), 0), ["2 blocks, 1 different ranks"]),
-        (lambda: overlaps(ROWS, (0, 0), COLUMNS, (1, 2, 3), 0), ["2 blocks, 1 different ranks"]),
-        (lambda: repartition_plan(ROWS, (0, 1), (1,), (0,), 0), ["2 != 1"]),
-        (
-            lambda: repartition_plan([(0, 1), (0, 4)], (0,), (2, 1), (0, 1), 0),
-            ["global size 1 in dim 0", "1 point over 2 ranks", "Broadcast"],
-        ),
-    ],
-)
-def test_layouts_that_do_not_fit_are_refused_with_both_sides(call, texts: list[str]) -> None:
-    with pytest.raises(PartitionError, match="HINT") as caught:
-        call()
-    for text in texts:
-        assert text in str(caught.value)

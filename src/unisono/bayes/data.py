@@ -15,7 +15,7 @@ import torch
 from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 
-from unisono.bayes.moments import integers
+from unisono.bayes.moments import check_count, integers
 from unisono.comm import Communicator, world
 from unisono.errors import PartitionError, UnisonoError
 from unisono.expect import expect_int
@@ -59,13 +59,8 @@ def batches(
     """
     ranks = world() if comm is None else comm
     x, y = (t if isinstance(t, Tensor) else np.asarray(t) for t in (x, y))
-    if len(x) != len(y) or batch_size < 1:
-        raise PartitionError.because(
-            f"batches of {batch_size} rows",
-            f"{len(x)} rows of x, {len(y)} rows of y",
-            f"{len(x)} != {len(y)}" if len(x) != len(y) else f"{batch_size} < 1",
-            "as many rows of x as of y, and batch_size of 1 or more",
-        )
+    expect_int("batch_size", operator.index(batch_size), 1, error=PartitionError)
+    check_count("batches of x and y", len(x), len(y), "as many rows of x as of y")
     order = np.arange(len(x))
     if shuffle:
         order = np.random.default_rng([seed, epoch]).permutation(len(x))
@@ -197,7 +192,7 @@ class Utils:
         (array([ 1.,  1., -1., -1.], dtype=float32), array([1, 2, 4, 8], dtype=int32), 4)
         """
         tree = tree_of(num_classes)
-        known = _checked_labels(labels, num_classes)
+        known = checked_labels(labels, num_classes)
         obs = np.array(tree.obs, dtype=np.float32).reshape(num_classes, -1)
         idx = np.array(tree.idx, dtype=np.int32).reshape(num_classes, -1)
         return obs[known].reshape(-1), idx[known].reshape(-1), tree.num_obs
@@ -205,7 +200,7 @@ class Utils:
     def label_to_one_hot(self, labels: ArrayLike, num_classes: int) -> Floats:
         """Return one-hot rows of the labels, flat."""
         rows = np.eye(num_classes, dtype=np.float32)
-        return rows[_checked_labels(labels, num_classes)].reshape(-1)
+        return rows[checked_labels(labels, num_classes)].reshape(-1)
 
     def get_hierarchical_softmax(self, num_classes: int) -> HRCSoftmax:
         """Return the tree of `num_classes` classes."""
@@ -240,7 +235,7 @@ class Utils:
     ) -> tuple[Ints, Floats]:
         """Return 1 where the prediction is wrong `[batch]`, and probabilities, flat."""
         found, prob = self.get_labels(ma, Sa, hr_softmax, num_classes, batch_size)
-        known = _checked_labels(labels, num_classes)
+        known = checked_labels(labels, num_classes)
         check_one_each("get_errors", found, known)
         return (found != known).astype(np.int32), prob
 
@@ -279,15 +274,11 @@ class Utils:
         series = np.asarray(data, dtype=np.float32)
         columns = np.atleast_1d(np.asarray(output_col, dtype=np.int64))
         width = series.shape[1] if series.ndim == 2 else num_features
-        known = ((columns >= 0) & (columns < width)).all()
-        if width != num_features or stride < 1 or not known:
-            wrong = f"columns count from 0 to {width - 1}, a stride from 1"
-            raise PartitionError.because(
-                f"windows of {num_features} features, columns {columns.tolist()}, stride {stride}",
-                f"a series of shape {series.shape}",
-                wrong if width == num_features else f"{width} != {num_features}",
-                f"num_features={width}, output_col=[0], stride=1",
-            )
+        asked = f"windows of {num_features} features of a series of shape {series.shape}"
+        check_count(asked, width, num_features, f"num_features={width}")
+        expect_int("stride", operator.index(stride), 1, error=PartitionError)
+        for column in columns.tolist():
+            expect_int("output_col", column, 0, width, error=PartitionError)
         series = series.reshape(-1, num_features)
         free = len(series) - input_seq_len - output_seq_len
         if free < 0:
@@ -308,17 +299,13 @@ class Utils:
 
 def check_one_each(asked: str, predictions: Array, labels: Array) -> None:
     """Refuse labels that are not one for each prediction."""
-    found, known = len(predictions), len(labels)
-    if found != known:
-        raise PartitionError.because(
-            f"{asked} of {found} predictions",
-            f"{known} labels",
-            f"{found} != {known}",
-            f"{found} labels, one for each prediction",
-        )
+    found = len(predictions)
+    hint = f"{found} labels, one for each prediction"
+    check_count(f"{asked} of {found} predictions", found, len(labels), hint)
 
 
-def _checked_labels(labels: ArrayLike, num_classes: int) -> NDArray[np.int64]:
+def checked_labels(labels: ArrayLike, num_classes: int) -> NDArray[np.int64]:
+    """Return labels, flat; refuse what is not the number of a class."""
     given = np.asarray(labels).reshape(-1)
     known = integers(torch.from_numpy(given.astype(np.float64)), "labels").numpy()
     wrong = np.flatnonzero((known < 0) | (known >= num_classes))
@@ -338,7 +325,7 @@ def _probabilities(
     """Return the probability of each class `[batch, classes]`; rows need not add up to 1."""
     mean, var = (torch.from_numpy(np.array(t, dtype=np.float32).reshape(-1)) for t in (ma, Sa))
     rows = mean.numel() // tree.len if batch is None else batch
-    outputs = mean.numel() // max(rows, 1)
+    outputs = mean.numel() // rows if rows else tree.len
     if mean.numel() != var.numel() or rows * outputs != mean.numel() or outputs < tree.len:
         raise PartitionError.because(
             f"{num_classes} classes by hierarchical softmax, {rows} samples",

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
+import operator
 import os
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -29,10 +31,9 @@ from unisono.comm import (
     transports,
 )
 from unisono.errors import CollectiveMismatch, MissingExtra, PartitionError, PlatformError, an
+from unisono.expect import expect_choice, expect_int
 
 BACKENDS = ("nccl", "gloo", "shm", "mpi", "auto")
-CAP_BATCHES = ("local", "global")
-NORM_STATS = (False, True, "running", "batch")
 
 
 @dataclass
@@ -92,8 +93,11 @@ class DDPSequential:
                 hint="DDPSequential(Sequential(Linear(1, 8), ReLU(), Linear(8, 1)), config); "
                 "from_torch(module) makes one of a torch module",
             )
-        _check_choice("cap_batch", cap_batch, CAP_BATCHES)
-        _check_choice("sync_norm_stats", sync_norm_stats, NORM_STATS)
+        expect_choice("cap_batch", cap_batch, ("local", "global"), error=PartitionError)
+        if not isinstance(sync_norm_stats, bool):
+            expect_choice(
+                "sync_norm_stats", sync_norm_stats, ("running", "batch"), error=PartitionError
+            )
         self.model, self.config, self.average, self.cap_batch = model, config, average, cap_batch
         if config.backend == "nccl" and cuda.is_on_cpu():
             config = replace(config, backend="auto")
@@ -105,8 +109,13 @@ class DDPSequential:
         self._norms = [leaf for _, leaf in model.leaves() if isinstance(leaf, BatchNorm2d)]
         self._averages_running = sync_norm_stats == "running"
         self._shares_batches = sync_norm_stats in (True, "batch")
-        self._make_bucket()
+        self._bucket: Tensor | None = None
+        self._place_deltas()
         self._broadcast()
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Travel without the bucket: a copy would be memory that no other rank sees."""
+        return {**vars(self), "_bucket": None}
 
     def _check_architecture(self) -> None:
         mine = [
@@ -132,15 +141,19 @@ class DDPSequential:
             kinds = ", ".join(f"rank {r}: {kind}" for r, (_, kind) in enumerate(everybody))
             raise CollectiveMismatch.because(asked, kinds, hint="the same dtype on all ranks")
 
-    def _make_bucket(self) -> None:
-        """Let the deltas live where the ranks add them up without a copy."""
+    def _place_deltas(self) -> None:
+        """Let the deltas live where the ranks add them up without a copy.
+
+        Collective only where the bucket does not fit, as after a change of the dtype, which all
+        ranks make: a rank whose layers were in another net meanwhile has but a new arena.
+        """
         arena = self.model.arena
         extra = sum(2 * norm.num_features for norm in self._norms) if self._averages_running else 0
-        deltas = 2 * arena.size
-        bucket = self.comm.shared_buffer((deltas + TAIL + extra,), self.model._dtype)
-        bucket[:deltas] = arena.bucket[:deltas]
+        bucket, like = self._bucket, arena.mean
+        if bucket is None or (bucket.dtype, bucket.device) != (like.dtype, like.device):
+            size = 2 * arena.size + TAIL + extra
+            bucket = self._bucket = self.comm.shared_buffer((size,), like.dtype)
         arena.point_deltas(bucket)
-        self._bucket = bucket
 
     @torch.no_grad()
     def _broadcast(self) -> None:
@@ -184,10 +197,6 @@ class DDPSequential:
     def input_delta_z_buffer(self, value: BaseDeltaStates) -> None:
         self.model.input_delta_z_buffer = value
 
-    def __call__(self, mu_x: Input, var_x: ArrayLike | None = None) -> tuple[Output, Output]:
-        """As `forward`."""
-        return self.forward(mu_x, var_x)
-
     def forward(self, mu_x: Input, var_x: ArrayLike | None = None) -> tuple[Output, Output]:
         """Return mean and variance of this rank's rows.
 
@@ -201,6 +210,8 @@ class DDPSequential:
             return self.model.forward(mu_x, var_x)
         finally:
             self.model.tells_at_step = False
+
+    __call__ = forward
 
     def backward(self) -> None:
         """Carry this rank's deltas to all layers. Local."""
@@ -217,8 +228,8 @@ class DDPSequential:
         A rank that had no rows since the last step calls it all the same and adds zeros.
         """
         arena = self.model.arena
-        if arena.bucket is not self._bucket:  # the net has another dtype or device now
-            self._make_bucket()
+        if arena.bucket is not self._bucket:
+            self._place_deltas()
         rows, problem = self.model.take_pending()
         deltas, rest = arena.bucket[: 2 * arena.size], arena.bucket[2 * arena.size :]
         if not rows:
@@ -237,8 +248,7 @@ class DDPSequential:
         if self.cap_batch == "global":
             cap = CAPS[cap_class(int(total))]
         else:
-            tightest = max(n for n in range(len(CAPS)) if classes[n])
-            cap = CAPS[tightest]
+            cap = max(itertools.compress(CAPS, classes))  # the tightest bound present
         self.model.apply_deltas(cap)
 
     def _refuse_nan(self, problem: str) -> NoReturn:
@@ -309,8 +319,7 @@ class DDPSequential:
         """Raise `CollectiveMismatch` if replicas differ in a single bit. Collective."""
         digests = [
             (key, hashlib.sha256(b"".join(t.cpu().numpy().tobytes() for t in tensors)).hexdigest())
-            for key, layer in self.model.leaves()
-            if (tensors := [t.contiguous() for t in layer.tensors().values()])
+            for key, tensors in self.model.live_tensors(running=False).items()
         ]
         everybody: list[list[tuple[str, str]]] = self.comm.all_gather_object(digests)
         for n, (key, _) in enumerate(digests):
@@ -329,12 +338,6 @@ def _same_layer(one: Any, other: Any) -> bool:
     if one is None or other is None:
         return one is other
     return one[0] == other[0] and one[2] == other[2] and same_info(one[1], other[1])
-
-
-def _check_choice(name: str, value: object, allowed: tuple[object, ...]) -> None:
-    if value not in allowed:
-        listed = ", ".join(map(repr, allowed))
-        raise PartitionError.because(f"{name}={value!r}", hint=f"one of {listed}")
 
 
 def _join(config: DDPConfig, source: object, timeout_s: float | None) -> Communicator:
@@ -360,13 +363,7 @@ def _join(config: DDPConfig, source: object, timeout_s: float | None) -> Communi
 
 def _check_config(config: DDPConfig) -> None:
     """Refuse what cannot be, alike on all ranks."""
-    if config.backend not in BACKENDS:
-        listed = ", ".join(BACKENDS)
-        raise PlatformError.because(
-            f"DDPConfig(backend={config.backend!r})",
-            f"backends are {listed}",
-            hint='backend="auto"',
-        )
+    expect_choice("backend", config.backend, BACKENDS, error=PlatformError)
     if config.backend == "nccl" and not torch.cuda.is_available():
         raise PlatformError.because(
             'DDPConfig(backend="nccl")',
@@ -374,13 +371,7 @@ def _check_config(config: DDPConfig) -> None:
             hint='backend="gloo" (or "auto"); if a program insists, unisono run --compat pytagi '
             "--as-cpu",
         )
-    if not 0 <= config.rank < config.world_size:
-        raise PlatformError.because(
-            f"DDPConfig(rank={config.rank}, world_size={config.world_size})",
-            "a rank outside of its world",
-            f"ranks of a world of {config.world_size} are 0 to {config.world_size - 1}",
-            f"world_size={config.rank + 1}, or a smaller rank",
-        )
+    expect_int("rank", operator.index(config.rank), 0, config.world_size, error=PlatformError)
     if config.backend == "mpi" and (reason := transports.available()["mpi"]) != "ok":
         raise MissingExtra.of("mpi", 'DDPConfig(backend="mpi")', reason)
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from unisono.bayes.data import Utils, check_one_each, tree_of
+from unisono.bayes.data import Utils, check_one_each, checked_labels, tree_of
 from unisono.errors import MissingExtra, PartitionError
 from unisono.expect import expect_choice, expect_int
 
@@ -295,11 +295,10 @@ class HRCSoftmaxMetric:
 
 def _classes(probabilities: ArrayLike, label: ArrayLike) -> tuple[Floats, NDArray[np.int64]]:
     """Return probabilities `[rows, classes]` and labels that fit them."""
-    found = np.asarray(probabilities, dtype=np.float64)
-    known = np.asarray(label).reshape(-1)
-    if found.ndim != 2 or len(found) != len(known):
+    found, labels = np.asarray(probabilities, dtype=np.float64), np.asarray(label).reshape(-1)
+    if found.ndim != 2 or len(found) != len(labels):
         raise PartitionError.because(
-            f"probabilities of shape {found.shape} and {len(known)} labels",
+            f"probabilities of shape {found.shape} and {len(labels)} labels",
             "one row for each label, one column for each class",
             hint="probabilities [rows, classes], as many rows as labels; np.stack([1 - p, p], 1) "
             "for the probability p of class 1",
@@ -313,14 +312,7 @@ def _classes(probabilities: ArrayLike, label: ArrayLike) -> tuple[Floats, NDArra
             f"their sum is {found[row].sum():.3f}",
             "each row adds up to 1; scipy.special.softmax for scores",
         )
-    if len(known) and not (known.min() >= 0 and known.max() < found.shape[1]):
-        raise PartitionError.because(
-            f"labels from {known.min()} to {known.max()}",
-            f"{found.shape[1]} classes",
-            f"0 <= label < {found.shape[1]}",
-            "labels that count classes from 0",
-        )
-    return found, known.astype(np.int64)
+    return found, checked_labels(labels, found.shape[1])
 
 
 def _paired(**arrays: ArrayLike) -> list[Floats]:

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from unisono.errors import PartitionError, UnisonoError
+from unisono.expect import expect_int
 
 ArrayLike = Tensor | NDArray[Any] | Sequence[Any] | float
 """What every function of the package reads."""
@@ -24,9 +25,10 @@ Output = NDArray[Any] | Tensor
 
 
 def to_tensor(data: ArrayLike, device: torch.device, dtype: torch.dtype) -> Tensor:
-    """Return `data` as a contiguous tensor that later changes of an array do not reach."""
+    """Return `data` as a contiguous tensor that later changes of it do not reach."""
     if isinstance(data, Tensor):
-        return data.detach().to(device=device, dtype=dtype).contiguous()
+        form = torch.contiguous_format
+        return data.detach().to(device=device, dtype=dtype, copy=True, memory_format=form)
     try:
         array = np.asarray(data)
     except ValueError as error:
@@ -55,6 +57,12 @@ def integers(values: Tensor, what: str) -> Tensor:
     if bool(bad.any()):
         raise _first_bad(what, values, bad, "not integers", "x.round() if only rounding is off")
     return values.to(torch.int64)
+
+
+def check_count(asked: str, found: int, wanted: int, hint: str) -> None:
+    """Refuse another number of things than belongs here."""
+    if found != wanted:
+        raise PartitionError.because(asked, arithmetic=f"{found} != {wanted}", hint=hint)
 
 
 def check_finite(values: Tensor, what: str, hint: str, *, missing: bool = False) -> None:
@@ -258,8 +266,6 @@ class BaseDeltaStates(_Buffer):
     def copy_from(self, source: BaseDeltaStates, num_data: int = -1) -> None:
         """Take the first `num_data` deltas of another buffer; -1 takes all."""
         count = source.size if num_data == -1 else num_data
-        if not 0 <= count <= source.size:
-            asked, wrong = f"copy_from(source, num_data={num_data})", f"{num_data} > {source.size}"
-            raise PartitionError.because(asked, arithmetic=wrong, hint=f"num_data={source.size}")
+        expect_int("num_data", count, 0, source.size + 1, error=PartitionError)
         self.live = {name: source.live[name][:count].clone() for name in self.fields}
         self.block_size, self.is_written = source.block_size, True

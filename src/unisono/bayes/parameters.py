@@ -6,6 +6,7 @@ bucket that data-parallel training reduces.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -14,6 +15,7 @@ import torch
 from torch import Tensor
 
 from unisono.errors import PartitionError
+from unisono.expect import expect_choice
 
 ALIGNED = 16
 """Every block of an arena starts at a multiple of this many numbers (a cache line)."""
@@ -25,6 +27,8 @@ whether the rank has met a NaN."""
 FLOOR = 1e-5
 """What a variance becomes that an update made zero or negative."""
 CAPS = (0.1, 2.0, 3.0)
+NAMES = ("mean_w", "var_w", "mean_b", "var_b")
+"""Tensors of a layer, in the order of state dicts."""
 
 _generator = torch.Generator()
 """The package's own: the global generators of torch and numpy are never read or set."""
@@ -46,13 +50,8 @@ def start_scale(method: str, fan_in: int, fan_out: int) -> float:
     >>> start_scale("He", 4, 100)
     0.5
     """
-    if method == "He":
-        return math.sqrt(1 / fan_in)
-    if method == "Xavier":
-        return math.sqrt(2 / (fan_in + fan_out))
-    raise PartitionError.because(
-        f"init_method={method!r}", "methods are He, Xavier", hint='init_method="He"'
-    )
+    expect_choice("init_method", method, ("He", "Xavier"), error=PartitionError)
+    return math.sqrt(1 / fan_in if method == "He" else 2 / (fan_in + fan_out))
 
 
 def cap_class(batch: int) -> int:
@@ -78,6 +77,8 @@ class Parameters:
         self.mean_b = nothing if mean_b is None else mean_b
         self.var_b = nothing if var_b is None else var_b
         self.delta_mean_w = self.delta_var_w = self.delta_mean_b = self.delta_var_b = nothing
+        self.deltas_written = False
+        """Whether a user wrote deltas by hand that wait for a step."""
         self.home: Arena | None = None
 
     @property
@@ -92,11 +93,23 @@ class Parameters:
 
     def move(self, device: torch.device, dtype: torch.dtype | None) -> None:
         """Leave the arena for tensors of our own on `device`; deltas are dropped."""
-        for name in ("mean_w", "var_w", "mean_b", "var_b"):
+        for name in NAMES:
             moved = getattr(self, name).to(device=device, dtype=dtype)
             setattr(self, name, moved)
             setattr(self, f"delta_{name}", moved.new_empty(0))
-        self.home = None
+        self.settle(None)
+
+    def settle(self, home: Arena | None) -> None:
+        """Be views of another arena, or of none; the present one learns that it is not whole."""
+        if self.home is not None and self.home is not home:
+            self.home.is_whole = False
+        self.home = home
+
+    def note_written(self) -> None:
+        """Let the next step apply the deltas, which a user wrote by hand."""
+        self.deltas_written = True
+        if self.home is not None:
+            self.home.deltas_written = True
 
     def __getstate__(self) -> dict[str, Any]:
         """Travel without the arena: a copy of each view, not of the whole buffer for each."""
@@ -106,7 +119,7 @@ class Parameters:
     def ensure_deltas(self) -> None:
         """Give a layer outside of any net deltas of zero."""
         if self.delta_mean_w.shape != self.mean_w.shape:
-            for name in ("mean_w", "var_w", "mean_b", "var_b"):
+            for name in NAMES:
                 setattr(self, f"delta_{name}", torch.zeros_like(getattr(self, name)))
 
 
@@ -120,6 +133,10 @@ class Arena:
         self, members: Sequence[Parameters], device: torch.device, dtype: torch.dtype
     ) -> None:
         self.members = tuple(members)
+        self.is_whole = True
+        """Whether all members still live here; a layer may move to another net."""
+        self.deltas_written = any(p.deltas_written for p in members)
+        """Whether those of some member wait for a step."""
         sizes = [n for p in members for n in (p.mean_w.numel(), p.mean_b.numel())]
         padded = [math.ceil(n / ALIGNED) * ALIGNED for n in sizes]
         self.size = sum(padded)
@@ -127,33 +144,38 @@ class Arena:
         self.var = torch.ones(self.size, device=device, dtype=dtype)
         self.bucket = torch.zeros(2 * self.size + TAIL, device=device, dtype=dtype)
         self.floored = torch.zeros(len(self.members), dtype=torch.int64)
-        self._starts = [sum(padded[:i]) for i in range(len(padded))]
-        before = [p.deltas for p in members]
-        for p, name, start in self._places():
-            _take(p, f"mean_{name}", self.mean, start)
-            _take(p, f"var_{name}", self.var, start)
-            p.home = self
+        self._starts = [0, *itertools.accumulate(padded)][:-1]
+        for p, kind, start in self._places():
+            for name, flat in ((f"mean_{kind}", self.mean), (f"var_{kind}", self.var)):
+                old = getattr(p, name)
+                setattr(p, name, _part(flat, start, old).copy_(old))
+        for p in self.members:
+            p.settle(self)
         self.point_deltas(self.bucket)
-        for p, old in zip(self.members, before, strict=True):
-            for live, values in zip(p.deltas, old, strict=True):
-                if live.shape == values.shape:
-                    live.copy_(values)
 
     def _places(self) -> Iterator[tuple[Parameters, str, int]]:
         """Yield where the weights and the biases of each member start."""
-        kinds = [(p, name) for p in self.members for name in "wb"]
-        return ((p, name, at) for (p, name), at in zip(kinds, self._starts, strict=True))
+        kinds = [(p, kind) for p in self.members for kind in "wb"]
+        return ((p, kind, at) for (p, kind), at in zip(kinds, self._starts, strict=True))
 
     def point_deltas(self, bucket: Tensor) -> None:
-        """Let all deltas be views of `bucket`, which has `2 * size + TAIL` numbers or more."""
+        """Let all deltas live in `bucket`, of `2 * size + TAIL` numbers or more; values move."""
         self.bucket = bucket
         self.delta_mean = bucket[: self.size]
         self.delta_var = bucket[self.size : 2 * self.size]
-        for p, name, start in self._places():
-            for kind, flat in (("mean", self.delta_mean), ("var", self.delta_var)):
-                like = getattr(p, f"{kind}_{name}")
-                view = flat[start : start + like.numel()].view(like.shape)
-                setattr(p, f"delta_{kind}_{name}", view)
+        bucket[: 2 * self.size] = 0
+        for p, kind, start in self._places():
+            for name, flat in ((f"mean_{kind}", self.delta_mean), (f"var_{kind}", self.delta_var)):
+                old, view = getattr(p, f"delta_{name}"), _part(flat, start, getattr(p, name))
+                if old.shape == view.shape:
+                    view.copy_(old)
+                setattr(p, f"delta_{name}", view)
+
+    def forget_written(self) -> None:
+        """Let no deltas that were written by hand wait for a step."""
+        self.deltas_written = False
+        for p in self.members:
+            p.deltas_written = False
 
     def scale_deltas(self) -> bool:
         """Turn sums over the batch into deltas: times the variance, and its square.
@@ -194,9 +216,6 @@ class Arena:
         return zip(*(flat.split(CHUNK) for flat in flats), strict=True)
 
 
-def _take(p: Parameters, name: str, flat: Tensor, start: int) -> None:
-    """Move one tensor into the flat memory."""
-    old = getattr(p, name)
-    new = flat[start : start + old.numel()].view(old.shape)
-    new.copy_(old)
-    setattr(p, name, new)
+def _part(flat: Tensor, start: int, like: Tensor) -> Tensor:
+    """Return the numbers from `start` on in the shape of `like`."""
+    return flat[start : start + like.numel()].view(like.shape)

@@ -8,7 +8,7 @@ import operator
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 import torch
 from numpy.typing import NDArray
@@ -38,6 +38,7 @@ from unisono.bayes.moments import (
     Delta,
     Moments,
     Output,
+    check_count,
     check_finite,
     check_variance,
     to_array,
@@ -56,6 +57,7 @@ FlatState = tuple[list[float], list[float], list[float], list[float]]
 """mu_h, var_h, mu_c, var_c."""
 Place = int | str
 """Index of a layer in the net; its path for one inside a block: `"1.0"`, `"main.1.0"`."""
+R = TypeVar("R", bound=LSTM)
 
 
 @dataclass
@@ -171,10 +173,8 @@ class Sequential:
     @property
     def arena(self) -> Arena:
         """The flat memory; made anew if a layer has moved to another net meanwhile."""
-        for p in self._arena.members:
-            if p.home is not self._arena:
-                self._arena = self._new_arena()
-                break
+        if not self._arena.is_whole:
+            self._arena = self._new_arena()
         return self._arena
 
     def __getstate__(self) -> dict[str, Any]:
@@ -187,10 +187,6 @@ class Sequential:
         self._arena.floored = state["_arena"]
 
     # Forward, backward, step.
-
-    def __call__(self, mu_x: Input, var_x: ArrayLike | None = None) -> tuple[Output, Output]:
-        """As `forward`."""
-        return self.forward(mu_x, var_x)
 
     @torch.no_grad()
     def forward(self, mu_x: Input, var_x: ArrayLike | None = None) -> tuple[Output, Output]:
@@ -219,6 +215,8 @@ class Sequential:
         mean, var = (t.reshape(shape).clone().to(mu_x.device) for t in (out.mean, out.spread()))
         return mean, var
 
+    __call__ = forward
+
     @contextlib.contextmanager
     def _all_or_nothing(self, *, keep: bool = True) -> Iterator[None]:
         """Put all layers back as they were if the body raises; at any end unless `keep`."""
@@ -241,20 +239,16 @@ class Sequential:
         var = None
         if var_x is not None:
             var = to_tensor(var_x, self._device, self._dtype)
-            if var.numel() != mean.numel():
-                raise PartitionError.because(
-                    f"an input of {mean.numel()} means and {var.numel()} variances",
-                    "they belong together one by one",
-                    f"{mean.numel()} != {var.numel()}",
-                    "var_x of the shape of mu_x",
-                )
+            asked = f"an input of {mean.numel()} means and {var.numel()} variances"
+            check_count(asked, mean.numel(), var.numel(), "var_x of the shape of mu_x")
             check_variance(var, "var_x")
         return self._shaped(Moments(mean, var))
 
     def _continued(self, states: BaseHiddenStates) -> Moments:
         """Return the output of another net as an input of this one."""
-        parts = (t.to(self._device, self._dtype) for t in states.live.values())
-        return self._shaped(Moments(*parts).reshaped(max(states.block_size, 1), -1))
+        x = Moments(*(t.to(self._device, self._dtype) for t in states.live.values()))
+        # without rows it stays flat, since their width cannot be told
+        return self._shaped(x.reshaped(max(states.block_size, 1), -1) if states.size else x)
 
     def _shaped(self, x: Moments) -> Moments:
         """Return the input sample by sample, once the layers know the shape of one."""
@@ -333,8 +327,10 @@ class Sequential:
         shape = (self._batch, *(self._output_shape or ()))
         to_input = self.input_state_update
         back = backward_through(self.layers, delta.reshaped(*shape), to_input=to_input)
-        if arena.scale_deltas():
-            self._check_deltas(delta)
+        if arena.scale_deltas() and (found := self._nan_in_deltas(delta)):
+            arena.delta_mean.zero_()
+            arena.delta_var.zero_()
+            self._tell("backward", found)
         self._pending = self._batch
         self._corrected = None
         if to_input and back is not None and self._input is not None:
@@ -368,15 +364,14 @@ class Sequential:
             )
         return Delta(mean[:needed].to(like), var[:needed].to(like))
 
-    def _check_deltas(self, incoming: Delta) -> None:
-        """Refuse NaN among the deltas; the last layer that has one met it first."""
-        if nan_in(*incoming):
-            self._tell("backward", "the deltas of the output hold a NaN: input_delta_z_buffer")
-            return
+    def _nan_in_deltas(self, incoming: Delta | None = None) -> str:
+        """Say where deltas hold a NaN, "" if nowhere; the last layer that has one met it first."""
+        if incoming is not None and nan_in(*incoming):
+            return "the deltas of the output hold a NaN: input_delta_z_buffer"
         for key, leaf in reversed(self._leaves):
-            if _has_nan_deltas(leaf):
-                self._tell("backward", _of_deltas(key, leaf))
-                return
+            if leaf.params is not None and nan_in(*leaf.params.deltas):
+                return f"layer {key}, {leaf.get_layer_info()}: its deltas hold a NaN"
+        return ""
 
     def set_delta_z(self, delta_mu: ArrayLike, delta_var: ArrayLike) -> None:
         """Write the deltas of the output, as they are."""
@@ -401,12 +396,12 @@ class Sequential:
             count as those of one row at least. And where a NaN was met since the last step.
         """
         rows, problem = self._pending, self._problem
-        for key, leaf in self._leaves:
-            if leaf.deltas_written:
-                leaf.deltas_written = False
-                rows = max(rows, 1)
-                if not problem and _has_nan_deltas(leaf):
-                    problem = f"step: {_of_deltas(key, leaf)}"
+        arena = self.arena
+        if arena.deltas_written:
+            arena.forget_written()
+            rows = max(rows, 1)
+            if not problem and (found := self._nan_in_deltas()):
+                problem = f"step: {found}"
         self._pending, self._problem = 0, ""
         return rows, problem
 
@@ -579,6 +574,20 @@ class Sequential:
         """Return (mu_w, var_w, mu_b, var_b) of all layers that have them, in walk order."""
         return list(self.state_dict().values())
 
+    def live_tensors(self, *, running: bool = True) -> dict[str, tuple[Tensor, ...]]:
+        """Return the tensors that a state dict has copies of, four for each layer.
+
+        Args:
+            running: add `<key>.running` with running mean and variance of batch norms.
+        """
+        found: dict[str, tuple[Tensor, ...]] = {}
+        for key, layer in self._leaves:
+            if layer.params is not None:
+                found[key] = layer.params.values
+            if running and isinstance(layer, BatchNorm2d):
+                found[key + files.RUNNING] = (layer.running_mean, layer.running_var)
+        return found
+
     def state_dict(self, *, tensors: bool = False, running: bool = False) -> dict[str, Values]:
         """Return the parameters by layer; two dicts of lists compare with `==`.
 
@@ -592,13 +601,10 @@ class Sequential:
             return t.detach().clone() if tensors else to_array(t).tolist()
 
         found: dict[str, Values] = {}
-        for key, layer in self._leaves:
-            if layer.params is not None:
-                mean_w, var_w, mean_b, var_b = map(given, layer.params.values)
-                found[key] = (mean_w, var_w, mean_b, var_b)
-            if running and isinstance(layer, BatchNorm2d):
-                mean, var = given(layer.running_mean), given(layer.running_var)
-                found[key + files.RUNNING] = (mean, var, [], [])
+        for key, parts in self.live_tensors(running=running).items():
+            mean_w, var_w, *rest = map(given, parts)
+            mean_b, var_b = rest or ([], [])
+            found[key] = (mean_w, var_w, mean_b, var_b)
         return found
 
     @torch.no_grad()
@@ -608,46 +614,38 @@ class Sequential:
         Args:
             state: lists, arrays or tensors under the keys of `state_dict`.
         """
-        targets: dict[str, tuple[Tensor, ...]] = {}
-        norms: dict[str, BatchNorm2d] = {}
-        for key, layer in self._leaves:
-            if layer.params is not None:
-                targets[key] = layer.params.values
-            if isinstance(layer, BatchNorm2d):
-                norms[key + files.RUNNING] = layer
-        missing = sorted(set(targets) - set(state))
-        extra = sorted(set(state) - set(targets) - set(norms))
+        live, needed = self.live_tensors(), set(self.live_tensors(running=False))
+        missing, extra = sorted(needed - set(state)), sorted(set(state) - set(live))
         if missing or extra:
             raise PartitionError.because(
                 "load_state_dict of another architecture",
                 f"missing {', '.join(missing) or 'nothing'}; too many {', '.join(extra) or 'none'}",
-                f"{len(targets)} layers here, {len(set(state) - set(norms))} in the dict",
-                f"a dict with the keys {', '.join(sorted(targets))}",
+                hint=f"a dict with the keys {', '.join(sorted(needed))}",
             )
         read: list[tuple[Tensor, Tensor]] = []
         wrong: list[str] = []
         for key, values in state.items():
-            norm = norms.get(key)
-            parts = targets[key] if norm is None else (norm.running_mean, norm.running_var)
+            parts = live[key]
             if len(values) not in (4, len(parts)):
                 wrong.append(f"{key}: {len(values)} parts for mu_w, var_w, mu_b, var_b")
-            for n, (live, value) in enumerate(zip(parts, values, strict=False)):
-                flat = to_tensor(value, live.device, live.dtype).reshape(-1)
-                if flat.numel() != live.numel():
-                    wrong.append(f"{key}: {flat.numel()} numbers for {live.numel()}")
+            for n, (target, value) in enumerate(zip(parts, values, strict=False)):
+                flat = to_tensor(value, target.device, target.dtype).reshape(-1)
+                if flat.numel() != target.numel():
+                    wrong.append(f"{key}: {flat.numel()} numbers for {target.numel()}")
                 elif n % 2:
                     check_variance(flat, f"{key} part {n}")
-                read.append((live, flat))
+                read.append((target, flat))
         if wrong:
             raise PartitionError.because(
                 "load_state_dict with sizes of another net",
                 "\n".join(wrong),
                 hint=f"the dict of a net like this one: {' '.join(self.infos())}",
             )
-        for live, flat in read:
-            live.copy_(flat.view(live.shape))
-        for key in set(norms) & set(state):
-            norms[key].note_loaded_statistics()
+        for target, flat in read:
+            target.copy_(flat.view(target.shape))
+        for key, layer in self._leaves:
+            if isinstance(layer, BatchNorm2d) and key + files.RUNNING in state:
+                layer.note_loaded_statistics()
 
     def params_from(self, other: Sequential) -> None:
         """Take parameters and running values of another net of the same architecture."""
@@ -683,25 +681,24 @@ class Sequential:
 
     # Recurrent layers.
 
-    def _recurrent(self) -> dict[Place, LSTM]:
-        return {_place(key): leaf for key, leaf in self._leaves if isinstance(leaf, LSTM)}
-
-    def _smoothable(self) -> dict[Place, SLSTM]:
-        return {_place(key): leaf for key, leaf in self._leaves if isinstance(leaf, SLSTM)}
+    def _recurrent(self, kind: type[R]) -> dict[Place, R]:
+        """Return the layers of a kind by their places."""
+        pairs = ((key.partition(".")[2], leaf) for key, leaf in self._leaves)
+        return {int(p) if p.isdigit() else p: leaf for p, leaf in pairs if isinstance(leaf, kind)}
 
     @property
     def num_samples(self) -> int:
         """Time steps allowed between two smoothings; 0 is any number."""
-        return next((layer.num_samples for layer in self._smoothable().values()), 0)
+        return next((layer.num_samples for layer in self._recurrent(SLSTM).values()), 0)
 
     @num_samples.setter
     def num_samples(self, value: int) -> None:
-        for layer in self._smoothable().values():
+        for layer in self._recurrent(SLSTM).values():
             layer.num_samples = value
 
     def reset_lstm_states(self) -> None:
         """Let all LSTM layers start at zero; SLSTM layers forget their history."""
-        for layer in self._recurrent().values():
+        for layer in self._recurrent(LSTM).values():
             layer.reset_state()
 
     def get_lstm_states(self, time_step: int = -1) -> dict[Place, FlatState]:
@@ -714,14 +711,14 @@ class Sequential:
                 t >= 0 for the smoothed state of SLSTM layers at step t.
         """
         if time_step >= 0:
-            layers = self._smoothable().items()
+            layers = self._recurrent(SLSTM).items()
             return {n: layer.smoothed_state(time_step).lists() for n, layer in layers}
-        states = {n: layer.state for n, layer in self._recurrent().items()}
+        states = {n: layer.state for n, layer in self._recurrent(LSTM).items()}
         return {n: state.lists() for n, state in states.items() if state is not None}
 
     def set_lstm_states(self, states: Mapping[Any, FlatState]) -> None:
         """Let the next call start from these states, as `get_lstm_states` gives them."""
-        layers = self._recurrent()
+        layers = self._recurrent(LSTM)
         for n in states:
             if n not in layers:
                 raise PartitionError.because(
@@ -738,17 +735,17 @@ class Sequential:
 
         States are those that the next call starts from; layers that start at zero have none.
         """
-        states = {n: layer.carried for n, layer in self._recurrent().items()}
+        states = {n: layer.carried for n, layer in self._recurrent(LSTM).items()}
         return {
             "lstm": {n: state.lists() for n, state in states.items() if state is not None},
-            "history": {n: layer.history_tensors() for n, layer in self._smoothable().items()},
+            "history": {n: layer.history_tensors() for n, layer in self._recurrent(SLSTM).items()},
         }
 
     def set_recurrent_state(self, state: Mapping[str, Any]) -> None:
         """Let recurrent layers go on from what `recurrent_state` gave."""
         self.reset_lstm_states()
         self.set_lstm_states(state["lstm"])
-        for n, layer in self._smoothable().items():
+        for n, layer in self._recurrent(SLSTM).items():
             if n in state.get("history", {}):
                 layer.set_history(state["history"][n])
 
@@ -758,7 +755,7 @@ class Sequential:
 
         Afterwards histories are empty and states zero; `get_lstm_states(t)` has the smoothed ones.
         """
-        layers = self._smoothable()
+        layers = self._recurrent(SLSTM)
         steps = {n: len(layer.history) for n, layer in layers.items()}
         if not layers or not all(steps.values()):
             raise PartitionError.because(
@@ -810,7 +807,7 @@ class Sequential:
         """
         found: dict[str, NormValues] = {}
         for n, layer in enumerate(self.layers):
-            norms = [leaf for _, leaf in layer.leaves("") if isinstance(leaf, BatchNorm2d)]
+            norms = [leaf for _, leaf in layer.leaves() if isinstance(leaf, BatchNorm2d)]
             if norms:
                 found[f"{layer.get_layer_info()}_{n}"] = (
                     [to_array(norm.running_mean).tolist() for norm in norms],
@@ -862,23 +859,13 @@ def not_a_number(where: str, found: str) -> UnisonoError:
     )
 
 
-def _has_nan_deltas(leaf: BaseLayer) -> bool:
-    return leaf.params is not None and nan_in(*leaf.params.deltas)
-
-
-def _of_deltas(key: str, leaf: BaseLayer) -> str:
-    return f"layer {key}, {leaf.get_layer_info()}: its deltas hold a NaN"
-
-
 def _with_inner(layers: Sequence[BaseLayer]) -> list[BaseLayer]:
     """Return every layer: blocks, and what is in them."""
-    return [inner for layer in layers for inner in (layer, *_with_inner(layer.children()))]
-
-
-def _place(key: str) -> Place:
-    """Return where the layer with that key of a state dict stands."""
-    path = key.partition(".")[2]
-    return int(path) if path.isdigit() else path
+    return [
+        each
+        for layer in layers
+        for each in (layer, *_with_inner([child for _, child in layer.inner()]))
+    ]
 
 
 def _behind_the_last(layers: Sequence[BaseLayer]) -> list[BaseLayer]:
@@ -886,7 +873,7 @@ def _behind_the_last(layers: Sequence[BaseLayer]) -> list[BaseLayer]:
     last = max(
         n
         for n, layer in enumerate(layers)
-        if any(isinstance(leaf, SLSTM) for _, leaf in layer.leaves(""))
+        if any(isinstance(leaf, SLSTM) for _, leaf in layer.leaves())
     )
     layer, rest = layers[last], list(layers[last + 1 :])
     if isinstance(layer, LayerBlock):
@@ -904,6 +891,6 @@ def _behind_the_last(layers: Sequence[BaseLayer]) -> list[BaseLayer]:
 def _tree(label: str, layer: BaseLayer, depth: int) -> list[str]:
     size = f"  -> {layer.output_size}" if layer.output_size else ""
     lines = [f"{'  ' * depth}{label} {layer.get_layer_info()}{size}"]
-    for n, child in enumerate(layer.children()):
+    for n, (_, child) in enumerate(layer.inner()):
         lines += _tree(f"({n})", child, depth + 1)
     return lines

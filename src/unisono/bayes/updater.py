@@ -10,6 +10,7 @@ from unisono.bayes.moments import (
     BaseDeltaStates,
     BaseHiddenStates,
     Delta,
+    check_count,
     check_finite,
     check_variance,
     integers,
@@ -158,11 +159,8 @@ def _conditioned(mean: Tensor, var: Tensor, slope: Tensor, y: Tensor, noise: Ten
 def _observations(data: ArrayLike, like: Tensor, count: int, *, finite: bool = True) -> Tensor:
     """Return one observation per output to condition; NaN is missing."""
     y = to_tensor(data, like.device, like.dtype).reshape(-1)
-    if y.numel() != count:
-        hint = f"{count} observations, one per output; a missing one is float('nan')"
-        raise PartitionError.because(
-            f"{y.numel()} observations", arithmetic=f"{y.numel()} != {count}", hint=hint
-        )
+    hint = f"{count} observations, one per output; a missing one is float('nan')"
+    check_count(f"{y.numel()} observations", y.numel(), count, hint)
     if finite:
         check_finite(y, "mu_obs", "a missing observation is float('nan')", missing=True)
     return y

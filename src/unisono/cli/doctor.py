@@ -1,12 +1,13 @@
-"""`unisono doctor`: what this machine can run, one line a check, and a fix where it cannot.
+"""`unisono doctor`: what this machine can run, one line per check, and a fix where it cannot.
 
-Each check is a function that returns a `Check`; one that raises becomes a FAIL with its message,
-so there is never a traceback.
+A check is a function that says what it found; `check` gives it a name. One that raises counts as
+FAIL with its message, so there is never a traceback.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import importlib.util
 import json
 import os
@@ -19,10 +20,17 @@ import sys
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from unisono.cli.outcome import as_typed
 from unisono.errors import PlatformError
+
+if TYPE_CHECKING:
+    from unisono.launch import Platform, Results
+
+Status = Literal["ok", "warn", "FAIL", "skip"]
+Finding = tuple[Status, str] | tuple[Status, str, str]
+"""Status, what was found, and what to do about it."""
 
 MIN_SHM_MB = 64
 SHM = Path("/dev/shm")
@@ -44,9 +52,41 @@ class Check:
     """What was looked at, what was found, and what to do about it."""
 
     name: str
-    status: Literal["ok", "warn", "FAIL", "skip"]
+    status: Status
     found: str
     fix: str = ""
+
+    def __str__(self) -> str:
+        """Return one line, and a second one with the fix if there is one."""
+        line = f"{self.status:<5} {self.name:<12} {self.found}"
+        return f"{line}\n      {'':<12} fix: {self.fix}" if self.fix else line
+
+
+CHECKS: list[Callable[[], Check]] = []
+"""The checks of every machine, in the order of this file."""
+SLURM_CHECKS: list[Callable[[], Check]] = []
+"""Further checks of `--on slurm`."""
+
+
+def check(
+    name: str, group: list[Callable[[], Check]] | None = None
+) -> Callable[[Callable[[], Finding]], Callable[[], Check]]:
+    """Make a function a check with this name, and add it to `group`."""
+
+    def named(function: Callable[[], Finding]) -> Callable[[], Check]:
+        def run() -> Check:
+            try:
+                status, found, *fix = function()
+                return Check(name, status, found, *fix)
+            except Exception as error:
+                found = f"{type(error).__name__}: {_found(error)}"
+                return Check(name, "FAIL", found, _fix(error, name))
+
+        if group is not None:
+            group.append(run)
+        return run
+
+    return named
 
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -58,49 +98,36 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.add_argument(
-        "--on", metavar="PLACE", help="look closer: cpu, gpu, mps, mpi, ray, slurm, or a profile"
+        "--on",
+        metavar="PLACE",
+        help="also check this place: gpu, mps, mpi, ray, slurm, inline, or a profile",
     )
     parser.set_defaults(execute=execute)
 
 
 def execute(args: argparse.Namespace) -> int:
     """Run all checks, print them as they end, and return 1 if one failed."""
-    if args.on not in (None, "auto"):
+    place, more = args.on, []
+    if place not in (None, "auto"):
         from unisono.launch.request import known_place
         from unisono.launch.settings import read_configuration
 
-        known_place(args.on, read_configuration())
+        known_place(place, read_configuration())
+    if place == "slurm":
+        more = SLURM_CHECKS
+    elif place not in (None, "cpu"):
+        more = [check(f"on {place}")(functools.partial(_run_at, place))]
     checks: list[Check] = []
-
-    def check_place() -> Check:
-        return _run_at(args.on)
-
-    check_place.__name__ = f"on {args.on}"
-    more = () if args.on in (None, "cpu") else MORE_CHECKS.get(args.on, (check_place,))
-    for function in (*CHECKS, *more):
-        checks.append(_guarded(function))
+    for run_check in (*CHECKS, *more):
+        checks.append(run_check())
         if not args.json:
-            print(render(checks[-1]), flush=True)
+            print(checks[-1], flush=True)
     failed = any(check.status == "FAIL" for check in checks)
     if args.json:
         print(json.dumps({"ok": not failed, "checks": [asdict(check) for check in checks]}))
     else:
         print("Something is wrong, see FAIL." if failed else "This machine is ready.")
     return int(failed)
-
-
-def render(check: Check) -> str:
-    """Return a check as one line, and a second one with the fix if it has one."""
-    line = f"{check.status:<5} {check.name:<12} {check.found}"
-    return f"{line}\n      {'':<12} fix: {check.fix}" if check.fix else line
-
-
-def _guarded(function: Callable[[], Check]) -> Check:
-    try:
-        return function()
-    except Exception as error:
-        name = function.__name__.removeprefix("check_").replace("_", " ")
-        return Check(name, "FAIL", f"{type(error).__name__}: {_found(error)}", _fix(error, name))
 
 
 def _found(error: Exception) -> str:
@@ -126,34 +153,38 @@ def _fix(error: Exception, name: str) -> str:
     return "unisono run --ranks 1 --debug os:getpid shows whether and where a rank fails"
 
 
-def check_python() -> Check:
-    """Which Python runs this; pip has refused those we do not support."""
-    return Check("python", "ok", f"{platform.python_version()} at {sys.executable}")
+@check("python", CHECKS)
+def check_python() -> Finding:
+    """Which Python runs this."""
+    return "ok", f"{platform.python_version()} at {sys.executable}"
 
 
-def check_torch() -> Check:
+@check("torch", CHECKS)
+def check_torch() -> Finding:
     """The installed torch has torch.distributed."""
     import torch
     import torch.distributed as dist
 
     if not dist.is_available():
         found = f"{torch.__version__} without torch.distributed"
-        return Check("torch", "FAIL", found, f"{_PIP} torch, from pytorch.org")
-    return Check("torch", "ok", torch.__version__)
+        return "FAIL", found, f"{_PIP} torch, from pytorch.org"
+    return "ok", torch.__version__
 
 
-def check_devices() -> Check:
+@check("devices", CHECKS)
+def check_devices() -> Finding:
     """Which accelerators torch sees."""
     import torch
 
     found = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
     if torch.backends.mps.is_available():
         found.append("MPS")
-    return Check("devices", "ok", ", ".join(["CPU", *found]))
+    return "ok", ", ".join(["CPU", *found])
 
 
-def check_backends() -> Check:
-    """Which networks torch and unisono can use."""
+@check("backends", CHECKS)
+def check_backends() -> Finding:
+    """Which backends torch and unisono have."""
     import torch.distributed as dist
 
     from unisono.comm import transports
@@ -163,26 +194,28 @@ def check_backends() -> Check:
     words |= transports.available()
     found = ", ".join(name if word == "ok" else f"{name} ({word})" for name, word in words.items())
     if not states["gloo"]:
-        return Check("backends", "FAIL", found, f"{_PIP} torch: its wheels have gloo")
-    return Check("backends", "ok", found)
+        return "FAIL", found, f"{_PIP} torch: its wheels have gloo"
+    return "ok", found
 
 
-def check_core() -> Check:
+@check("core", CHECKS)
+def check_core() -> Finding:
     """The compiled core, without which ranks of one host send their tensors over gloo."""
     from unisono.comm.engines.shm import core
 
     reason = core.unavailable()
     if reason is None:
-        return Check("core", "ok", f"compiled, layout version {core.load().VERSION}")
+        return "ok", f"compiled, layout version {core.load().VERSION}"
     if os.environ.get("UNISONO_CORE") == "0":
-        return Check("core", "warn", f"{reason}: ranks use gloo", "unset UNISONO_CORE")
+        return "warn", f"{reason}: ranks use gloo", "unset UNISONO_CORE"
     if sys.platform != "linux":
-        return Check("core", "ok", f"{reason}: ranks use gloo")
+        return "ok", f"{reason}: ranks use gloo"
     fix = f"apt install g++ && {_PIP} --no-deps --no-cache-dir unisono (in a checkout: -e .)"
-    return Check("core", "warn", "not there: ranks use gloo, which is slower", fix)
+    return "warn", "not built: ranks use gloo, which is slower", fix
 
 
-def check_choice() -> Check:
+@check("choice", CHECKS)
+def check_choice() -> Finding:
     """Which backend ranks on this machine get, and why."""
     import torch
 
@@ -193,11 +226,12 @@ def check_choice() -> Check:
     try:
         choice = choose_backend(None, device=device, nodes=1, available=transports.available())
     except PlatformError as error:
-        return Check("choice", "FAIL", _found(error), "unset UNISONO_BACKEND")
-    return Check("choice", "ok", f"{choice.name} ({choice.reason})")
+        return "FAIL", _found(error), "unset UNISONO_BACKEND"
+    return "ok", f"{choice.name} ({choice.reason})"
 
 
-def check_cores() -> Check:
+@check("cores", CHECKS)
+def check_cores() -> Finding:
     """How many cores ranks can share."""
     from unisono.cores import cgroup_quota, usable_cores
 
@@ -208,21 +242,22 @@ def check_cores() -> Check:
         found += f"; OMP_NUM_THREADS={os.environ['OMP_NUM_THREADS']} sets the threads of each rank"
     if cores == 1:
         fix = "ranks share one core: correct, but not faster; taskset -p $$ shows what limits them"
-        return Check("cores", "warn", found, fix)
-    return Check("cores", "ok", found)
+        return "warn", found, fix
+    return "ok", found
 
 
-def check_shared_memory() -> Check:
-    """/dev/shm is there and has room; nothing is left there of processes that were killed."""
+@check("/dev/shm", CHECKS)
+def check_shared_memory() -> Finding:
+    """/dev/shm exists and has room, and killed processes have left nothing in it."""
     try:
         space = os.statvfs(SHM)
     except OSError as error:
         fix = "mount -t tmpfs tmpfs /dev/shm, or UNISONO_BACKEND=gloo"
-        return Check("/dev/shm", "warn", f"{error.strerror}", fix)
+        return "warn", f"{error.strerror}", fix
     free_mb = space.f_bavail * space.f_frsize / 2**20
     found = f"{free_mb:,.0f} MB free of {space.f_blocks * space.f_frsize / 2**20:,.0f} MB"
     if free_mb < MIN_SHM_MB:
-        return Check("/dev/shm", "warn", found, "docker run --shm-size=1g, or UNISONO_BACKEND=gloo")
+        return "warn", found, "docker run --shm-size=1g, or UNISONO_BACKEND=gloo"
     from unisono.launch.pool.cleanup import unused_memory
 
     kinds = [f"{SHM}/{start}*" for start in ("unisono-", "mpich_shm_")]
@@ -230,12 +265,13 @@ def check_shared_memory() -> Check:
     if count := sum(map(len, left.values())):
         found += f"; {count} file{'' if count == 1 else 's'} of processes that were killed"
         fix = f"rm {' '.join(kind for kind in kinds if left[kind])} once none of your ranks runs"
-        return Check("/dev/shm", "warn", found, fix)
-    return Check("/dev/shm", "ok", found)
+        return "warn", found, fix
+    return "ok", found
 
 
-def check_host_name() -> Check:
-    """The own host name resolves, and which interfaces there are. Needed between hosts only."""
+@check("host name", CHECKS)
+def check_host_name() -> Finding:
+    """This host's name resolves, and which interfaces it has. Only needed between hosts."""
     from unisono.comm.machine import interfaces
 
     name = socket.gethostname()
@@ -243,35 +279,33 @@ def check_host_name() -> Check:
     try:
         addresses = {entry[4][0] for entry in socket.getaddrinfo(name, None)}
     except OSError as error:
-        fix = f"add '127.0.1.1 {name}' to /etc/hosts; one host works without"
-        return Check(
-            "host name", "warn", f"{name} does not resolve ({error}); interfaces: {at}", fix
-        )
+        fix = f"add '127.0.1.1 {name}' to /etc/hosts; not needed on a single host"
+        return "warn", f"{name} does not resolve ({error}); interfaces: {at}", fix
     found = f"{name} is {', '.join(sorted(map(str, addresses)))}; interfaces: {at}"
-    return Check("host name", "ok", found)
+    return "ok", found
 
 
-def check_loopback() -> Check:
+@check("loopback", CHECKS)
+def check_loopback() -> Finding:
     """A socket can listen on loopback, where ranks of one host meet."""
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         listener.listen()
         with socket.create_connection(listener.getsockname(), timeout=5):
-            return Check("loopback", "ok", "127.0.0.1 takes connections")
+            return "ok", "127.0.0.1 takes connections"
 
 
-def check_launchers() -> Check:
+@check("launchers", CHECKS)
+def check_launchers() -> Finding:
     """Which other launchers are installed."""
-    found = [
-        name
-        for name in ("mpiexec", "srun", "sbatch", "torchrun", "ssh", "ray")
-        if shutil.which(name)
-    ]
-    return Check("launchers", "ok" if found else "skip", ", ".join(found) or "none on PATH")
+    programs = ("mpiexec", "srun", "sbatch", "torchrun", "ssh", "ray")
+    found = [name for name in programs if shutil.which(name)]
+    return "ok" if found else "skip", ", ".join(found) or "none on PATH"
 
 
-def check_mpi() -> Check:
-    """An mpiexec is there, and of the same MPI as mpi4py."""
+@check("mpi", CHECKS)
+def check_mpi() -> Finding:
+    """There is an mpiexec, of the same MPI as mpi4py."""
     from unisono.comm.engines.mpi.library import unavailable
     from unisono.launch.places.mpi import find_mpiexec
     from unisono.launch.platform import Platform
@@ -281,17 +315,16 @@ def check_mpi() -> Check:
     except PlatformError as error:
         found = str(error).splitlines()[1].strip().removeprefix("found: ")
         if "MPIEXEC" in os.environ:
-            fix = "unset MPIEXEC, or MPIEXEC=/path/of/an/mpiexec"
-            return Check("mpi", "warn", found, fix)
-        return Check("mpi", "skip", found, 'pip install "unisono[mpi]" mpich, if you need --on mpi')
+            return "warn", found, "unset MPIEXEC, or MPIEXEC=/path/of/an/mpiexec"
+        return "skip", found, 'pip install "unisono[mpi]" mpich, if you need --on mpi'
     found = f"{mpiexec.version} at {mpiexec.path}"
     if (why := unavailable()) is not None:
-        return Check("mpi", "ok", f'{found}; backend="mpi" is not there: {why}')
+        return "ok", f'{found}; backend="mpi" is not available: {why}'
     theirs = "openmpi" if "Open MPI" in _library_of_mpi4py() else "mpich"
     if theirs != mpiexec.flavour:
         found += f", but mpi4py uses {theirs}"
-        return Check("mpi", "warn", found, "MPIEXEC=... with the mpiexec of that MPI")
-    return Check("mpi", "ok", f"{found}; mpi4py uses the same")
+        return "warn", found, "MPIEXEC=... with the mpiexec of that MPI"
+    return "ok", f"{found}; mpi4py uses the same"
 
 
 def _library_of_mpi4py() -> str:
@@ -302,32 +335,32 @@ def _library_of_mpi4py() -> str:
     return subprocess.run(words, capture_output=True, text=True, timeout=60, check=False).stdout
 
 
-def check_slurm() -> Check:
+@check("slurm", CHECKS)
+def check_slurm() -> Finding:
     """Whether jobs can be submitted from here."""
     from unisono.launch.places.slurm import cluster
 
     missing = cluster.missing_programs()
     if len(missing) == len(cluster.PROGRAMS):
-        return Check("slurm", "skip", "not on this machine", "a login node, to use a cluster")
+        return "skip", "not on this machine", "a login node, to use a cluster"
     if missing:
         fix = "apt install slurm-client, or a login node of the cluster"
-        return Check("slurm", "FAIL", f"no {', '.join(missing)}", fix)
+        return "FAIL", f"no {', '.join(missing)}", fix
     try:
         known = cluster.partitions(timeout_s=10.0)
     except PlatformError as error:
         words = [line.strip() for line in str(error).splitlines() if "HINT:" not in line]
-        found = f"programs are there, but no cluster answers ({words[-1]})"
-        fix = (
-            "to use one: SLURM_CONF=/path/of/slurm.conf, and scontrol ping to see whether it is up"
-        )
-        return Check("slurm", "warn", found, fix)
+        found = f"programs are installed, but no cluster answers ({words[-1]})"
+        fix = "set SLURM_CONF=/path/of/slurm.conf; scontrol ping shows whether the cluster is up"
+        return "warn", found, fix
     names = [
         f"{p.name}{' (default)' if p.is_default else ''}: {p.nodes} nodes, {p.limit}" for p in known
     ]
-    return Check("slurm", "ok", "; ".join(names))
+    return "ok", "; ".join(names)
 
 
-def check_preemption() -> Check:
+@check("requeue", SLURM_CHECKS)
+def check_preemption() -> Finding:
     """Whether the cluster lets a job save its work and start again."""
     from unisono.launch.places.slurm import cluster
 
@@ -340,11 +373,12 @@ def check_preemption() -> Check:
     )
     if not may_requeue:
         fix = "jobs ask for it themselves (--requeue); ask the administrators for JobRequeue=1"
-        return Check("requeue", "warn", found, fix)
-    return Check("requeue", "ok", found)
+        return "warn", found, fix
+    return "ok", found
 
 
-def check_shared_directory() -> Check:
+@check("shared", SLURM_CHECKS)
+def check_shared_directory() -> Finding:
     """Whether a node sees the directory from which jobs are submitted."""
     from unisono.launch.places.slurm import cluster
 
@@ -360,21 +394,23 @@ def check_shared_directory() -> Check:
         if not was_there:
             directory.rmdir()
     if str(probe) in seen:
-        return Check("shared", "ok", f"a node sees {directory.parent}")
+        return "ok", f"a node sees {directory.parent}"
     fix = "logs= with a directory that all nodes share; sinfo shows whether a node is free"
-    return Check("shared", "warn", f"no node has answered for {directory.parent}", fix)
+    return "warn", f"no node has answered for {directory.parent}", fix
 
 
-def check_extras() -> Check:
+@check("extras", CHECKS)
+def check_extras() -> Finding:
     """Which extras of unisono are installed."""
     there = {extra: importlib.util.find_spec(name) is not None for extra, name in _EXTRAS.items()}
     missing = [extra for extra, is_there in there.items() if not is_there]
     found = ", ".join(extra for extra, is_there in there.items() if is_there) or "none"
     fix = f'pip install "unisono[{",".join(missing)}]" if you need them' if missing else ""
-    return Check("extras", "ok", found, fix)
+    return "ok", found, fix
 
 
-def check_settings() -> Check:
+@check("settings", CHECKS)
+def check_settings() -> Finding:
     """Which settings are in force, and where each came from."""
     from unisono.launch.settings import read_configuration
 
@@ -387,41 +423,40 @@ def check_settings() -> Check:
     if configuration.profiles:
         names = ", ".join(configuration.profiles)
         found.append(f"profiles {names} ({configuration.path})")
-    return Check("settings", "ok", "; ".join(found) or "defaults only")
+    return "ok", "; ".join(found) or "defaults only"
 
 
-def _run_at(place: str) -> Check:
-    """Two ranks start at `place`, or one where only one fits, and add up a tensor."""
-    from unisono.launch import Logs, run
-
+def _run_at(place: str) -> Finding:
+    """Start two ranks at `place`, or one where only one fits."""
     ranks = 1 if place in ("inline", "mps") else 2
-    results = run(_self_test, on=place, ranks=ranks, timeout_s=120, logs=Logs(console="none"))
-    right = [float(sum(range(1, ranks + 1)))] * ranks
-    if list(results) != right:
-        found = f"{list(results)} instead of {right}"
-        return Check(f"on {place}", "FAIL", found, "UNISONO_BACKEND=gloo, and tell the authors")
+    results = _summed(place, ranks)
     hosts = ", ".join(dict.fromkeys(results.hosts))
-    found = f"{ranks} of {ranks} ranks right, on {hosts}, started in {results.start_s:.1f} s"
-    return Check(f"on {place}", "ok", found)
+    return "ok", f"{ranks} of {ranks} ranks right, on {hosts}, started in {results.start_s:.1f} s"
 
 
-def check_two_ranks() -> Check:
-    """Two ranks start, and add up a tensor, over each backend of this host."""
+@check("two ranks", CHECKS)
+def check_two_ranks() -> Finding:
+    """Two ranks start and add up a tensor, over each backend of this host."""
     from unisono.comm import transports
-    from unisono.launch import Logs, Platform, run
+    from unisono.launch import Platform
 
     names = [name for name in ("gloo", "shm") if transports.available().get(name, "ok") == "ok"]
-    starts: list[str] = []
-    for backend in names:
-        platform = Platform(device="cpu", ranks=2, backend=backend)
-        results = run(_self_test, on=platform, timeout_s=60, logs=Logs(console="none"))
-        if list(results) != [3.0, 3.0]:
-            found = f"1 + 2 came out as {list(results)} over {backend}"
-            other = "shm" if backend == "gloo" else "gloo"
-            return Check("two ranks", "FAIL", found, f"UNISONO_BACKEND={other}")
-        starts.append(f"{results.start_s:.2f} s")
-    took = f"started in {', then in '.join(starts)}"
-    return Check("two ranks", "ok", f"all_reduce is right over {', '.join(names)}; {took}")
+    starts = [_summed(Platform(device="cpu", backend=name), 2).start_s for name in names]
+    took = ", then in ".join(f"{seconds:.2f} s" for seconds in starts)
+    return "ok", f"all_reduce is right over {', '.join(names)}; started in {took}"
+
+
+def _summed(on: str | Platform, ranks: int) -> Results[float]:
+    """Have ranks add up a tensor; raise if the sum is wrong on one of them."""
+    from unisono.launch import Logs, run
+
+    results = run(_self_test, on=on, ranks=ranks, timeout_s=120, logs=Logs(console="none"))
+    right = [ranks * (ranks + 1) / 2] * ranks
+    if list(results) != right:
+        found = f"{list(results)} instead of {right}"
+        hint = "UNISONO_BACKEND=gloo or shm, whichever was not used, and report this"
+        raise PlatformError.because(f"a sum over ranks on {on}", found, hint=hint)
+    return results
 
 
 def _self_test() -> float:
@@ -431,27 +466,3 @@ def _self_test() -> float:
 
     comm = unisono.world()
     return comm.all_reduce(torch.tensor(float(comm.rank + 1))).item()
-
-
-CHECKS: tuple[Callable[[], Check], ...] = (
-    check_python,
-    check_torch,
-    check_devices,
-    check_backends,
-    check_core,
-    check_choice,
-    check_cores,
-    check_shared_memory,
-    check_host_name,
-    check_loopback,
-    check_launchers,
-    check_mpi,
-    check_slurm,
-    check_extras,
-    check_settings,
-    check_two_ranks,
-)
-MORE_CHECKS: dict[str, tuple[Callable[[], Check], ...]] = {
-    "slurm": (check_preemption, check_shared_directory),
-}
-"""Checks of a place that are run where the user asks for it."""

@@ -1,36 +1,23 @@
 """What the tables of ocpmodels and fairchem have beyond the names of `unisono.graph_parallel`.
 
-The regions as the autograd Functions of gp_utils' page, for code that calls `Class.apply` itself
-(their backwards are recorded too, so higher derivatives work); the helpers with an underscore;
-and what fairchem 1.x and 2.x spell in their own ways.
+The regions as the autograd Functions of gp_utils' page, for code that calls `Class.apply` itself;
+the helpers with an underscore; and what fairchem 1.x and 2.x spell in their own ways.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from enum import Enum
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
 
 from unisono import graph_parallel as gp
 from unisono.graph_parallel.groups import current_gp
-from unisono.graph_parallel.layout import is_following
 from unisono.graph_parallel.padding import split_tensor
-from unisono.graph_parallel.regions import ScaledBackward
-from unisono.operators import (
-    AllGather,
-    ConcatReplicated,
-    Copy,
-    LinearMap,
-    ReduceScatter,
-    SliceReplicated,
-    SumToReplicated,
-    all_gather_rows,
-)
-from unisono.operators.gather import block_plan, whole_plan
-from unisono.operators.plans import GroupPlan
+from unisono.operators import all_gather_rows
 from unisono.topology import RowPlan
 
 GROUPS = {"_GRAPH_PARALLEL_GROUP": gp.get_gp_group, "_DATA_PARALLEL_GROUP": gp.get_dp_group}
@@ -44,108 +31,64 @@ SHARED = (
 
 
 class _Region(torch.autograd.Function):
-    """A region as a plain Function: the map forward, the Function of its adjoint backward."""
+    """A region as a Function. `apply` is the region's own function, so derivatives are as well.
 
-    region: ClassVar[Any]
-    """The function that does the same."""
-    kind: ClassVar[type[LinearMap]]
-    """The map."""
-    plan: ClassVar[Any]
-    """Makes the plan of the map, for regions along a dim."""
+    `forward` and `backward` serve code that calls them itself, with a context of its own.
+    """
+
+    region: ClassVar[Callable[..., Tensor]]
 
     @classmethod
     def apply(cls, *args: Any, **kwargs: Any) -> Any:
-        """Apply the region: under a layout check and in `torch.func` by its function."""
-        if is_following() or torch._C._are_functorch_transforms_active():
-            return cls.region(*args, **kwargs)
-        return super().apply(*args, **kwargs)
-
-    @classmethod
-    def _run(cls, ctx: Any, input: Tensor, plan: Any) -> Tensor:
-        """Apply the kernel and keep what the backward needs."""
-        ctx.kind, ctx.plan = cls.kind, plan
-        return input.view_as(input) if plan.comm.size == 1 else cls.kind.kernel(input, plan)
-
-
-def _back(ctx: Any, grad: Tensor) -> Tensor:
-    """Apply the adjoint, recorded."""
-    if ctx.plan.comm.size == 1:
-        return grad
-    return ctx.kind.adjoint.apply_in_backward(grad, ctx.plan)
-
-
-class _Whole(_Region):
-    """A region of a whole tensor."""
+        """Apply the region, recorded for autograd."""
+        return cls.region(*args, **kwargs)
 
     @classmethod
     def forward(cls, ctx: Any, input: Tensor) -> Tensor:
-        """Return what the map gives."""
-        return cls._run(ctx, input, GroupPlan(current_gp()))
+        """Return what the region gives."""
+        return cls._run(ctx, input)
 
     @staticmethod
-    def backward(ctx: Any, grad_output: Tensor) -> Tensor:  # type: ignore[override]
-        """Return the gradient."""
-        return _back(ctx, grad_output)
+    def backward(ctx: Any, grad_output: Tensor) -> Any:  # type: ignore[override]
+        """Return the gradient of the input."""
+        return torch.autograd.grad(ctx.output, ctx.input, grad_output)[0]
+
+    @classmethod
+    def _run(cls, ctx: Any, input: Tensor, *rest: int) -> Tensor:
+        with torch.enable_grad():
+            ctx.input = input.detach().requires_grad_()
+            ctx.output = cls.region(ctx.input, *rest)
+        return ctx.output.detach()
 
 
-class _Along(_Region):
+class _RegionAlong(_Region):
     """A region along one dim."""
 
     @classmethod
     def forward(cls, ctx: Any, input: Tensor, dim: int = -1) -> Tensor:
-        """Return what the map gives."""
-        return cls._run(ctx, input, cls.plan(input, dim, None, current_gp(), cls.__name__))
+        """Return what the region gives."""
+        return cls._run(ctx, input, dim)
 
     @staticmethod
-    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
-        """Return the gradient."""
-        return _back(ctx, grad_output), None
+    def backward(ctx: Any, grad_output: Tensor) -> Any:
+        """Return the gradient of the input; a dim has none."""
+        return _Region.backward(ctx, grad_output), None
 
 
-class CopyToModelParallelRegion(_Whole):
-    """Identity forward, sum over the row backward."""
-
-    region, kind = staticmethod(gp.copy_to_model_parallel_region), Copy
-
-
-class ReduceFromModelParallelRegion(_Whole):
-    """Sum over the row forward, identity backward."""
-
-    region, kind = staticmethod(gp.reduce_from_model_parallel_region), SumToReplicated
-
-
-class ScatterToModelParallelRegion(_Along):
-    """Own block forward, gather backward."""
-
-    region, kind = staticmethod(gp.scatter_to_model_parallel_region), SliceReplicated
-    plan = staticmethod(whole_plan)
-
-
-class GatherFromModelParallelRegion(_Along):
-    """Joined blocks forward, own block backward."""
-
-    region, kind = staticmethod(gp.gather_from_model_parallel_region), ConcatReplicated
-    plan = staticmethod(block_plan)
-
-
-class GatherFromModelParallelRegionSumGrad(_Along):
-    """Joined blocks forward, own block of the summed gradients backward."""
-
-    region, kind = staticmethod(gp.gather_from_model_parallel_region_sum_grad), AllGather
-    plan = staticmethod(block_plan)
-
-
-class ReduceScatterToModelParallelRegion(_Along):
-    """Own block of the sum forward, gather with summed gradients backward."""
-
-    region, kind = staticmethod(gp.reduce_scatter_to_model_parallel_region), ReduceScatter
-    plan = staticmethod(whole_plan)
-
-
-class ScaleBackwardGrad(_Whole):
-    """Identity forward, gradient times the ranks of the row backward."""
-
-    region, kind = staticmethod(gp.scale_backward_grad), ScaledBackward
+_REGIONS: dict[str, tuple[type[_Region], Callable[..., Tensor]]] = {
+    "CopyToModelParallelRegion": (_Region, gp.copy_to_model_parallel_region),
+    "ReduceFromModelParallelRegion": (_Region, gp.reduce_from_model_parallel_region),
+    "ScatterToModelParallelRegion": (_RegionAlong, gp.scatter_to_model_parallel_region),
+    "GatherFromModelParallelRegion": (_RegionAlong, gp.gather_from_model_parallel_region),
+    "GatherFromModelParallelRegionSumGrad": (
+        _RegionAlong,
+        gp.gather_from_model_parallel_region_sum_grad,
+    ),
+    "ScaleBackwardGrad": (_Region, gp.scale_backward_grad),
+}
+for _name, (_base, _region) in _REGIONS.items():
+    _own = {"__doc__": _region.__doc__, "__module__": __name__, "region": staticmethod(_region)}
+    globals()[_name] = type(_name, (_base,), _own)
 
 
 def summed(ctx: Any, input: Tensor) -> Tensor:  # noqa: ARG001
@@ -198,27 +141,20 @@ def scatter_rows(input: Tensor) -> Tensor:
     return gp.scatter(input, 0)
 
 
-class _Padded:
-    """Blocks of one length, as a tuple of W: gather along dim 0, then cut."""
+class GatherFromModelParallelRegionGradPadded:
+    """Blocks of one length, gathered; each rank takes its own block of the gradient."""
 
-    grad: str
+    grad: ClassVar[Literal["slice", "sum"]] = "slice"
 
     @classmethod
     def apply(cls, padded: Tensor) -> tuple[Tensor, ...]:
         """Return the padded blocks of all ranks, in rank order."""
         sizes = [padded.shape[0]] * gp.get_gp_world_size()
-        convention: Any = cls.grad
-        return torch.split(gp.gather(padded, 0, grad=convention, sizes=sizes), sizes)
+        return torch.split(gp.gather(padded, 0, grad=cls.grad, sizes=sizes), sizes)
 
 
-class GatherFromModelParallelRegionGradPadded(_Padded):
-    """Each rank takes its own block of the gradient."""
-
-    grad = "slice"
-
-
-class GatherFromModelParallelRegionSumGradPadded(_Padded):
-    """Gradients are summed over the row."""
+class GatherFromModelParallelRegionSumGradPadded(GatherFromModelParallelRegionGradPadded):
+    """Blocks of one length, gathered; gradients are summed over the row."""
 
     grad = "sum"
 

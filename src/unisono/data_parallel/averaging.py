@@ -19,8 +19,7 @@ from unisono.comm import Communicator
 from unisono.comm.perform import Pending
 from unisono.data_parallel.bucket import GradientBucket
 from unisono.data_parallel.ranks import average_tensors, on_device
-from unisono.errors import explain
-from unisono.expect import expect_float, expect_int
+from unisono.expect import expect_float, expect_int, refusal
 
 _CASTS = {"bf16": torch.bfloat16, "fp16": torch.float16}
 _ALLOWED = 'None, "bf16", "fp16", "powersgd", PowerSGD(rank=4), or a function of a bucket'
@@ -134,7 +133,7 @@ def check_compression(compression: object) -> None:
         is_ready = compression is None or isinstance(compression, PowerSGD)
         known = is_ready or (callable(compression) and not isinstance(compression, type))
     if not known:
-        raise ValueError(explain(f"compression={compression!r}", hint=f"one of {_ALLOWED}"))
+        raise refusal(ValueError, f"compression={compression!r}", hint=f"one of {_ALLOWED}")
 
 
 def averaging_for(compression: Any, comm: Communicator, *, blocking: bool) -> Averaging:

@@ -119,6 +119,10 @@ class GradientBucket:
         """Members whose gradient came in this backward."""
         self.before: dict[int, Tensor | None] = {}
         """What `.grad` was, for members that got no gradient on this rank."""
+        self.sent_version = 0
+        """`version` when it left."""
+        self.idle: set[int] = set()
+        """Members that had no gradient on any rank in the last reduction, nor one of before."""
 
     @property
     def version(self) -> int:
@@ -160,9 +164,11 @@ class GradientBucket:
         """Bring in every gradient that lies elsewhere; `.grad` becomes the view.
 
         Args:
-            remember: whether to keep what unused members hold; those without one bring zeros.
+            remember: whether to keep what unused members hold. Those without a gradient then bring
+                zeros, and show what travels; else they stay without.
         """
         self.before.clear()
+        self.idle.clear()
         slots: list[Tensor] = []
         grads: list[Tensor] = []
         for i, (param, slot) in enumerate(zip(self.params, self.slots, strict=True)):
@@ -172,7 +178,7 @@ class GradientBucket:
             if remember and not self.used[i]:
                 self.before[i] = slot.clone() if grad is slot else grad
                 if grad is None:
-                    slot.zero_()
+                    param.grad = slot.zero_()
             if grad is not None and grad is not slot:
                 slots.append(slot)
                 grads.append(_plain(grad) if grad.requires_grad or grad.is_sparse else grad)
@@ -200,20 +206,23 @@ class GradientBucket:
 
     @torch.no_grad()
     def resolve_unused(self) -> None:
-        """After the reduction: unused members get the mean if any rank used them, else their own.
+        """After the reduction: members that no rank used go back to what they were.
 
-        Flags are read only where this rank left something unused.
+        Flags are read only where this rank left something unused. A `.grad` that the user has put
+        in the place of ours meanwhile is left alone.
         """
         if not self.before:
             return
         flags = self.flags.tolist()
         for i, before in self.before.items():
             if flags[i] != 0:
-                self.params[i].grad = self.slots[i]
-            elif before is None:
-                self.params[i].grad = None
-            else:
+                continue
+            if before is not None:
                 self.slots[i].copy_(before)
+                continue
+            self.idle.add(i)
+            if self.params[i].grad is self.slots[i]:
+                self.params[i].grad = None
         self.before.clear()
 
     @torch.no_grad()

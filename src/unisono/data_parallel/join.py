@@ -19,8 +19,7 @@ from unisono.data_parallel.engine import GradientEngine, Unfinished, named_error
 from unisono.data_parallel.nonblocking import only_observes
 from unisono.data_parallel.optimizer import DataParallelOptimizer
 from unisono.data_parallel.ranks import broadcast_module, on_device
-from unisono.errors import explain
-from unisono.expect import one_line
+from unisono.expect import one_line, refusal
 
 
 class Weights:
@@ -64,8 +63,10 @@ class Weights:
         is_number = isinstance(n, int | float | Tensor) and not isinstance(n, bool)
         if not is_number or not 0 <= float(n) < math.inf:
             hint = "samples(len(batch)), a number of at least 0"
-            raise ValueError(explain(f"samples({n!r})", hint=hint))
-        before, self._samples = self._samples, float(n)
+            raise refusal(ValueError, f"samples({n!r})", hint=hint)
+        self._forget_what_was_cleared()
+        n = float(n)
+        before, self._samples = self._samples, n
         self._accumulates = False
         self._offer()
         try:
@@ -74,10 +75,19 @@ class Weights:
             if self._accumulates:
                 self._total += n
             elif self._engine.comm.size == 1:
-                self._divide_alone(float(n))
+                self._divide_alone(n)
         finally:
             self._samples = before
             self._offer()
+
+    def _forget_what_was_cleared(self) -> None:
+        """Begin anew where an accumulation was given up: its gradients are gone."""
+        engine, accumulates = self._engine, self._reference is not None or self._total > 0
+        if accumulates and (
+            engine.was_cleared or all(p.grad is None for p in engine.module.parameters())
+        ):
+            self._reference, self._total = None, 0.0
+        engine.was_cleared = False
 
     @contextlib.contextmanager
     def scaling(self) -> Iterator[None]:
@@ -287,12 +297,11 @@ def _is_schedule(one: Any) -> bool:
 def _check_stateful(one: object) -> None:
     names = ("state_dict", "load_state_dict")
     if isinstance(one, type) or not all(callable(getattr(one, name, None)) for name in names):
-        raise TypeError(
-            explain(
-                f"join({one_line(one)})",
-                f"{type(one).__name__}, without state_dict() and load_state_dict()",
-                hint="join(optimizer, scheduler), whatever is stepped inside",
-            )
+        raise refusal(
+            TypeError,
+            f"join({one_line(one)})",
+            f"{type(one).__name__}, without state_dict() and load_state_dict()",
+            hint="join(optimizer, scheduler), whatever is stepped inside",
         )
 
 
@@ -302,13 +311,12 @@ def _check_found(batches: list[int], found: list[list[str]]) -> None:
         return
     other = next(rank for rank, known in enumerate(found) if known != found[0])
     lines = [f"rank {r}: {batches[r]} batches, {', '.join(found[r]) or '-'}" for r in (0, other)]
-    raise ValueError(
-        explain(
-            "join(), which gives all ranks the same optimizer state at its end",
-            "ranks that do not know of the same optimizers; one is found at its first step inside",
-            "\n".join(lines),
-            "with model.join(optimizer): on every rank, with all that is stepped inside",
-        )
+    raise refusal(
+        ValueError,
+        "join(), which gives all ranks the same optimizer state at its end",
+        "ranks that do not know of the same optimizers; one is found at its first step inside",
+        "\n".join(lines),
+        "with model.join(optimizer): on every rank, with all that is stepped inside",
     )
 
 
@@ -319,12 +327,11 @@ def _check_rates(batches: list[int], rates: list[list[list[float]]], changed: bo
             f"rank {rank}: {count} batches, learning rates {mine}"
             for rank, (count, mine) in enumerate(zip(batches, rates, strict=True))
         ]
-        raise ValueError(
-            explain(
-                "join() with a learning rate that changes inside",
-                "ranks have stepped their schedulers differently often, and would go on so",
-                "\n".join(lines),
-                "with model.join(scheduler):, which gives it the same state on all ranks; write a "
-                "schedule of your own as torch.optim.lr_scheduler.LambdaLR",
-            )
+        raise refusal(
+            ValueError,
+            "join() with a learning rate that changes inside",
+            "ranks have stepped their schedulers different numbers of times, and stay apart",
+            "\n".join(lines),
+            "with model.join(scheduler):, which gives it the same state on all ranks; write a "
+            "schedule of your own as torch.optim.lr_scheduler.LambdaLR",
         )

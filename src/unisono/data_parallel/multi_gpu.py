@@ -11,8 +11,8 @@ from unisono.data_parallel.daso.daso import DASO
 from unisono.data_parallel.engine import GradientEngine
 from unisono.data_parallel.ranks import communicator_of
 from unisono.data_parallel.wrapper import DataParallel
-from unisono.errors import MeshError, explain
-from unisono.expect import expect
+from unisono.errors import MeshError
+from unisono.expect import expect, refusal
 
 __all__ = ["DataParallelMultiGPU"]
 
@@ -75,7 +75,7 @@ class DataParallelMultiGPU(DataParallel):
 
     def _start(self) -> GradientEngine:
         engine = super()._start()
-        engine.require_sync = self._daso.local.syncs
+        engine.require_sync = self._daso.syncs_node
         return engine
 
     @property
@@ -97,22 +97,20 @@ class DataParallelMultiGPU(DataParallel):
 
     def join(self, *_: object, **__: object) -> NoReturn:
         """Refuse: nodes count batches to know when to exchange, so all ranks need equally many."""
-        raise ValueError(
-            explain(
-                "DataParallelMultiGPU.join()",
-                "DASO needs equal batch counts on all ranks",
-                hint="drop_last=True in the loader, or DataParallel.join() without DASO",
-            )
+        raise refusal(
+            ValueError,
+            "DataParallelMultiGPU.join()",
+            "DASO needs equal batch counts on all ranks",
+            hint="drop_last=True in the loader, or DataParallel.join() without DASO",
         )
 
     def samples(self, n: float) -> NoReturn:
         """Refuse: nodes average parameters, so every rank's gradient counts the same."""
-        raise ValueError(
-            explain(
-                f"DataParallelMultiGPU.samples({n!r})",
-                "DASO weights ranks alike",
-                hint="DataParallel.samples() without DASO",
-            )
+        raise refusal(
+            ValueError,
+            f"DataParallelMultiGPU.samples({n!r})",
+            "DASO weights ranks alike",
+            hint="DataParallel.samples() without DASO",
         )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> DataParallelMultiGPU:

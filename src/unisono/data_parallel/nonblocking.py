@@ -20,7 +20,7 @@ from torch.utils.hooks import RemovableHandle
 from unisono.data_parallel.bucket import GradientBucket
 from unisono.data_parallel.engine import GradientEngine
 from unisono.data_parallel.optimizer import DataParallelOptimizer
-from unisono.errors import explain
+from unisono.expect import refusal
 
 _PER_PARAMETER: set[type] = {
     *(optim.SGD, optim.Adam, optim.AdamW, optim.Adamax, optim.NAdam, optim.RAdam),
@@ -81,8 +81,6 @@ class Owed:
     """Hyper-parameters at the time of the step."""
     buckets: set[int]
     """Numbers of the buckets whose parameters wait for it."""
-    given: dict[int, Tensor | None]
-    """Gradients at the time of the step, where they were not those under way."""
     clears: set[int] = field(default_factory=set)
     """Buckets to fill with zeros after their update."""
 
@@ -97,15 +95,11 @@ class DeferredUpdates:
     """
 
     def __init__(self, engine: GradientEngine, optimizer: DataParallelOptimizer) -> None:
-        self.active = False
-        """Whether anything is under way or owed."""
         self.is_compiled = False
         """Whether the module is compiled code, which calls no hooks of its layers."""
         self._engine = engine
         self._optimizer = optimizer.torch_optimizer
         self._owed: Owed | None = None
-        self._versions: dict[int, int] = {}
-        self._idle: dict[int, set[int]] = {}
         self._layers: dict[str, list[int]] = {}
         self._called: set[str] = set()  # layers whose forward has begun in this forward
         self._passed_over: set[str] = set()  # layers of which others read parameters directly
@@ -121,8 +115,6 @@ class DeferredUpdates:
             module.register_state_dict_pre_hook(hook),
             module.register_load_state_dict_pre_hook(hook),
         ]
-        engine.updates = self
-        optimizer.attach(self)
         self.attach()
 
     def attach(self) -> None:
@@ -157,38 +149,29 @@ class DeferredUpdates:
         self._remove_layer_hooks()
         for hook in self._hooks:
             hook.remove()
-        self._owed, self.active = None, False
+        self._owed = None
 
-    # -- what the engine tells ------------------------------------------------------------------
+    # -- what the engine asks -------------------------------------------------------------------
 
-    def launched(self, bucket: GradientBucket) -> None:
-        """Note that `bucket` is under way: its gradients are not complete."""
-        self.active = True
-        for param, slot in zip(bucket.params, bucket.slots, strict=True):
-            param.grad = slot
-        self._versions[bucket.index] = bucket.version
-
-    def arrived(self, bucket: GradientBucket) -> None:
-        """Show the means as gradients, except where the user has put something else meanwhile."""
-        if bucket.version != self._versions[bucket.index] and not self._engine.in_backward:
-            raise RuntimeError(
-                explain(
-                    "gradients written to while they travelled",
-                    bucket.describe(),
-                    hint="model.finalize() before, or reach them by model.parameters(), "
-                    "model.clip_grad_norm(...) and optimizer.zero_grad(), which wait for them",
-                )
+    def check_untouched(self, bucket: GradientBucket) -> None:
+        """Raise if somebody has written to the gradients of `bucket`, which has just arrived."""
+        if bucket.version != bucket.sent_version and not self._engine.in_backward:
+            raise refusal(
+                RuntimeError,
+                "gradients written to while they travelled",
+                bucket.describe(),
+                hint="model.finalize() before, or reach them by model.parameters(), "
+                "model.clip_grad_norm(...) and optimizer.zero_grad(), which wait for them",
             )
-        own: dict[int, Tensor | None] = {}
-        for i, (param, slot) in enumerate(zip(bucket.params, bucket.slots, strict=True)):
-            if param.grad is not slot:
-                own[i] = param.grad
-                param.grad = slot
-        bucket.resolve_unused()
-        self._idle[bucket.index] = {i for i, p in enumerate(bucket.params) if p.grad is None}
-        for i, grad in own.items():
-            bucket.params[i].grad = grad
-        self._rest()
+
+    def owes_with(self, bucket: GradientBucket) -> bool:
+        """Whether the step that is owed needs the gradients of `bucket`."""
+        return self._owed is not None and bucket.index in self._owed.buckets
+
+    def clear_later(self, bucket: GradientBucket) -> None:
+        """Fill `bucket` with zeros right after the step that is owed with it."""
+        if self._owed is not None:
+            self._owed.clears.add(bucket.index)
 
     # -- what the optimizer asks ----------------------------------------------------------------
 
@@ -196,6 +179,11 @@ class DeferredUpdates:
     def owes(self) -> bool:
         """Whether a step is owed."""
         return self._owed is not None
+
+    @property
+    def active(self) -> bool:
+        """Whether anything is under way or owed."""
+        return self._owed is not None or bool(self._engine.under_way)
 
     def step(self) -> None:
         """Take a step: at once for what is here on all ranks, later for the rest. Local.
@@ -207,46 +195,25 @@ class DeferredUpdates:
         engine, optimizer = self._engine, self._optimizer
         # Not only those that have not arrived: which these are differs from rank to rank.
         waiting = engine.under_way
-        if not waiting or _is_watched(optimizer, self._step_hook.id):
+        # The user may have put other gradients in the place of those under way.
+        has_others = any(
+            param.grad is not slot
+            for bucket in waiting
+            for param, slot in zip(bucket.params, bucket.slots, strict=True)
+        )
+        if not waiting or has_others or _is_watched(optimizer, self._step_hook.id):
             self.finalize()
             optimizer.step()
             return
         # A scheduler on the inner optimizer asks whether it has stepped.
         optimizer._opt_called = True  # type: ignore[attr-defined]
-        given = {
-            id(param): param.grad
-            for bucket in waiting
-            for param, slot in zip(bucket.params, bucket.slots, strict=True)
-            if param.grad is not slot
-        }
-        owed = Owed(_freeze(optimizer), {b.index for b in waiting}, given)
-        for bucket in engine.buckets:
-            if bucket.index not in owed.buckets:
-                engine.wait(bucket)
+        owed = Owed(_freeze(optimizer), {b.index for b in waiting})
         inside = {id(p) for bucket in waiting for p in bucket.params}
         everything = {id(p) for group in optimizer.param_groups for p in group["params"]}
         _step_some(optimizer, everything - inside, owed.frozen)
         self._owed = owed
-        self.active = True
         for hook in list(_global_optimizer_post_hooks.values()):  # those that only observe
             hook(optimizer, (), {})
-
-    def zero_grad(self, set_to_none: bool) -> None:
-        """Clear gradients; those an owed update still needs, right after it. Local."""
-        engine, owed = self._engine, self._owed
-        cleared: set[int] = set()
-        for bucket in engine.buckets:
-            cleared.update(id(p) for p in bucket.params)
-            if owed is None or bucket.index not in owed.buckets:
-                engine.wait(bucket)
-            elif not set_to_none:
-                owed.clears.add(bucket.index)
-                continue
-            bucket.clear(set_to_none)
-        for group in self._optimizer.param_groups:
-            for param in group["params"]:
-                if id(param) not in cleared and param.grad is not None:
-                    param.grad = None if set_to_none else torch.zeros_like(param.grad)
 
     # -- settling -------------------------------------------------------------------------------
 
@@ -317,17 +284,14 @@ class DeferredUpdates:
         if not owed.buckets:
             self._owed = None
         self._update(owed, ready)
-        self._rest()
 
     def _update(self, owed: Owed, buckets: Sequence[GradientBucket]) -> None:
         """Carry out the step for these buckets with the gradients of the time of the step."""
         shown: list[tuple[nn.Parameter, Tensor | None]] = []
         for bucket in buckets:
-            idle = self._idle[bucket.index]
-            for i, param in enumerate(bucket.params):
+            for i, (param, slot) in enumerate(zip(bucket.params, bucket.slots, strict=True)):
                 shown.append((param, param.grad))
-                mean = None if i in idle else bucket.slots[i]
-                param.grad = owed.given.get(id(param), mean)
+                param.grad = None if i in bucket.idle else slot
         try:
             _step_some(self._optimizer, {id(param) for param, _ in shown}, owed.frozen)
         finally:
@@ -336,9 +300,6 @@ class DeferredUpdates:
         for bucket in buckets:
             if bucket.index in owed.clears:
                 bucket.clear(set_to_none=False)
-
-    def _rest(self) -> None:
-        self.active = self._owed is not None or bool(self._engine.under_way)
 
 
 class UpdateHook:

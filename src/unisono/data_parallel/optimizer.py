@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn, optim
 
-from unisono.errors import explain
-from unisono.expect import expect
+from unisono.expect import expect, refusal
 
 if TYPE_CHECKING:
     from unisono.data_parallel.engine import GradientEngine
@@ -49,17 +48,15 @@ class DataParallelOptimizer(optim.Optimizer):
         hint = "a torch optimizer: torch.optim.SGD(model.parameters(), lr=0.1)"
         expect("torch_optimizer", torch_optimizer, optim.Optimizer, hint)
         if isinstance(torch_optimizer, DataParallelOptimizer):
-            raise TypeError(
-                explain(
-                    "DataParallelOptimizer(DataParallelOptimizer(...))",
-                    "it wraps a torch optimizer already",
-                    hint="pass the inner one: optimizer.torch_optimizer",
-                )
+            raise refusal(
+                TypeError,
+                "DataParallelOptimizer(DataParallelOptimizer(...))",
+                "it wraps a torch optimizer already",
+                hint="pass the inner one: optimizer.torch_optimizer",
             )
         expect("blocking", blocking, bool)
         self.torch_optimizer = torch_optimizer
         self.blocking_parameter_updates = blocking
-        self._stepper: weakref.ref[DeferredUpdates] | None = None
         self._engine: weakref.ref[GradientEngine] | None = None
 
     # -- what the inner optimizer has -----------------------------------------------------------
@@ -70,9 +67,8 @@ class DataParallelOptimizer(optim.Optimizer):
 
         A `GradScaler`, say, looks at them from here.
         """
-        stepper = self._attached()
-        if stepper is not None:
-            stepper.show_gradients()
+        if (updates := self._updates()) is not None:
+            updates.show_gradients()
         return self.torch_optimizer.param_groups
 
     @param_groups.setter
@@ -102,8 +98,7 @@ class DataParallelOptimizer(optim.Optimizer):
     @property
     def update_next(self) -> bool:
         """Whether a step is owed."""
-        stepper = self._attached()
-        return stepper is not None and stepper.owes
+        return (updates := self._updates()) is not None and updates.owes
 
     def __getattr__(self, name: str) -> Any:
         """Find everything else in the inner optimizer."""
@@ -136,48 +131,39 @@ class DataParallelOptimizer(optim.Optimizer):
 
     # -- steps ----------------------------------------------------------------------------------
 
-    def attach(self, stepper: DeferredUpdates | None, engine: GradientEngine | None = None) -> None:
-        """Let `stepper` carry out the steps; None: the inner optimizer, at once.
+    def attach(self, engine: GradientEngine) -> None:
+        """Leave gradients, and steps where it defers them, to `engine`; it is held weakly."""
+        self._engine = weakref.ref(engine)
 
-        Args:
-            stepper: held weakly.
-            engine: the owner of the gradients in that case; held weakly.
-        """
-        self._stepper = None if stepper is None else weakref.ref(stepper)
-        self._engine = None if engine is None else weakref.ref(engine)
-
-    def _attached(self) -> DeferredUpdates | None:
-        return None if self._stepper is None else self._stepper()
+    def _updates(self) -> DeferredUpdates | None:
+        engine = None if self._engine is None else self._engine()
+        return None if engine is None else engine.updates
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Take a step, or owe it (see the class); returns the closure's value if there is one."""
-        stepper = self._attached()
-        if stepper is None:
+        updates = self._updates()
+        if updates is None:
             return self.torch_optimizer.step(closure) if closure else self.torch_optimizer.step()
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        stepper.step()
+        updates.step()
         return loss
 
     def zero_grad(self, set_to_none: bool = False) -> None:
         """Clear gradients, by default to zeros, as HeAT does; a step that is owed is not lost."""
-        stepper = self._attached()
         engine = None if self._engine is None else self._engine()
         inner = self.torch_optimizer
-        if stepper is not None:
-            stepper.zero_grad(set_to_none)
-        elif engine is None or type(inner).zero_grad is not optim.Optimizer.zero_grad:
+        if engine is None or type(inner).zero_grad is not optim.Optimizer.zero_grad:
             inner.zero_grad(set_to_none)
         else:
             engine.clear_gradients(inner, set_to_none)
 
     def finalize(self) -> None:
         """Carry out a step that is owed. Local."""
-        stepper = self._attached()
-        if stepper is not None:
-            stepper.finalize()
+        if (updates := self._updates()) is not None:
+            updates.finalize()
 
     # -- copies ---------------------------------------------------------------------------------
 
@@ -195,7 +181,7 @@ class DataParallelOptimizer(optim.Optimizer):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        self._stepper = self._engine = None
+        self._engine = None
 
     def __repr__(self) -> str:
         return f"DataParallelOptimizer({self.torch_optimizer!r})"

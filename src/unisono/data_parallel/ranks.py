@@ -7,9 +7,8 @@ values, and watched for changes.
 
 from __future__ import annotations
 
-import hashlib
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import zip_longest
 from typing import Any
 
@@ -19,7 +18,7 @@ from torch import Tensor, nn
 from unisono.comm import Communicator
 from unisono.comm.mpi_style import get_comm
 from unisono.errors import CollectiveMismatch, UnisonoError, explain
-from unisono.expect import one_line
+from unisono.expect import one_line, refusal
 
 RESET_SEED = 2147483646
 """Seed of `reset_parameters`, the one HeAT uses."""
@@ -41,12 +40,11 @@ def communicator_of(comm: object) -> Communicator:
     except UnisonoError as error:
         if isinstance(error, ValueError):
             raise
-        raise TypeError(
-            explain(
-                f"comm={one_line(comm)}",
-                f"{type(comm).__name__}, which names no group of ranks",
-                hint="None, a Communicator, an MPICommunication or a ProcessGroup",
-            )
+        raise refusal(
+            TypeError,
+            f"comm={one_line(comm)}",
+            f"{type(comm).__name__}, which names no group of ranks",
+            hint="None, a Communicator, an MPICommunication or a ProcessGroup",
         ) from None
 
 
@@ -120,23 +118,23 @@ def _without_repetitions(x: Tensor) -> Tensor:
     return x
 
 
-def check_same_module(module: nn.Module, comm: Communicator, options: Iterable[object]) -> None:
+def check_same_module(module: nn.Module, comm: Communicator, options: Mapping[str, object]) -> None:
     """Raise on all ranks unless they have the same parameters, buffers and options. Collective.
 
     Args:
         module: this rank's module.
         comm: the ranks that compare.
-        options: whatever else must agree; compared by `repr`.
+        options: whatever else must agree; functions by their names.
 
     Raises:
         CollectiveMismatch: names the first parameter that differs and two ranks.
     """
-    if comm.size == 1:
-        return
-    lines = [*_described(module), f"options: {list(options)!r}"]
-    digest = hashlib.sha256("\n".join(lines).encode()).digest()
-    number = int.from_bytes(digest[:8], "little", signed=True)
-    if len(set(comm.all_gather_ints([number]))) == 1:
+    told = {
+        name: getattr(value, "__qualname__", type(value).__name__) if callable(value) else value
+        for name, value in options.items()
+    }
+    lines = [*_described(module), f"options: {told}"]
+    if comm.all_equal("\n".join(lines)):
         return
     everybody: list[list[str]] = comm.all_gather_object(lines)
     other = next(r for r in range(1, comm.size) if everybody[r] != everybody[0])

@@ -29,13 +29,13 @@ from unisono.data_parallel.ranks import (
     name_as_wrapped,
     reset_module,
 )
-from unisono.errors import an, explain
-from unisono.expect import expect, expect_choice
+from unisono.errors import an
+from unisono.expect import expect, expect_choice, refusal
 
 __all__ = ["DataParallel"]
 
 
-_CONNECTED = ("comm", "communicator", "_engine", "_weights", "_deferred", "_join")
+_CONNECTED = ("comm", "communicator", "_engine", "_weights", "_join")
 """What ties a wrapper to ranks; its copies make their own."""
 
 
@@ -71,7 +71,6 @@ class DataParallel(nn.Module):
     """Whether `step()` acts at once."""
     _engine: GradientEngine | None = None
     _weights: Weights
-    _deferred: DeferredUpdates | None = None
     _join: Join | None = None
 
     def __init__(
@@ -115,7 +114,7 @@ class DataParallel(nn.Module):
             "broadcast_buffers": broadcast_buffers,
             "find_unused": find_unused,
         }
-        options = [self.blocking_parameter_updates, *_option_texts(self)]
+        options = {"blocking": self.blocking_parameter_updates, **self._options}
         check_same_module(module, self.communicator, options)
         if reset_parameters:
             reset_module(module, self.communicator)
@@ -130,16 +129,20 @@ class DataParallel(nn.Module):
             blocking=self.blocking_parameter_updates,
             **self._options,
         )
-        engine.options = tuple(_option_texts(self))
-        deferred: DeferredUpdates | None = None
+        engine.options = self._options
         for optimizer in self._dp_optimizers:
             optimizer.blocking_parameter_updates = self.blocking_parameter_updates
-            optimizer.attach(None, engine)
+            optimizer.attach(engine)
         if not self.blocking_parameter_updates and self.communicator.size > 1:
-            deferred = DeferredUpdates(engine, self._dp_optimizers[0])
-        self._engine, self._weights, self._deferred = engine, Weights(engine), deferred
-        weakref.finalize(self, _leave, engine, deferred)
+            engine.updates = DeferredUpdates(engine, self._dp_optimizers[0])
+        self._engine, self._weights = engine, Weights(engine)
+        weakref.finalize(self, _leave, engine)
         return engine
+
+    @property
+    def _deferred(self) -> DeferredUpdates | None:
+        """What carries out steps later than they are asked for; None: nothing does."""
+        return None if self._engine is None else self._engine.updates
 
     @property
     def _averaging_ranks(self) -> Communicator:
@@ -181,15 +184,15 @@ class DataParallel(nn.Module):
             engine.before_forward(self._join.before_forward())
         else:
             engine.before_forward()
-        deferred = self._deferred
+        deferred = engine.updates
         if deferred is not None and (deferred.is_compiled or torch.compiler.is_compiling()):
             self.finalize()  # compiled code calls no hooks of its layers
         return self._end_forward(engine, module(*inputs, **kwargs))
 
     @runs_uncompiled
     def _end_forward(self, engine: GradientEngine, outputs: Any) -> Any:
-        if self._deferred is not None:
-            self._deferred.end_forward()
+        if engine.updates is not None:
+            engine.updates.end_forward()
         engine.after_forward(outputs)
         return outputs
 
@@ -281,7 +284,7 @@ class DataParallel(nn.Module):
         """
         if not max_norm >= 0:  # infinity clips nothing
             hint = "clip_grad_norm(1.0), at least 0"
-            raise ValueError(explain(f"clip_grad_norm({max_norm})", hint=hint))
+            raise refusal(ValueError, f"clip_grad_norm({max_norm})", hint=hint)
         return nn.utils.clip_grad_norm_(
             self.module.parameters(), max_norm, norm_type, error_if_nonfinite=error_if_nonfinite
         )
@@ -318,7 +321,7 @@ class DataParallel(nn.Module):
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Set an attribute; the end of training (`training` false) completes what is owed."""
-        if name == "training" and not value and self.__dict__.get("_deferred") is not None:
+        if name == "training" and not value:
             self.finalize()
         super().__setattr__(name, value)
 
@@ -363,18 +366,9 @@ class DataParallel(nn.Module):
         self.comm = self.communicator = communicator_of(None)
 
 
-def _option_texts(model: DataParallel) -> list[str]:
-    """Return the options as text that is the same in every process."""
-    return [
-        f"{name}={getattr(value, '__qualname__', type(value).__name__)}"
-        if callable(value)
-        else f"{name}={value!r}"
-        for name, value in model._options.items()
-    ]
-
-
-def _leave(engine: GradientEngine, deferred: DeferredUpdates | None) -> None:
+def _leave(engine: GradientEngine) -> None:
     """The last act for a `DataParallel` that is gone: complete requests, free the module."""
+    deferred = engine.updates
     owes = deferred is not None and deferred.owes
     with contextlib.suppress(Exception):
         engine.wait_all()
@@ -402,24 +396,22 @@ def check_options(
     if bucket_mb is not None:
         expect("bucket_mb", bucket_mb, (int, float))
         if not bucket_mb > 0:
-            raise ValueError(
-                explain(
-                    f"bucket_mb={bucket_mb}",
-                    arithmetic=f"{bucket_mb} <= 0",
-                    hint="bucket_mb=25, any number above 0, or None for a size chosen by transport",
-                )
+            raise refusal(
+                ValueError,
+                f"bucket_mb={bucket_mb}",
+                arithmetic=f"{bucket_mb} <= 0",
+                hint="bucket_mb=25, any number above 0, or None for a size chosen by transport",
             )
     check_compression(compression)
     for name, value in switches.items():
         expect(name, value, bool)
     for name, part in module.named_modules():
         if isinstance(part.__dict__.get("_engine"), GradientEngine):
-            raise ValueError(
-                explain(
-                    f"{wrapper} of a module with {an(type(part).__name__)} in it",
-                    f"{name or 'the module itself'}, which averages its gradients already",
-                    hint=f"use {name}.module in its place" if name else f"{wrapper}(model.module)",
-                )
+            raise refusal(
+                ValueError,
+                f"{wrapper} of a module with {an(type(part).__name__)} in it",
+                f"{name or 'the module itself'}, which averages its gradients already",
+                hint=f"use {name}.module in its place" if name else f"{wrapper}(model.module)",
             )
     for name, x in [*module.named_parameters(), *module.named_buffers()]:
         if is_lazy(x):
@@ -429,8 +421,8 @@ def check_options(
             hint = "module.to_empty(device='cpu'), then load or initialise its values"
         else:
             continue
-        raise ValueError(
-            explain(f"{wrapper}({type(module).__name__})", f"{name} {found}", hint=hint)
+        raise refusal(
+            ValueError, f"{wrapper}({type(module).__name__})", f"{name} {found}", hint=hint
         )
 
 
@@ -448,13 +440,12 @@ def _checked_optimizers(optimizer: Any, module: nn.Module) -> list[DataParallelO
                 hint = "DataParallelMultiGPU(module, daso)"
             elif isinstance(one, optim.Optimizer):
                 hint = f"DataParallelOptimizer(optimizer), with your {kind} inside"
-            raise TypeError(explain(f"optimizer={kind}", "not a DataParallelOptimizer", hint=hint))
+            raise refusal(TypeError, f"optimizer={kind}", "not a DataParallelOptimizer", hint=hint)
         if not any(id(p) in own for p in one.params_ref):
-            raise ValueError(
-                explain(
-                    f"an optimizer with {len(one.params_ref)} parameters",
-                    f"none of them is one of the module's {len(own)} parameters",
-                    hint="build the optimizer from the parameters of this very module",
-                )
+            raise refusal(
+                ValueError,
+                f"an optimizer with {len(one.params_ref)} parameters",
+                f"none of them is one of the module's {len(own)} parameters",
+                hint="build the optimizer from the parameters of this very module",
             )
     return given

@@ -225,23 +225,22 @@ class _Worker:
 
     def _potential(self, pos: Tensor, cell: Tensor | None, pbc: Sequence[bool]) -> SplitPotential:
         """Return the potential on all ranks, with a partition that suits these positions."""
-        known = self._shared
+        known, work = self._shared, None
+        if known is not None and known.partition.num_nodes == len(pos):
+            before, plan = self._cost_when_new, known.plan
+            if before is None or plan is None:
+                return known
+            pairs = zip(_cost(plan), before, strict=True)
+            if not any(now > WORSE * then for now, then in pairs):
+                return known
+            # Work goes with edges: each atom costs what it did in the last call.
+            edges = torch.bincount(plan.edge_index[1], minlength=plan.num_local)
+            work = plan.gather(edges.double() + 1, grad="slice")
+        part = GraphPartition.morton(wrapped(pos, cell, pbc), self._ranks, cost=work)
         if known is None:
-            part = GraphPartition.morton(wrapped(pos, cell, pbc), self._ranks)
             known = SplitPotential(self._model, part, adapter=self._adapter, comm=self._row).eval()
             self._shared = known
-        elif known.partition.num_nodes != len(pos):
-            known.partition = GraphPartition.morton(wrapped(pos, cell, pbc), self._ranks)
-            self._cost_when_new = None
-        elif self._cost_when_new is not None and known.plan is not None:
-            pairs = zip(_cost(known.plan), self._cost_when_new, strict=True)
-            if any(now > WORSE * before for now, before in pairs):
-                # Work goes with edges: each atom costs what it did in the last call.
-                edges = torch.bincount(known.plan.edge_index[1], minlength=known.plan.num_local)
-                work = known.plan.gather(edges.double() + 1, grad="slice")
-                places = wrapped(pos, cell, pbc)
-                known.partition = GraphPartition.morton(places, self._ranks, cost=work)
-                self._cost_when_new = None
+        known.partition, self._cost_when_new = part, None
         return known
 
 

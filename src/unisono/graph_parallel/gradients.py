@@ -17,9 +17,9 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from unisono.comm import Communicator
 from unisono.comm.health import check as checking
-from unisono.errors import CollectiveMismatch, LayoutError, MeshError, PartitionError, an
+from unisono.errors import CollectiveMismatch, LayoutError, PartitionError, an
 from unisono.expect import expect, expect_float
-from unisono.graph_parallel.groups import GraphGroups, current_groups, graph_groups
+from unisono.graph_parallel.groups import GraphGroups, alone, current_groups, graph_groups
 from unisono.graph_parallel.layout import difference_over_ranks
 
 _queue_callback = torch.autograd.Variable._execution_engine.queue_callback
@@ -200,6 +200,14 @@ def _sync(
     parameters: list[Tensor], replicated: list[Tensor], groups: GraphGroups, bucket_mb: float
 ) -> None:
     whole = {id(p) for p in replicated}
+    strangers = whole - {id(p) for p in parameters}
+    if strangers:
+        raise LayoutError.because(
+            "sync_gradients(parameters, replicated=...)",
+            f"{len(strangers)} of the replicated ones are not among the parameters",
+            "they would keep the gradients of this rank alone",
+            "sync_gradients(model, replicated=model.head)",
+        )
     wanted = [p for p in parameters if p.requires_grad]
     with torch.no_grad():
         grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in wanted]
@@ -223,15 +231,7 @@ def _matrix(groups: GraphGroups | None) -> GraphGroups:
     found = current_groups() if groups is None else groups
     if found is not None:
         return found
-    alone = graph_groups(1)
-    if alone.dp.size > 1:
-        raise MeshError.because(
-            "sync_gradients before set-up",
-            f"a world of {alone.dp.size} ranks and no graph-parallel groups",
-            None,
-            'setup_gp({"gp_gpus": 2}), or groups=graph_groups(2)',
-        )
-    return alone
+    return graph_groups(1, comm=alone("sync_gradients", "groups=graph_groups(2)"))
 
 
 def _listed(parameters: nn.Module | Iterable[Tensor]) -> list[Tensor]:

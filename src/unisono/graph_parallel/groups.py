@@ -7,13 +7,13 @@ defaults are gp_utils' where it has them.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Any, TypeVar
 
 import torch.distributed as dist
 from torch import Tensor
 
-from unisono.comm import Communicator, has_world, transports, world
+from unisono.comm import Communicator, transports, world
 from unisono.comm import groups as cache
 from unisono.comm.backends import choose_backend
 from unisono.errors import MeshError, PartitionError, an
@@ -58,8 +58,11 @@ def graph_groups(
     >>> graph_groups(1).matrix
     ((0,),)
     """
-    whole = world() if comm is None else comm
-    _check_size(size, whole.size, f"graph_groups({size!r})")
+    return _laid_out(size, backend, world() if comm is None else comm, f"graph_groups({size!r})")
+
+
+def _laid_out(size: int, backend: str | None, whole: Communicator, asked: str) -> GraphGroups:
+    _check_size(size, whole.size, asked)
     rows = tuple(tuple(range(first, first + size)) for first in range(0, whole.size, size))
     columns = tuple(zip(*rows, strict=True))
     mine, place = divmod(whole.rank, size)
@@ -86,17 +89,12 @@ def _group(whole: Communicator, ranks: tuple[int, ...], backend: str | None) -> 
     return Communicator(entry, device=whole.device, timeout_s=whole.timeout_s)
 
 
-def _check_whole_number(size: object, asked: str) -> None:
-    """Raise unless `size` is a number of ranks."""
+def _check_size(size: object, total: int, asked: str) -> None:
+    """Raise unless rows of `size` fill `total` ranks."""
     if isinstance(size, bool) or not isinstance(size, int) or size < 1:
         raise AssertedMeshError.because(
             asked, f"{size!r} is not a number of ranks", None, "1 or more ranks in a row"
         )
-
-
-def _check_size(size: int, total: int, asked: str) -> None:
-    """Raise unless rows of `size` fill `total` ranks."""
-    _check_whole_number(size, asked)
     if size > total:
         raise AssertedMeshError.because(
             asked,
@@ -159,9 +157,10 @@ def setup_gp(config: Mapping[str, Any]) -> None:
             None,
             'setup_gp({"gp_gpus": 2, "distributed_backend": None})',
         )
-    size = config["gp_gpus"]
-    _check_whole_number(size, f"setup_gp with gp_gpus={size!r}")
-    _install_new(min(size, world().size), config.get("distributed_backend"), "setup_gp")
+    size, most = config["gp_gpus"], world().size
+    asked = f"setup_gp with gp_gpus={size!r}"
+    size = most if isinstance(size, int) and size > most else size
+    _install_new(size, config.get("distributed_backend"), asked)
 
 
 def setup_graph_parallel_groups(
@@ -169,8 +168,7 @@ def setup_graph_parallel_groups(
 ) -> None:
     """Set up groups of exactly this size. Collective over the world."""
     size = graph_parallel_group_size
-    _check_whole_number(size, f"setup_graph_parallel_groups({size!r})")
-    _install_new(size, distributed_backend, "setup_graph_parallel_groups")
+    _install_new(size, distributed_backend, f"setup_graph_parallel_groups({size!r})")
 
 
 def cleanup_gp() -> None:
@@ -238,13 +236,18 @@ def current_gp() -> Communicator:
     """
     if _installed is not None and _installed.world is dist.group.WORLD:
         return _installed.groups.gp
+    return alone("a graph-parallel region", "comm=...")
+
+
+def alone(asked: str, option: str) -> Communicator:
+    """Return the communicator of a process without other ranks; a world of several is refused."""
     whole = world()
     if whole.size > 1:
         raise MeshError.because(
-            "a graph-parallel region before set-up",
+            f"{asked} before set-up",
             f"a world of {whole.size} ranks and no graph-parallel groups",
             None,
-            f'setup_gp({{"gp_gpus": {whole.size}, "distributed_backend": None}}), or comm=...',
+            f'setup_gp({{"gp_gpus": {whole.size}, "distributed_backend": None}}), or {option}',
         )
     return whole
 
@@ -290,25 +293,17 @@ def get_gp_world_size() -> int:
     return 1 if groups is None else groups.gp.size
 
 
-def _install_new(size: int, backend: str | None, verb: str) -> None:
+def _install_new(size: int, backend: str | None, asked: str) -> None:
     global _installed
     present = current_groups()
     if present is not None:
         raise AssertedMeshError.because(
-            f"{verb} for rows of {size}",
+            asked,
             f"groups are set up already: dp({present.dp.size}) x gp({present.gp.size})",
             None,
             "call cleanup_gp() first",
         )
-    if size > 1 and not has_world():
-        raise AssertedMeshError.because(
-            f"{verb}({size})",
-            "torch.distributed is not initialised: this process is a world of one rank",
-            f"{size} > 1",
-            f"start the function with unisono.run(fn, ranks={size})",
-        )
-    _check_size(size, world().size, f"{verb}({size})")
-    groups = graph_groups(size, backend=backend)
+    groups = _laid_out(size, backend, world(), asked)
     # A rank may clean up at once; its peers must have finished connecting by then.
     groups.dp.barrier()
     groups.gp.barrier()
@@ -340,6 +335,9 @@ def _detached(value: Any) -> Any:
         return value.detach()
     if isinstance(value, dict):
         return {key: _detached(item) for key, item in value.items()}
+    if is_dataclass(value) and not isinstance(value, type):
+        changed = {f.name: _detached(getattr(value, f.name)) for f in fields(value) if f.init}
+        return replace(value, **changed)
     if isinstance(value, tuple | list):
         items = [_detached(item) for item in value]
         return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)

@@ -9,7 +9,7 @@ values that must be equal on all ranks are compared. Rules are cautious: what th
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -21,7 +21,8 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from unisono.comm import Communicator, arguments
 from unisono.comm.call import call_site
-from unisono.errors import LayoutError, UnisonoError, an
+from unisono.errors import LayoutError, an
+from unisono.expect import expect_choice
 
 Kind = Literal["replicated", "sharded", "partial"]
 KINDS: tuple[Kind, ...] = ("replicated", "sharded", "partial")
@@ -69,20 +70,18 @@ class _Follower(TorchFunctionMode):
             for x in tensors_in((args, kwargs)):
                 self.forget(x)
             return out
-        found = result_kind(func, args, kwargs, self.tags.get)
-        tags = [self.tags.get(x) for x in tensors_in((args, kwargs))]
-        is_written = bool(args) and isinstance(args[0], Tensor)
-        is_written = is_written and writes_first(getattr(func, "__name__", ""))
+        name = getattr(func, "__name__", "")
+        tensors = list(tensors_in((args, kwargs)))
+        tags = [self.tags.get(x) for x in tensors]
+        found = result_kind(name, tensors, tags, args, kwargs)
+        is_written = bool(args) and isinstance(args[0], Tensor) and writes_first(name)
         if is_written and (found is None or found[0] == "unsure"):
             self.forget(args[0])
         if found is not None:
             kind, dim = found
-            if kind == "clash":
-                raise _clash(args, self.tags)
             is_summed = kind == "replicated" and any(tag.is_summed for tag in tags if tag)
-            for result in out if isinstance(out, tuple | list) else (out,):
-                if isinstance(result, Tensor):
-                    self.tags[result] = Tag(kind, dim, call_site(), is_summed)
+            for result in tensors_in(out):
+                self.tags[result] = Tag(kind, dim, call_site(), is_summed)
         return out
 
     def _tag_gradients(self, inputs: Any, gradients: Any) -> None:
@@ -133,17 +132,14 @@ def is_following() -> bool:
 
 def mark(x: Tensor, layout: Kind) -> Tensor:
     """Tag `x` by hand and return it; does nothing outside of `layout_check`."""
-    if layout not in KINDS:
-        raise LayoutError.because(
-            f"mark(x, {layout!r})", f"layouts are {', '.join(KINDS)}", None, 'mark(x, "sharded")'
-        )
+    expect_choice("layout", layout, KINDS, error=LayoutError)
     return tagged(x, layout)
 
 
-def tagged(x: Tensor, kind: Kind, dim: int | None = None) -> Tensor:
+def tagged(x: Tensor, kind: Kind, dim: int | None = None, *, is_summed: bool = False) -> Tensor:
     """Tag a tensor in debug mode, and return it."""
-    if follower is not None and not torch.compiler.is_compiling():
-        follower.tags[x] = Tag(kind, dim, call_site())
+    if follower is not None and is_following():
+        follower.tags[x] = Tag(kind, dim, call_site(), is_summed)
     return x
 
 
@@ -165,7 +161,7 @@ def watched(
 
     What `verb` cannot mean is refused, and the result is tagged.
     """
-    if follower is None or torch.compiler.is_compiling():
+    if follower is None or not is_following():
         return move(x, *args, comm=comm)
     tags, site = follower.tags, call_site()
     tag = tags.get(x)
@@ -230,16 +226,6 @@ def _refuse_summed(outputs: Iterator[Tensor], tags: WeakTensorKeyDictionary) -> 
             )
 
 
-def _clash(args: tuple[Any, ...], tags: WeakTensorKeyDictionary) -> UnisonoError:
-    found = [tags.get(arg) for arg in args if isinstance(arg, Tensor)]
-    return LayoutError.because(
-        "sum of a partial and a replicated tensor",
-        "; ".join(f"{tag.kind} since {tag.site}" for tag in found if tag is not None),
-        "the replicated term would be counted once for each rank",
-        'reduce(x, grad="identity") the partial one first',
-    )
-
-
 def _compare(x: Tensor, comm: Communicator, asked: str, hint: str) -> None:
     """Raise on all ranks unless they hold the same values."""
     found = difference_over_ranks(x, comm)
@@ -273,49 +259,50 @@ def difference_over_ranks(x: Tensor, comm: Communicator) -> str | None:
 
 # -- how a torch function turns the tags of its arguments into that of its result -----------------
 
-Outcome = tuple[Literal["replicated", "sharded", "partial", "unsure", "clash"], int | None]
-"""Kind of the result and its sharded dim; "clash" for a partial and a replicated term."""
 
-_ADD = frozenset({"add", "sub", "__add__", "__radd__", "__sub__", "__rsub__", "__iadd__", "add_"})
-_TIMES = frozenset(
-    {"mul", "div", "__mul__", "__rmul__", "__truediv__", "true_divide", "mul_", "div_"}
+def _names(text: str) -> frozenset[str]:
+    return frozenset(text.split())
+
+
+_ADD = _names("add sub __add__ __radd__ __sub__ __rsub__ __iadd__ add_")
+_TIMES = _names("mul div __mul__ __rmul__ __truediv__ true_divide mul_ div_")
+_NEGATE = _names("neg __neg__")
+_SAME_SHAPE = _ADD | _TIMES | _NEGATE | _names("clone contiguous")
+_LINEAR = _NEGATE | _names(
+    "view reshape squeeze unsqueeze flatten clone view_as contiguous t to double float sum"
 )
-_LINEAR = frozenset(
-    {"neg", "__neg__", "view", "reshape", "squeeze", "unsqueeze", "flatten", "clone", "view_as"}
-    | {"contiguous", "t", "to", "double", "float"}
-)
-_SCATTERS = frozenset({"index_add", "index_add_", "scatter_add", "scatter_add_"})
-_SELECTS = frozenset(
-    {"__getitem__", "narrow", "select", "split", "chunk", "split_with_sizes", "tensor_split"}
-    | {"index_select", "gather", "take", "masked_select", "unbind", "roll", "pad", "unfold"}
-    | {"hsplit", "vsplit", "dsplit", "unsafe_split", "unsafe_chunk", "narrow_copy", "as_strided"}
-    | {"diagonal", "diag", "tril", "triu", "take_along_dim", "select_scatter", "slice_scatter"}
-    | {"diagonal_scatter", "masked_fill", "masked_fill_", "masked_scatter", "index_fill"}
-    | {"__setitem__"}
+_SCATTERS = _names("index_add index_add_ scatter_add scatter_add_")
+_SELECTS = _names(
+    "__getitem__ narrow select split chunk split_with_sizes tensor_split index_select gather take "
+    "masked_select unbind roll pad unfold hsplit vsplit dsplit unsafe_split unsafe_chunk "
+    "narrow_copy as_strided diagonal diag tril triu take_along_dim select_scatter slice_scatter "
+    "diagonal_scatter masked_fill masked_fill_ masked_scatter index_fill __setitem__"
 )
 """Each rank may select something else of what all hold alike."""
-_NUMBERED = _ADD | _TIMES | {"pow", "__pow__", "__rpow__", "pow_", "__imul__", "__itruediv__"}
-_NUMBERED |= {"fill_", "__isub__"}
+_NUMBERED = _ADD | _TIMES | _names("pow __pow__ __rpow__ pow_ __imul__ __itruediv__ fill_ __isub__")
 """Each rank may bring another number, such as 1 on one rank and 0 on the others."""
-_CONSTANT = frozenset(
-    {"zeros_like", "ones_like", "empty_like", "new_zeros", "new_ones", "new_empty", "new_tensor"}
-    | {"full_like", "new_full", "randn_like", "rand_like", "dim", "size", "stride", "backward"}
-    | {"__get__", "__set__", "requires_grad_", "register_hook", "detach_"}
+_CONSTANT = _names(
+    "zeros_like ones_like empty_like new_zeros new_ones new_empty new_tensor full_like new_full "
+    "randn_like rand_like dim size stride backward __get__ __set__ requires_grad_ register_hook "
+    "detach_"
 )
 _FORGOTTEN = _CONSTANT | {"grad"}
 """Without a tag; each rank's gradients are the terms of its own share of the work."""
 
 
 def result_kind(
-    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], tag_of: Callable[[Tensor], Tag | None]
-) -> Outcome | None:
-    """Return what the result of `func(*args, **kwargs)` is, None for unknown."""
-    name = getattr(func, "__name__", "")
-    if name in _FORGOTTEN:
-        return None
-    tensors = list(tensors_in((args, kwargs)))
-    tags = [tag_of(x) for x in tensors]
-    if not any(tags):
+    name: str, tensors: Sequence[Tensor], tags: Sequence[Tag | None], args: Any, kwargs: Any
+) -> tuple[Known, int | None] | None:
+    """Return what the result of a torch function is and its sharded dim, None for unknown.
+
+    Args:
+        name: of the function.
+        tensors: all among its arguments.
+        tags: theirs.
+        args: of the call.
+        kwargs: of the call.
+    """
+    if name in _FORGOTTEN or not any(tags):
         return None
     if name in _SCATTERS:
         source = tags[-1]
@@ -326,7 +313,8 @@ def result_kind(
     }
     with_number = any(isinstance(arg, int | float | complex) for arg in (*args, *kwargs.values()))
     if "partial" in kinds:
-        return _of_partial(name, kinds, tags, with_number)
+        known = [tag for tag in tags if tag is not None]
+        return ("partial", None) if _is_partial(name, kinds, known, with_number) else None
     if "unknown" in kinds:
         return None
     if "sharded" not in kinds:
@@ -339,30 +327,31 @@ def result_kind(
     sharded = next(tag for tag in tags if tag is not None and tag.kind == "sharded")
     if name == "sum":
         return _of_sharded_sum(sharded, tensors[0].dim(), args, kwargs)
-    same_dims = name in _ADD or name in _TIMES or name in ("clone", "contiguous", "neg", "__neg__")
-    return ("sharded", sharded.dim if same_dims else None)
+    return ("sharded", sharded.dim if name in _SAME_SHAPE else None)
 
 
-def _of_partial(
-    name: str, kinds: set[str], tags: list[Tag | None], with_number: bool
-) -> Outcome | None:
-    found = [tag.kind for tag in tags if tag is not None]
+def _is_partial(name: str, kinds: set[str], tags: list[Tag], with_number: bool) -> bool:
+    """Return whether the result of partial arguments is a summand on each rank, too."""
     if name in _ADD:
-        if with_number:
-            return None  # each rank adds the number
-        if "replicated" in found:
-            return ("clash", None)
-        return ("partial", None) if kinds == {"partial"} else None
+        if with_number:  # which each rank adds
+            return False
+        if any(tag.kind == "replicated" for tag in tags):
+            raise LayoutError.because(
+                "sum of a partial and a replicated tensor",
+                "; ".join(f"{tag.kind} since {tag.site}" for tag in tags),
+                "the replicated term would be counted once for each rank",
+                'reduce(x, grad="identity") the partial one first',
+            )
+        return kinds == {"partial"}
     if name in _TIMES:
-        once = found.count("partial") == 1
-        return ("partial", None) if once and kinds <= {"partial", "replicated"} else None
-    linear = name in _LINEAR or name == "sum"
-    return ("partial", None) if linear and kinds == {"partial"} else None
+        once = sum(tag.kind == "partial" for tag in tags) == 1
+        return once and kinds <= {"partial", "replicated"}
+    return name in _LINEAR and kinds == {"partial"}
 
 
 def _of_sharded_sum(
     tag: Tag, dims: int, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Outcome | None:
+) -> tuple[Known, int | None] | None:
     summed = kwargs.get("dim", args[1] if len(args) > 1 else None)
     if summed is None:
         return ("partial", None)

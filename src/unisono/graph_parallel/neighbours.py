@@ -84,14 +84,14 @@ def wrapped(pos: Tensor, cell: Tensor | None, pbc: bool | Sequence[bool]) -> Ten
 
 
 class _Grid(NamedTuple):
-    """Places in cells of side `cutoff`, sorted by cell.
+    """Places in cells that are at least as wide as the cutoff, sorted by cell.
 
     Cells divide the widest dims, three at most: each dim more has three times as many neighbours.
     """
 
     dims: Tensor
     low: Tensor
-    cutoff: float
+    side: float
     stride: Tensor
     volume: int
     keys: Tensor
@@ -103,10 +103,13 @@ class _Grid(NamedTuple):
         high, low = where.max(0).values, where.min(0).values
         dims = (high - low).argsort(descending=True)[:3]
         low = low[dims]
-        cells = ((high[dims] - low) / cutoff).floor().long()
-        extent = (cells + 3).tolist()  # a free layer each side: cells never wrap
+        wide = high[dims] - low
+        # One point far away must not make more cells than an int64 can number.
+        most = (2**60 / (int(graphs.max()) + 1)) ** (1 / len(dims)) - 3
+        side = max(cutoff, float(wide.max()) / most)
+        extent = ((wide / side).floor().long() + 3).tolist()  # a free layer each side: never wraps
         stride = torch.tensor([math.prod(extent[d + 1 :]) for d in range(len(dims))])
-        empty = cls(dims, low, cutoff, stride, math.prod(extent), stride, stride)
+        empty = cls(dims, low, side, stride, math.prod(extent), stride, stride)
         keys, by_cell = empty._key(empty._cell(where), graphs).sort(stable=True)
         return empty._replace(keys=keys, by_cell=by_cell)
 
@@ -124,7 +127,7 @@ class _Grid(NamedTuple):
         return self.by_cell[place], home.repeat_interleave(counts)
 
     def _cell(self, where: Tensor) -> Tensor:
-        return ((where[:, self.dims] - self.low) / self.cutoff).floor().long()
+        return ((where[:, self.dims] - self.low) / self.side).floor().long()
 
     def _key(self, cell: Tensor, graphs: Tensor) -> Tensor:
         return ((cell + 1) * self.stride).sum(1) + graphs * self.volume
@@ -212,14 +215,8 @@ def _checked(pos: Tensor, cutoff: float, targets: Tensor | None) -> tuple[Tensor
         raise PartitionError.because(f"radius_graph(cutoff={cutoff})", None, None, "cutoff > 0")
     if targets is None:
         return points, torch.arange(len(points))
-    hint = "the numbers of points: mask.nonzero()[:, 0]"
-    wanted = integer_list(targets, "targets", "radius_graph(targets=...)", hint)
-    if wanted.numel() and not 0 <= int(wanted.min()) <= int(wanted.max()) < len(points):
-        raise PartitionError.because(
-            "radius_graph(targets=...)",
-            f"targets from {int(wanted.min())} to {int(wanted.max())}, {len(points)} points",
-        )
-    return points, wanted
+    asked, hint = "radius_graph(targets=...)", "the numbers of points: mask.nonzero()[:, 0]"
+    return points, integer_list(targets, "targets", asked, hint, below=len(points))
 
 
 def _graphs(batch: Tensor | None, points: int) -> Tensor:
@@ -235,8 +232,4 @@ def _graphs(batch: Tensor | None, points: int) -> Tensor:
             f"{len(graphs)} != {points}",
             hint,
         )
-    if points and int(graphs.min()) < 0:
-        point = int((graphs < 0).nonzero()[0])
-        found = f"point {point} is in graph {int(graphs[point])}"
-        raise PartitionError.because("radius_graph(batch=...)", found, None, hint)
     return graphs

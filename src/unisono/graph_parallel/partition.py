@@ -120,21 +120,13 @@ class GraphPartition:
         [1, 0, 2]
         """
         asked = f"GraphPartition.from_owner(parts={parts})"
-        owner = integer_list(owner, "owner", asked, "an integer for each node: [0, 0, 1]").clone()
-        _check_counts(owner.numel(), parts, "from_owner")
-        outside = ((owner < 0) | (owner >= parts)).nonzero()
-        if outside.numel():
-            node = int(outside[0])
-            raise PartitionError.because(
-                asked,
-                f"owner[{node}] = {int(owner[node])}",
-                f"not 0 <= {int(owner[node])} < {parts}",
-                "a part for each node",
-            )
+        _check_counts(0, parts, "from_owner")
+        hint = "a part for each node: [0, 0, 1]"
+        owner = integer_list(owner, "owner", asked, hint, below=parts).clone()
         perm = owner.sort(stable=True).indices
         inverse = torch.empty_like(perm)
         inverse[perm] = torch.arange(perm.numel())
-        sizes = tuple(torch.bincount(owner, minlength=parts).tolist())
+        sizes = counts(owner, parts)
         return cls(owner, perm, inverse, sizes, bounds(sizes))
 
     def nodes_of(self, part: int) -> Tensor:
@@ -147,18 +139,33 @@ class GraphPartition:
     def stats(self, edge_index: Tensor) -> GraphStats:
         """Return what this split of the graph costs."""
         check_edges(edge_index, self.num_nodes, "GraphPartition.stats")
-        source, target = edge_index.cpu()
-        computes, brings = self.owner[target], self.owner[source]
-        cut = (computes != brings).nonzero()[:, 0]
-        fetched = torch.unique(computes[cut] * self.num_nodes + source[cut])
-        halo = torch.bincount(fetched // max(self.num_nodes, 1), minlength=self.parts)
+        edges = edge_index.cpu()
+        computes = self.owner[edges[1]]
+        fetcher, _, cut = self.fetched(edges, computes)
         return GraphStats(
-            edges_total=source.numel(),
-            edges_cut=cut.numel(),
+            edges_total=edges.shape[1],
+            edges_cut=cut,
             nodes_per_rank=self.sizes,
-            edges_per_rank=tuple(torch.bincount(computes, minlength=self.parts).tolist()),
-            halo_per_rank=tuple(halo.tolist()),
+            edges_per_rank=counts(computes, self.parts),
+            halo_per_rank=counts(fetcher, self.parts),
         )
+
+    def fetched(self, edge_index: Tensor, edge_owner: Tensor) -> tuple[Tensor, Tensor, int]:
+        """Return which foreign rows are fetched for some edges, and how many edges need one.
+
+        Args:
+            edge_index: `[2, E]`, on the CPU.
+            edge_owner: the part that computes each edge `[E]`.
+
+        Returns:
+            The part that fetches and the place in the new order of the node, for each such row
+            once, sorted by both; and the number of edges with a foreign end.
+        """
+        foreign = self.owner[edge_index] != edge_owner
+        nodes = max(self.num_nodes, 1)
+        wanted = edge_owner.expand(2, -1)[foreign] * nodes + self.inverse[edge_index[foreign]]
+        rows = torch.unique(wanted)
+        return rows // nodes, rows % nodes, int(foreign.any(0).sum())
 
     @classmethod
     def _cut(cls, order: Tensor, cost: Tensor, parts: int) -> GraphPartition:
@@ -191,8 +198,15 @@ def check_edges(edge_index: Tensor, num_nodes: int, asked: str) -> None:
         )
 
 
-def integer_list(given: object, name: str, asked: str, hint: str) -> Tensor:
-    """Return a list of integers as int64 on the CPU; masks and fractions are refused."""
+def counts(values: Tensor, parts: int) -> tuple[int, ...]:
+    """Return how often each of the numbers from 0 to `parts - 1` occurs."""
+    return tuple(torch.bincount(values, minlength=parts).tolist())
+
+
+def integer_list(
+    given: object, name: str, asked: str, hint: str, *, below: float = math.inf
+) -> Tensor:
+    """Return integers in `[0, below)` as int64 on the CPU; masks and fractions are refused."""
     try:
         numbers = torch.as_tensor(given).detach().cpu()
     except (TypeError, ValueError, RuntimeError):
@@ -207,6 +221,12 @@ def integer_list(given: object, name: str, asked: str, hint: str) -> Tensor:
             "a list of integers has 1 dim and an integer dtype",
             hint,
         )
+    outside = ((numbers < 0) | (numbers >= below)).nonzero()
+    if outside.numel():
+        place = int(outside[0])
+        found = f"{name}[{place}] = {int(numbers[place])}"
+        limit = "" if below == math.inf else f" < {below}"
+        raise PartitionError.because(asked, found, f"not 0 <= {int(numbers[place])}{limit}", hint)
     return numbers.long()
 
 

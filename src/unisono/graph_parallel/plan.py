@@ -9,7 +9,6 @@ from __future__ import annotations
 import inspect
 import zlib
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any, Literal, overload
 
 import torch
@@ -23,10 +22,10 @@ from unisono.errors import PartitionError
 from unisono.expect import expect, expect_choice
 from unisono.graph_parallel import regions
 from unisono.graph_parallel.layout import tagged, watched
-from unisono.graph_parallel.partition import GraphPartition, check_edges
+from unisono.graph_parallel.partition import GraphPartition, check_edges, counts
 from unisono.graph_parallel.regions import MISSING
 from unisono.graph_parallel.stats import GraphStats
-from unisono.graph_parallel.transfer import RowsUnderWay, start_rows
+from unisono.graph_parallel.transfer import Depart, RowsUnderWay, Transfer
 from unisono.topology import RowPlan
 from unisono.topology.decompose import split_sizes
 
@@ -68,28 +67,31 @@ class GraphPlan:
         """The ranks."""
         self.cut: Literal["nodes", "edges"] = cut
         """What is dealt out: nodes with their incoming edges, or edges."""
+        self.rows: RowPlan
+        """Which own rows go where, and how many come from each rank."""
+        self.stats: GraphStats
+        """What the split costs, over all ranks."""
         self._edges: Literal["all", "local"] = edges
         self._check(edge_index)
         if checking.active and self.comm.size > 1:
             self._compare(edge_index)
         self._given = edge_index.clone()
-        lists = self._lists(edge_index.cpu())
         rank, device = self.comm.rank, edge_index.device
-        first = partition.offsets[rank]
+        edges_here, halo, self.rows, self.stats = self._lists(edge_index.cpu())
         self.num_local = partition.sizes[rank]
         """Own nodes."""
-        self.num_halo = lists.halo.numel()
+        self.num_halo = halo.numel()
         """Foreign nodes that own edges touch."""
         self.local_nodes = partition.nodes_of(rank).to(device)
         """Their original numbers."""
-        self.halo_nodes = partition.perm[lists.halo].to(device)
+        self.halo_nodes = partition.perm[halo].to(device)
         """Original numbers of the halo, in its order."""
-        self.edge_ids = lists.edge_ids.to(device)
+        self.edge_ids = edges_here.to(device)
         """Columns of the given `edge_index` that this rank computes, ascending."""
-        place = torch.empty(partition.num_nodes, dtype=torch.int64)
-        place[first : first + self.num_local] = torch.arange(self.num_local)
-        place[lists.halo] = self.num_local + torch.arange(self.num_halo)
-        self.edge_index = place[lists.ends].to(device)
+        held = torch.cat([self.local_nodes, self.halo_nodes])
+        place = torch.empty(partition.num_nodes, dtype=torch.int64, device=device)
+        place[held] = torch.arange(held.numel(), device=device)
+        self.edge_index = place[edge_index[:, self.edge_ids]]
         """`[2, E_r]`, local numbers; sources point into `extend(x)`."""
         foreign = (self.edge_index >= self.num_local).any(0)
         self.inner_edges = (~foreign).nonzero()[:, 0]
@@ -100,39 +102,18 @@ class GraphPlan:
         self._outer = self.edge_index[:, self.outer_edges]
         if cut == "nodes":
             self._outer[0] -= self.num_local  # sources point into the halo alone
-        self.rows = RowPlan(
-            self.num_local, (lists.sends - first).to(device), lists.send_sizes, lists.halo_sizes
-        )
-        """Which own rows go where, and how many come from each rank."""
-        self.stats = GraphStats(
-            edges_total=sum(lists.edges_per_rank),
-            edges_cut=lists.edges_cut,
-            nodes_per_rank=partition.sizes,
-            edges_per_rank=lists.edges_per_rank,
-            halo_per_rank=lists.halo_per_rank,
-        )
-        """What the split costs, over all ranks."""
         self.is_dense = self.comm.size > 1 and all(
-            halo > DENSE * (partition.num_nodes - own)
-            for halo, own in zip(lists.halo_per_rank, partition.sizes, strict=True)
+            rows > DENSE * (partition.num_nodes - own)
+            for rows, own in zip(self.stats.halo_per_rank, partition.sizes, strict=True)
         )
         """Whether all ranks need most rows, so that `exchange` gathers all; alike everywhere."""
-        self._halo_places = lists.halo.to(device)
-
-    @property
-    def send_index(self) -> Tensor:
+        self._halo_places = halo.to(device)
+        self.send_index = self.rows.send_index
         """Own rows that peers need, grouped by peer, in the peer's halo order."""
-        return self.rows.send_index
-
-    @property
-    def send_sizes(self) -> tuple[int, ...]:
+        self.send_sizes = self.rows.send_sizes
         """How many rows each peer needs."""
-        return self.rows.send_sizes
-
-    @property
-    def recv_sizes(self) -> tuple[int, ...]:
+        self.recv_sizes = self.rows.recv_sizes
         """How many halo rows come from each peer."""
-        return self.rows.recv_sizes
 
     def scatter(self, x: Tensor) -> Tensor:
         """Return the own rows of `x`, which all ranks hold equal, in the original order. R -> S."""
@@ -145,7 +126,7 @@ class GraphPlan:
         """Return the rows of all ranks in the original order; `grad` as in `regions.gather`."""
         whole = regions.gather(x, grad=grad, sizes=self.partition.sizes, comm=self.comm)
         in_order = whole.index_select(0, self.partition.inverse.to(x.device))
-        return tagged(in_order, "replicated")
+        return tagged(in_order, "replicated", is_summed=grad == "sum")
 
     def reduce(self, x: Tensor, *, grad: Literal["identity", "sum"] = MISSING) -> Tensor:
         """Return the sum of `x` over ranks, such as an energy; `grad` as in `regions.reduce`."""
@@ -169,12 +150,12 @@ class GraphPlan:
             self._check_rows(t, self.num_local, "exchange")
         packed: dict[torch.dtype, Tensor] = {}
         for dtype in dict.fromkeys(t.dtype for t in tensors):
-            flat = [t.reshape(t.shape[0], _width(t)) for t in tensors if t.dtype == dtype]
+            flat = [t.reshape(len(t), t.shape[1:].numel()) for t in tensors if t.dtype == dtype]
             packed[dtype] = self._fetch(torch.cat(flat, 1), self.comm)
         out: list[Tensor] = []
         taken = dict.fromkeys(packed, 0)
         for t in tensors:
-            start, width = taken[t.dtype], _width(t)
+            start, width = taken[t.dtype], t.shape[1:].numel()
             rows = packed[t.dtype].narrow(1, start, width)
             out.append(rows.reshape(self.num_halo, *t.shape[1:]))
             taken[t.dtype] = start + width
@@ -182,7 +163,7 @@ class GraphPlan:
 
     def extend(self, x: Tensor) -> Tensor:
         """Return own and halo rows joined, `[num_local + num_halo, ...]`. Collective."""
-        return torch.cat([x, self.exchange(x)])
+        return _joined(x, self.exchange(x))
 
     def start(self, x: Tensor) -> RowsUnderWay:
         """Begin to fetch the halo rows; `wait()` of the result returns them. Collective.
@@ -190,9 +171,10 @@ class GraphPlan:
         Work between the two calls overlaps with the transfer, in the backward too.
         """
         if torch.compiler.is_compiling():
-            return RowsUnderWay(self.exchange(x), None)
+            return RowsUnderWay(self.exchange(x))
         self._check_rows(x, self.num_local, "start")
-        return start_rows(x, self.rows, self.comm)
+        transfer = Transfer(self.comm, self.rows)
+        return RowsUnderWay(Depart.apply(x, transfer), transfer)
 
     def message_pass(
         self, x: Tensor, message: Message, *, edge_attr: Tensor | None = None
@@ -220,7 +202,7 @@ class GraphPlan:
             return tagged(
                 self._add_messages(total, (halo, x), self._outer, message, outer), "sharded", 0
             )
-        both = torch.cat([x, halo])
+        both = _joined(x, halo)
         total = self._add_messages(total, (both, both), self._outer, message, outer)
         return tagged(self.close(total), "sharded", 0)
 
@@ -287,16 +269,43 @@ class GraphPlan:
                     'the same list everywhere, or own edges only with edges="local"',
                 )
 
-    def _lists(self, edge_index: Tensor) -> _HaloLists:
-        part, comm = self.partition, self.comm
+    def _lists(self, edge_index: Tensor) -> tuple[Tensor, Tensor, RowPlan, GraphStats]:
+        """Return this rank's edges, its halo (places in the new order), what it sends, the costs.
+
+        Where every rank knows all edges, nothing has to be asked; else two exchanges do.
+        """
+        part, comm, edges = self.partition, self.comm, edge_index.shape[1]
+        rank, first = comm.rank, part.offsets[comm.rank]
         if self._edges == "local":
-            return _from_own_edges(part, edge_index, comm)
-        if self.cut == "nodes":
+            computes = torch.full((edges,), rank)
+        elif self.cut == "nodes":
             computes = part.owner[edge_index[1]]
         else:
-            shares = torch.tensor(split_sizes(edge_index.shape[1], part.parts))
+            shares = torch.tensor(split_sizes(edges, part.parts))
             computes = torch.arange(part.parts).repeat_interleave(shares)
-        return _from_all_edges(part, edge_index, computes, comm.rank)
+        fetcher, node, cut = part.fetched(edge_index, computes)
+        halo = node[fetcher == rank]
+        halo_sizes = counts(part.owner[part.perm[halo]], part.parts)
+        if self._edges == "local":
+            told = comm.all_gather_ints([*halo_sizes, edges, cut])
+            send_sizes = tuple(row[rank] for row in told)
+            sends = comm.all_to_all(halo.to(comm.device), halo_sizes, send_sizes).cpu()
+            *fetched, computed, cuts = zip(*told, strict=True)
+            cut, halo_per_rank = sum(cuts), tuple(map(sum, zip(*fetched, strict=True)))
+        else:
+            is_own = (node >= first) & (node < first + part.sizes[rank])
+            sends, send_sizes = node[is_own], counts(fetcher[is_own], part.parts)
+            computed, halo_per_rank = counts(computes, part.parts), counts(fetcher, part.parts)
+        stats = GraphStats(
+            edges_total=sum(computed),
+            edges_cut=cut,
+            nodes_per_rank=part.sizes,
+            edges_per_rank=computed,
+            halo_per_rank=halo_per_rank,
+        )
+        index = (sends - first).to(self._given.device)
+        rows = RowPlan(part.sizes[rank], index, send_sizes, halo_sizes)
+        return (computes == rank).nonzero()[:, 0], halo, rows, stats
 
     def _fetch(self, x: Tensor, comm: Communicator) -> Tensor:
         if not self.is_dense:
@@ -333,90 +342,19 @@ class GraphPlan:
             )
 
 
+def _joined(own: Tensor, halo: Tensor) -> Tensor:
+    """Return rows one after the other; a rank without any stays part of every derivative.
+
+    The derivative of `torch.cat` leaves out flat tensors without elements, and the rank with them
+    would not join the backward of its own backward.
+    """
+    if own.dim() > 1:
+        return torch.cat([own, halo])
+    return torch.cat([own[:, None], halo[:, None]])[:, 0]
+
+
 def _checksum(numbers: Tensor) -> int:
     return zlib.crc32(numbers.cpu().contiguous().numpy().tobytes())
-
-
-def _width(x: Tensor) -> int:
-    return x[0].numel() if x.shape[0] else torch.Size(x.shape[1:]).numel()
-
-
-@dataclass(frozen=True, eq=False)
-class _HaloLists:
-    """Which rows a rank fetches and sends; nodes by their place in the new order, by owner."""
-
-    edge_ids: Tensor
-    """Columns of the given edge list that this rank computes, ascending."""
-    ends: Tensor
-    """`[2, E_r]`: their sources and targets, new order."""
-    halo: Tensor
-    """Foreign nodes among the ends, ascending: grouped by owner."""
-    halo_sizes: tuple[int, ...]
-    """How many of them each rank owns."""
-    sends: Tensor
-    """Own nodes that others fetch, grouped by the rank that does, ascending in each group."""
-    send_sizes: tuple[int, ...]
-    """How many each rank fetches."""
-    halo_per_rank: tuple[int, ...]
-    """Halo rows of every rank."""
-    edges_per_rank: tuple[int, ...]
-    """Edges of every rank."""
-    edges_cut: int
-    """Edges of all ranks with a foreign end."""
-
-
-def _from_all_edges(
-    part: GraphPartition, edge_index: Tensor, edge_owner: Tensor, rank: int
-) -> _HaloLists:
-    """Return the lists when every rank knows all edges: nothing has to be asked.
-
-    `edge_owner` is the rank that computes each edge. No loop over edges.
-    """
-    nodes, parts = part.num_nodes, part.parts
-    foreign = [(edge_owner != part.owner[end]).nonzero()[:, 0] for end in edge_index]
-    wanted = [
-        edge_owner[cut] * nodes + part.inverse[end[cut]]
-        for cut, end in zip(foreign, edge_index, strict=True)
-    ]
-    pairs = torch.unique(torch.cat(wanted))  # sorted: by the rank that fetches, then by node
-    fetcher, node = pairs // max(nodes, 1), pairs % max(nodes, 1)
-    halo = node[fetcher == rank]
-    own = (node >= part.offsets[rank]) & (node < part.offsets[rank + 1])
-    edge_ids = (edge_owner == rank).nonzero()[:, 0]
-    return _HaloLists(
-        edge_ids=edge_ids,
-        ends=part.inverse[edge_index[:, edge_ids]],
-        halo=halo,
-        halo_sizes=_counts(_owners(part, halo), parts),
-        sends=node[own],
-        send_sizes=_counts(fetcher[own], parts),
-        halo_per_rank=_counts(fetcher, parts),
-        edges_per_rank=_counts(edge_owner, parts),
-        edges_cut=int(_any_of(foreign, edge_index.shape[1])),
-    )
-
-
-def _from_own_edges(part: GraphPartition, edge_index: Tensor, comm: Communicator) -> _HaloLists:
-    """Return the lists when each rank knows its own edges only: two exchanges ask the others."""
-    rank = comm.rank
-    foreign = [(part.owner[end] != rank).nonzero()[:, 0] for end in edge_index]
-    wanted = [part.inverse[end[cut]] for cut, end in zip(foreign, edge_index, strict=True)]
-    halo = torch.unique(torch.cat(wanted))
-    halo_sizes = _counts(_owners(part, halo), part.parts)
-    edges = edge_index.shape[1]
-    told = comm.all_gather_ints([*halo_sizes, edges, int(_any_of(foreign, edges))])
-    send_sizes = tuple(row[rank] for row in told)
-    return _HaloLists(
-        edge_ids=torch.arange(edges),
-        ends=part.inverse[edge_index],
-        halo=halo,
-        halo_sizes=halo_sizes,
-        sends=comm.all_to_all(halo.to(comm.device), halo_sizes, send_sizes).cpu(),
-        send_sizes=send_sizes,
-        halo_per_rank=tuple(sum(row[:-2]) for row in told),
-        edges_per_rank=tuple(row[-2] for row in told),
-        edges_cut=sum(row[-1] for row in told),
-    )
 
 
 def _check_own_targets(part: GraphPartition, edge_index: Tensor, rank: int) -> None:
@@ -431,23 +369,6 @@ def _check_own_targets(part: GraphPartition, edge_index: Tensor, rank: int) -> N
             f"node {target} is owned by rank {int(part.owner[target])}, not {rank}",
             "each rank passes the edges that end in its own nodes",
         )
-
-
-def _owners(part: GraphPartition, nodes: Tensor) -> Tensor:
-    return part.owner[part.perm[nodes]]
-
-
-def _counts(values: Tensor, parts: int) -> tuple[int, ...]:
-    return tuple(torch.bincount(values, minlength=parts).tolist())
-
-
-def _any_of(foreign: list[Tensor], edges: int) -> int:
-    sources, targets = foreign
-    if targets.numel() == 0:
-        return sources.numel()
-    flags = torch.zeros(edges, dtype=torch.bool)
-    flags[sources] = flags[targets] = True
-    return int(flags.sum())
 
 
 _MESSAGE_HINT = (

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Sequence
-from typing import Any, Final, Literal
+from typing import Any, Literal
 
 from torch import Tensor
 
@@ -27,14 +27,8 @@ from unisono.operators import LinearMap
 from unisono.operators.plans import GroupPlan
 from unisono.topology.decompose import split_sizes
 
-
-class _Missing:
-    def __repr__(self) -> str:
-        return "<not given>"
-
-
-MISSING: Final[Any] = _Missing()
-"""Stands for an argument that was left out."""
+MISSING: Any = None
+"""The `grad` of a region that was told nothing; refused, with an explanation."""
 
 _GATHERS = {"slice": operators.concat_replicated, "sum": operators.all_gather}
 _REDUCES = {"identity": operators.sum_to_replicated, "sum": operators.all_sum_reduce}
@@ -100,7 +94,7 @@ def gather(
     if sizes is not None or natoms is not None:
         sizes = _known_sizes(x, dim, sizes, natoms, comm)
     move = _GATHERS[grad]
-    if layout.follower is None:
+    if layout.follower is None:  # a small gather takes little longer than a call
         return move(x, dim, sizes, comm=comm)
     return watched(f"gather {grad}", x, move, dim, sizes, comm=comm, dim=dim)
 
@@ -250,8 +244,4 @@ class ScaledBackward(LinearMap):
     """The identity, with a backward that multiplies: not an adjoint, but a correction."""
 
     adjoint = _Times
-
-    @staticmethod
-    def kernel(x: Tensor, plan: GroupPlan) -> Tensor:  # noqa: ARG004
-        """Return `x`."""
-        return x.view_as(x)
+    kernel = staticmethod(operators.Copy.kernel)

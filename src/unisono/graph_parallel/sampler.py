@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from itertools import cycle, islice
 
@@ -11,7 +12,6 @@ from torch.utils.data import Sampler
 from unisono.errors import PartitionError
 from unisono.graph_parallel.groups import (
     GraphGroups,
-    current_groups,
     get_dp_rank,
     get_dp_world_size,
 )
@@ -42,14 +42,14 @@ class GraphBatchSampler(Sampler[list[int]]):
         seed: int = 0,
     ) -> None:
         self.costs = [float(size) for size in sizes]
-        if not batch_cost > 0 or not self.costs or min(self.costs) < 0:
+        wrong = [cost for cost in self.costs if not 0 <= cost < math.inf]
+        if not batch_cost > 0 or not self.costs or wrong:
             raise PartitionError.because(
                 f"GraphBatchSampler(batch_cost={batch_cost})",
-                f"{len(self.costs)} samples, smallest cost {min(self.costs, default=0)}",
+                f"{len(self.costs)} samples" + (f", one of cost {wrong[0]}" if wrong else ""),
                 None,
-                "one cost of 0 or more a sample, and batch_cost > 0",
+                "a finite cost >= 0 per sample, and batch_cost > 0",
             )
-        groups = current_groups() if groups is None else groups
         self.batch_cost = float(batch_cost)
         self.shuffle = shuffle
         self.seed = seed

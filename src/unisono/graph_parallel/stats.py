@@ -36,6 +36,12 @@ class GraphStats:
         """Largest over mean number of edges; 1 is perfect."""
         return _imbalance(self.edges_per_rank)
 
+    @property
+    def halo_share(self) -> float:
+        """Rows of all halos, as a share of those that a full gather moves."""
+        everything = self.gather_bytes(1)
+        return self.halo_bytes(1) / everything if everything else 0.0
+
     def halo_bytes(self, row_bytes: int) -> int:
         """Return the bytes that all ranks together receive in one exchange of the halo."""
         return sum(self.halo_per_rank) * row_bytes
@@ -51,12 +57,10 @@ class GraphStats:
             zip(self.nodes_per_rank, self.edges_per_rank, self.halo_per_rank, strict=True)
         ):
             lines.append(f"{rank:4}" + "".join(f"{count:10,}" for count in counts))
-        everything = self.gather_bytes(1)
-        share = f"{self.halo_bytes(1) / everything:.1%}" if everything else "0%"
         lines.append(
             f"cut {self.edge_cut:.1%} of {self.edges_total:,} edges; "
             f"largest / mean: nodes {self.node_imbalance:.2f}, edges {self.edge_imbalance:.2f}; "
-            f"the halo is {share} of a full gather"
+            f"the halo is {self.halo_share:.1%} of a full gather"
         )
         return "\n".join(lines)
 
@@ -66,11 +70,9 @@ def comparison(named: Mapping[str, GraphStats]) -> str:
     width = max((len(name) for name in named), default=0)
     lines = [f"{'split':{width}}  edge cut  nodes max/mean  edges max/mean  halo / gather"]
     for name, stats in named.items():
-        whole = stats.gather_bytes(1)
-        share = stats.halo_bytes(1) / whole if whole else 0.0
         lines.append(
             f"{name:{width}}  {stats.edge_cut:8.1%}  {stats.node_imbalance:14.2f}"
-            f"  {stats.edge_imbalance:14.2f}  {share:13.1%}"
+            f"  {stats.edge_imbalance:14.2f}  {stats.halo_share:13.1%}"
         )
     return "\n".join(lines)
 

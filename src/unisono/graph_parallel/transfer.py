@@ -8,21 +8,23 @@ elements: nobody can read rows that are under way.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from functools import cached_property
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from unisono.comm import Communicator, Pending
+from unisono.comm.health import check as checking
 from unisono.errors import UnisonoError
 from unisono.operators import LinearMap
-from unisono.operators.rows import rows_of
 from unisono.topology import RowPlan
 
 
 class Transfer:
     """Rows under way: to those who need them, or, as gradients, home to their owners.
+
+    The plan of both halves. It can be used again when what was under way has been received.
 
     Args:
         comm: the ranks.
@@ -30,25 +32,28 @@ class Transfer:
         home: whether they are on the way back.
     """
 
-    __slots__ = ("answer", "comm", "home", "pending", "rows", "tangent")
-
     def __init__(self, comm: Communicator, rows: RowPlan, *, home: bool = False) -> None:
         self.comm = comm
         self.rows = rows
         self.home = home
         self.pending: Pending[Tensor] | None = None
-        self.answer: Transfer | None = None
-        """The transfer of the backward."""
-        self.tangent: Transfer | None = None
 
-    def again(self, *, back: bool = False) -> Transfer:
-        """Return a transfer of the same rows that has not begun."""
-        return Transfer(self.comm, self.rows, home=self.home != back)
+    @cached_property
+    def adjoint(self) -> Transfer:
+        """The way back, which the backward of the second half begins and that of the first ends."""
+        return Transfer(self.comm, self.rows, home=not self.home)
+
+    @cached_property
+    def tangent(self) -> Transfer:
+        """The same way for a tangent, which travels by itself."""
+        return Transfer(self.comm, self.rows, home=self.home)
 
     def send(self, x: Tensor) -> Tensor:
         """Begin to move the rows of `x`; return the token."""
         sizes = self.rows.send_sizes, self.rows.recv_sizes
-        moved = x if self.home else rows_of(x, self.rows)
+        moved = x if self.home else x.index_select(0, self.rows.send_index)
+        if x.requires_grad and checking.active:
+            moved.requires_grad_()  # which check mode compares over ranks
         self.pending = self.comm.start.all_to_all(moved, *(sizes[::-1] if self.home else sizes))
         return x.new_empty(0)
 
@@ -71,37 +76,15 @@ class Transfer:
         return total.index_add_(0, self.rows.send_index, found)
 
 
-@dataclass(frozen=True)
-class Half:
-    """The plan of a half of a transfer."""
-
-    transfer: Transfer
-    is_second: bool
-
-    @property
-    def adjoint(self) -> Half:
-        """The other half of the answer, which the backward of the second half begins."""
-        if self.is_second:
-            self.transfer.answer = self.transfer.again(back=True)
-        return Half(self.transfer.answer or self.transfer.again(back=True), not self.is_second)
-
-    @property
-    def tangent(self) -> Half:
-        """The same half for a tangent, which travels by itself."""
-        if not self.is_second:
-            self.transfer.tangent = self.transfer.again()
-        return Half(self.transfer.tangent or self.transfer.again(), self.is_second)
-
-
 class Depart(LinearMap):
     """Rows -> token; they are under way."""
 
     adjoint: ClassVar[type[LinearMap]]
 
     @staticmethod
-    def kernel(x: Tensor, plan: Half) -> Tensor:
+    def kernel(x: Tensor, plan: Transfer) -> Tensor:
         """See `LinearMap`."""
-        return plan.transfer.send(x)
+        return plan.send(x)
 
 
 class Arrive(LinearMap):
@@ -110,30 +93,26 @@ class Arrive(LinearMap):
     adjoint = Depart
 
     @staticmethod
-    def kernel(x: Tensor, plan: Half) -> Tensor:  # noqa: ARG004
+    def kernel(x: Tensor, plan: Transfer) -> Tensor:  # noqa: ARG004
         """See `LinearMap`."""
-        return plan.transfer.received()
+        return plan.received()
 
 
 Depart.adjoint = Arrive
 
 
 class RowsUnderWay:
-    """What `GraphPlan.start` returns: `wait()` gives the rows."""
+    """What `GraphPlan.start` returns: `wait()` gives the rows.
 
-    def __init__(self, token: Tensor, transfer: Transfer | None) -> None:
+    Args:
+        token: without elements; the rows themselves where there is no transfer.
+        transfer: what is under way.
+    """
+
+    def __init__(self, token: Tensor, transfer: Transfer | None = None) -> None:
         self._token = token
-        """Without elements; the rows themselves where there is no transfer."""
         self._transfer = transfer
 
     def wait(self) -> Tensor:
         """Return the halo rows `[num_halo, ...]`; call it once."""
-        if self._transfer is None:
-            return self._token
-        return Arrive.apply(self._token, Half(self._transfer, is_second=True))
-
-
-def start_rows(x: Tensor, rows: RowPlan, comm: Communicator) -> RowsUnderWay:
-    """Begin to fetch rows. Collective over `comm`; so is the backward."""
-    transfer = Transfer(comm, rows)
-    return RowsUnderWay(Depart.apply(x, Half(transfer, is_second=False)), transfer)
+        return self._token if self._transfer is None else Arrive.apply(self._token, self._transfer)

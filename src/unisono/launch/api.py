@@ -17,12 +17,13 @@ from unisono.launch.console import IO
 from unisono.launch.in_process import run_here, run_in_process, run_inline
 from unisono.launch.job import Job, LocalJob
 from unisono.launch.logs import Logs
+from unisono.launch.places.slurm.cluster import in_allocation
 from unisono.launch.platform import Device, Platform
-from unisono.launch.pool.client import prepare
+from unisono.launch.pool.client import get_server, why_not
 from unisono.launch.pool.payload import dump_call
 from unisono.launch.pool.stacks import own_frames_hidden
 from unisono.launch.request import (
-    Convention,
+    RESERVED,
     Request,
     check_call,
     checked_request,
@@ -36,11 +37,6 @@ from unisono.launch.stopping import signals_of_launcher
 __all__ = ["Wrapper", "dry_run", "run", "submit", "wrapper"]
 
 T = TypeVar("T")
-OPTIONS = (
-    *("on", "ranks", "nodes", "hosts", "timeout_s", "max_restarts", "logs", "seed"),
-    "elastic",
-)
-"""What `run`, `submit` and `dry_run` take beside the function and its arguments."""
 
 
 def run(
@@ -101,9 +97,10 @@ def run(
         >>> list(unisono.run(lambda: unisono.world().rank, on="cpu", ranks=2))
         [0, 1]
     """
-    given = {name: value for name, value in locals().items() if name in OPTIONS}
+    given = {name: value for name, value in locals().items() if name in RESERVED}
     with own_frames_hidden():
-        check_call(fn, args, kwargs, {**given, "record": record, "watch": watch})
+        check_call(fn, args, kwargs, given)
+        del given["record"], given["watch"]
         request = checked_request(fn, args, kwargs, **given)
         if not record and not watch:
             return execute(request)
@@ -119,15 +116,15 @@ def execute(request: Request) -> Results[Any]:
         return run_here(request)
     if request.decided_by_file:
         say_once(request.decided_by_file)
-    if request.place == "slurm":
+    if request.place == "slurm" and not in_allocation():
         from unisono.launch.places.slurm.submit import run_on_slurm
 
         return run_on_slurm(request)
     with telling(request.platform):
         if request.place == "inline":
             return run_inline(request)
-        if request.platform.kind.is_here:
-            prepare(request.platform.spawn_method)
+        if request.platform.kind.is_here and why_not(request.platform.spawn_method) is None:
+            get_server()  # which loads torch while the call is packed, if it has just been started
         call = dump_call(request.fn, request.args, request.kwargs)
         with signals_of_launcher(), job_directory(request) as job_dir:
             return Run(request, call, job_dir).results()
@@ -160,7 +157,7 @@ def submit(
         >>> list(job.result())
         [0, 1]
     """
-    given = {name: value for name, value in locals().items() if name in OPTIONS}
+    given = {name: value for name, value in locals().items() if name in RESERVED}
     check_call(fn, args, kwargs, given)
     if not isinstance(logs, Logs):
         given["logs"] = Logs(dir=logs, console="none")
@@ -178,7 +175,7 @@ def submit_request(request: Request) -> Job:
         )
     if request.decided_by_file:
         say_once(request.decided_by_file)
-    if request.place == "slurm":
+    if request.place == "slurm" and not in_allocation():
         from unisono.launch.places.slurm.submit import submit_job
 
         return submit_job(request)
@@ -208,7 +205,7 @@ def dry_run(
         >>> print(dry_run(print, on="cpu", ranks=2).splitlines()[0].strip())
         rank  node              device
     """
-    given = {name: value for name, value in locals().items() if name in OPTIONS}
+    given = {name: value for name, value in locals().items() if name in RESERVED}
     check_call(fn, args, kwargs, given)
     return describe_request(checked_request(fn, args, kwargs, **given))
 
@@ -248,27 +245,30 @@ class Wrapper:
         On SLURM the job is queued, and its handle returned at once.
         """
         with own_frames_hidden():
-            convention = choose_convention(task, args, kwargs, asked=self._convention)
-            return _start(self.platform, task, args, kwargs, convention)
+            return self._start(task, args, kwargs, is_decorated=False)
 
-
-def _start(
-    platform: Platform,
-    task: Callable[..., Any],
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    convention: Convention,
-) -> Results[Any] | Job:
-    if platform.seed_per_rank is None:  # equal weights and splits everywhere, as DDPW has it
-        platform = platform.but(seed_per_rank=False)
-    request = checked_request(task, args, kwargs, on=platform, convention=convention)
-    request.platform.print()
-    if request.place == "slurm" and not request.joins_world:
-        return submit_request(request)
-    if request.ranks == 1 and not request.joins_world:
-        with telling(request.platform):
-            return run_in_process(request)
-    return execute(request)
+    def _start(
+        self,
+        task: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        *,
+        is_decorated: bool,
+    ) -> Results[Any] | Job:
+        convention = choose_convention(
+            task, args, kwargs, asked=self._convention, is_decorated=is_decorated
+        )
+        platform = self.platform
+        if platform.seed_per_rank is None:  # equal weights and splits everywhere, as DDPW has it
+            platform = platform.but(seed_per_rank=False)
+        request = checked_request(task, args, kwargs, on=platform, convention=convention)
+        request.platform.print()
+        if request.place == "slurm" and not request.joins_world:
+            return submit_request(request)
+        if request.ranks == 1 and not request.joins_world:
+            with telling(request.platform):
+                return run_in_process(request)
+        return execute(request)
 
 
 def wrapper(
@@ -280,9 +280,7 @@ def wrapper(
         @functools.wraps(fn)
         def launch(*args: Any, **kwargs: Any) -> Results[Any] | Job:
             with own_frames_hidden():
-                IO.verbose = platform.verbose
-                convention = choose_convention(fn, args, kwargs, is_decorated=True)
-                return _start(platform, fn, args, kwargs, convention)
+                return Wrapper(platform)._start(fn, args, kwargs, is_decorated=True)
 
         return launch
 

@@ -153,15 +153,16 @@ def seeded(seed: int | None, rank: int) -> Iterator[None]:
 
 @contextmanager
 def generators_kept() -> Iterator[None]:
-    """Put the generators of Python, numpy and torch back behind the block."""
+    """Put the generators of Python, numpy and torch, on GPUs too, back behind the block."""
     import torch
 
     numpy = sys.modules.get("numpy")
-    states = random.getstate(), numpy and numpy.random.get_state(), torch.get_rng_state()
+    states = random.getstate(), numpy and numpy.random.get_state()
+    gpus = range(torch.cuda.device_count() if torch.cuda.is_initialized() else 0)
     try:
-        yield
+        with torch.random.fork_rng(gpus):
+            yield
     finally:
         random.setstate(states[0])
         if numpy is not None:
             numpy.random.set_state(states[1])
-        torch.set_rng_state(states[2])

@@ -60,7 +60,8 @@ def average_params_grads(
     """Replace parameters, gradients or both by their mean over the ranks, in place.
 
     Collective over `group` (default: the world). A parameter that has a gradient on some ranks only
-    counts as zero on the others, and all get the mean. Does nothing in a world of one.
+    counts as zero on the others, and all get the mean. Integers have none, and stay. Does nothing
+    in a world of one.
     """
     if not (params or grads) or not has_world():
         return
@@ -69,8 +70,14 @@ def average_params_grads(
         return
     weights = list(module.parameters())
     with torch.no_grad():
-        gradients = _agreed_gradients(weights, comm) if grads else []
-        _average([*(p.data for p in weights if params), *gradients], comm)
+        tensors = _agreed_gradients(weights, comm) if grads else []
+        tensors += [p.data for p in weights if params and (p.is_floating_point() or p.is_complex())]
+        for place in dict.fromkeys(tensor.device for tensor in tensors):
+            here = comm.with_device(place)
+            with here.coalesce():
+                for tensor in tensors:
+                    if tensor.device == place:
+                        here.all_reduce_(tensor, op="mean")
 
 
 def _agreed_gradients(weights: list[nn.Parameter], comm: Communicator) -> list[Tensor]:
@@ -92,19 +99,6 @@ def _agreed_gradients(weights: list[nn.Parameter], comm: Communicator) -> list[T
                 weight.grad = torch.zeros_like(weight)
             gradients.append(weight.grad)
     return gradients
-
-
-def _average(tensors: list[Tensor], comm: Communicator) -> None:
-    """Average tensors in place, those of one dtype and device in one go."""
-    buckets: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
-    for tensor in tensors:
-        buckets.setdefault((tensor.dtype, tensor.device), []).append(tensor)
-    for (_, place), bucket in buckets.items():
-        flat = torch.cat([tensor.reshape(-1) for tensor in bucket])
-        mean = comm.with_device(place).all_reduce(flat) / comm.size
-        parts = mean.split([tensor.numel() for tensor in bucket])
-        for tensor, part in zip(bucket, parts, strict=True):
-            tensor.copy_(part.view_as(tensor))
 
 
 def optimiser_to(optimiser: Optimizer, device: torch.device | str) -> None:
@@ -219,7 +213,7 @@ def set_device(local_rank: int, platform: Platform) -> None:
 
 
 def _rank_device() -> torch.device:
-    """Return the device of this rank; the CPU in a process that is none."""
+    """Return the device of this rank; the CPU in a process that is not a rank."""
     me = here()
     return me.device if me is not None else torch.device("cpu")
 
@@ -273,9 +267,10 @@ class SharedBatchNorm(_BatchNorm):
         comm = world()
         x = input if input.dtype in (torch.float32, torch.float64) else input.float()
         dims = [d for d in range(x.dim()) if d != 1]
-        count = torch.full((1,), x.numel() / max(1, x.shape[1]), dtype=x.dtype)
-        total = comm.all_reduce(count)
-        mean = _AllReduceSum.apply(x.sum(dims), comm) / total
+        count = x.new_full((1,), x.numel() / max(1, x.shape[1]))
+        sums = _AllReduceSum.apply(torch.cat([x.sum(dims), count]), comm)
+        total = sums[-1].detach()
+        mean = sums[:-1] / total
         centred = x - _along_channels(mean, x)
         variance = _AllReduceSum.apply(centred.square().sum(dims), comm) / total
         if self.training and self.track_running_stats:

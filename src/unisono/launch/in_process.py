@@ -357,12 +357,7 @@ def _gather_bytes(comm: Communicator, data: bytes) -> list[bytes]:
     """Return the bytes of every rank; collective over `comm`."""
     import torch
 
-    mine = torch.frombuffer(bytearray(data), dtype=torch.uint8)
-    sizes = comm.all_gather(torch.tensor([mine.numel()])).tolist()
-    joined = comm.all_gather(mine.to(comm.device), sizes=sizes).cpu().numpy()
-    parts: list[bytes] = []
-    offset = 0
-    for size in sizes:
-        parts.append(joined[offset : offset + size].tobytes())
-        offset += size
-    return parts
+    mine = torch.frombuffer(bytearray(data), dtype=torch.uint8).to(comm.device)
+    sizes = [size for (size,) in comm.all_gather_ints([len(data)])]
+    joined = comm.all_gather(mine, sizes=sizes).cpu()
+    return [part.numpy().tobytes() for part in joined.split(sizes)]

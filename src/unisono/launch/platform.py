@@ -17,7 +17,6 @@ import shlex
 import signal
 import socket
 import sys
-from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import KW_ONLY, dataclass, field, fields
@@ -27,7 +26,7 @@ from platform import machine
 from typing import TYPE_CHECKING, Any, ClassVar, Self, TypeVar
 
 from unisono.cores import threads_per_rank, usable_cores
-from unisono.errors import MissingExtra, PlatformError
+from unisono.errors import MissingExtra, PlatformError, UnisonoError
 from unisono.launch.console import IO
 from unisono.launch.places.rendezvous import owner_of_port
 
@@ -74,11 +73,11 @@ class Device(Enum):
         with suppress(ValueError):
             return cls(word)
         values = [member.value for member in cls]
-        near = difflib.get_close_matches(word, [*values, *_ALIASES], n=1)
+        near = nearest(word, [*values, *_ALIASES])
         raise PlatformError.because(
             f"device={device!r}",
             f"devices are {', '.join(map(repr, values))}",
-            hint=f"did you mean device={near[0]!r}?" if near else 'device="cpu"',
+            hint=f"did you mean device={near!r}?" if near else 'device="cpu"',
         )
 
 
@@ -137,6 +136,8 @@ class Kind:
     """Whether a value is of this kind."""
     is_text: bool = False
     """Whether a variable of the environment has it as it stands, not as a TOML value."""
+    words: tuple[str, ...] = ()
+    """The choices, if there are few."""
 
     @property
     def toml(self) -> str:
@@ -159,6 +160,8 @@ class Kind:
         example = self.example
         if isinstance(example, list) and isinstance(value, str):
             example = shlex.split(value) or [value]
+        if self.words:
+            example = nearest(str(value), self.words) or example
         raise PlatformError.because(
             call.format(f"{name}={value!r}"),
             f"{type(value).__name__}, not {self.what}"
@@ -185,57 +188,77 @@ def _is_signal(value: Any) -> bool:
     return value in signal.Signals.__members__
 
 
-def _one_of(*words: str) -> Mapping[str, Kind]:
+def _kind(
+    what: str, example: Any, fits: Callable[[Any], bool], *, is_text: bool = False
+) -> dict[str, Kind]:
+    """Return what a field carries in its metadata."""
+    return {"kind": Kind(what, example, fits, is_text)}
+
+
+def _one_of(*words: str, also: Callable[[Any], bool] = lambda _: False) -> dict[str, Kind]:
     listed = ", ".join(map(repr, words))
-    return {"kind": Kind(f"one of {listed}", words[0], lambda v: v in words, is_text=True)}
+
+    def fits(value: Any) -> bool:
+        return value in words or also(value)
+
+    return {"kind": Kind(f"one of {listed}", words[0], fits, is_text=True, words=words)}
 
 
-COUNT = Kind("an integer >= 1", 2, lambda v: _is_integer(v, 1))
-COUNT_OR_ZERO = Kind("an integer >= 0", 2, lambda v: _is_integer(v, 0))
+COUNT = Kind("an integer >= 1", 2, functools.partial(_is_integer, at_least=1))
+COUNT_OR_ZERO = Kind("an integer >= 0", 2, functools.partial(_is_integer, at_least=0))
 SECONDS = Kind(
     "a number of seconds > 0",
     60.0,
     lambda v: (_is_integer(v) or isinstance(v, float)) and v > 0,
 )
-_TEXT = {"kind": Kind("a string", "word", _is_text, is_text=True)}
-_PATH = {"kind": Kind("a path", "word", lambda v: isinstance(v, (str, os.PathLike)), is_text=True)}
-_COUNT = {"kind": COUNT}
-_COUNT_OR_ZERO = {"kind": COUNT_OR_ZERO}
-_SECONDS = {"kind": SECONDS}
-_MINUTES = {"kind": Kind("a number of minutes, an integer >= 1", 60, COUNT.fits)}
-_INTEGER = {"kind": Kind("an integer", 2, _is_integer)}
-_PORT = {"kind": Kind("a port, 1 to 65535", 29400, lambda v: _is_integer(v, 1) and v < 65536)}
-_FLAG = {"kind": Kind("True or False", True, lambda v: isinstance(v, bool))}
-_SIGNAL = {"kind": Kind("the name of a signal", "SIGUSR1", _is_signal, is_text=True)}
-_SIGNALS = {"kind": Kind("names of signals", ["SIGTERM"], lambda v: _is_list(v, _is_signal))}
-_STRINGS = {"kind": Kind("a list of strings", ["-v", "-x"], lambda v: _is_list(v, _is_text))}
-_GROUPS = {
-    "kind": Kind(
-        "a list of lists of ranks",
-        [[0, 1], [2, 3]],
-        lambda v: _is_list(v, lambda group: isinstance(group, (list, tuple))),
-    )
-}
-_TABLE = {
-    "kind": Kind(
-        "a table with strings as names",
-        {"account": "physics"},
-        lambda v: isinstance(v, dict) and all(map(_is_text, v)),
-    )
-}
-_VARIABLES = {
-    "kind": Kind(
-        "a table of strings",
-        {"NAME": "value"},
-        lambda v: isinstance(v, dict) and all(map(_is_text, (*v, *v.values()))),
-    )
-}
+_COUNT, _COUNT_OR_ZERO = {"kind": COUNT}, {"kind": COUNT_OR_ZERO}
+_SECONDS = _kind(
+    "a finite number of seconds > 0", 60.0, lambda v: SECONDS.fits(v) and v < float("inf")
+)
+_MINUTES = _kind("a number of minutes, an integer >= 1", 60, COUNT.fits)
+_INTEGER = _kind("an integer", 2, _is_integer)
+_PORT = _kind("a port, 1 to 65535", 29400, lambda v: _is_integer(v, 1) and v < 65536)
+_FLAG = _kind("True or False", True, lambda v: isinstance(v, bool))
+_TEXT = _kind("a string", "word", _is_text, is_text=True)
+_PATH = _kind("a path", "word", lambda v: isinstance(v, (str, os.PathLike)), is_text=True)
+_SIGNAL = _kind("the name of a signal", "SIGUSR1", _is_signal, is_text=True)
+_SIGNALS = _kind("names of signals", ["SIGTERM"], lambda v: _is_list(v, _is_signal))
+_STRINGS = _kind("a list of strings", ["-v", "-x"], lambda v: _is_list(v, _is_text))
+# A map such as cpu:gloo,cuda:nccl is torch's to check; mpi4py is DDPW's word.
+_BACKEND = _one_of(*BACKENDS, also=lambda v: _is_text(v) and (":" in v or v == "mpi4py"))
+_GROUPS = _kind(
+    "a list of lists of ranks",
+    [[0, 1], [2, 3]],
+    lambda v: _is_list(v, lambda group: isinstance(group, (list, tuple))),
+)
+_TABLE = _kind(
+    "a table with strings as names",
+    {"account": "physics"},
+    lambda v: isinstance(v, dict) and all(map(_is_text, v)),
+)
+_VARIABLES = _kind(
+    "a table of strings",
+    {"NAME": "value"},
+    lambda v: isinstance(v, dict) and all(map(_is_text, (*v, *v.values()))),
+)
 
 
 def nearest(word: str, names: Collection[str]) -> str | None:
     """Return the name that `word` begins, or is most like; None if it is like none."""
     begun = [name for name in sorted(names) if name.startswith(word)]
     return next(iter(begun or difflib.get_close_matches(word, names, n=1)), None)
+
+
+def _unknown(named: Mapping[str, Any]) -> UnisonoError:
+    """Return the error of a field that no platform has."""
+    unknown = min(named.keys() - FIELDS)
+    near = nearest(unknown, FIELDS)
+    return PlatformError.because(
+        f"Platform({unknown}=...)",
+        f"fields are {', '.join(f.name for f in fields(Platform))}",
+        None,
+        f"did you mean {near}?" if near else None,
+    )
 
 
 def _noting_given(cls: T) -> T:
@@ -245,15 +268,8 @@ def _noting_given(cls: T) -> T:
 
     @functools.wraps(init)
     def noting(self: Any, *args: Any, **named: Any) -> None:
-        if not named.keys() <= set(names):
-            unknown = sorted(set(named).difference(names))
-            near = nearest(unknown[0], names)
-            raise PlatformError.because(
-                f"Platform({unknown[0]}=...)",
-                f"fields are {', '.join(names)}",
-                None,
-                f"did you mean {near}?" if near else None,
-            )
+        if not named.keys() <= FIELDS:
+            raise _unknown(named)
         vars(self)["_given"] = frozenset((*names[: len(args)], *named))
         init(self, *args, **named)
 
@@ -297,7 +313,7 @@ class Platform:
     """Its port; None takes a free one."""
     ipc_groups: list[list[int]] | None = field(default_factory=list, metadata=_GROUPS)
     """None: no process group; `[]`: one of all ranks; else disjoint lists of ranks."""
-    backend: str | None = field(default=None, metadata=_TEXT)
+    backend: str | None = field(default=None, metadata=_BACKEND)
     """torch.distributed backend; None chooses one that fits the device."""
     seed: int | None = field(default=1889, metadata=_INTEGER)
     """Seed of all generators of each rank; None leaves them alone."""
@@ -361,7 +377,8 @@ class Platform:
     _given: ClassVar[frozenset[str]] = frozenset()
 
     def __post_init__(self) -> None:
-        vars(self)["device"] = vars(self)["kind"] = Device.from_str(self.device)
+        kind = self.device if isinstance(self.device, Device) else Device.from_str(self.device)
+        vars(self)["device"] = vars(self)["kind"] = kind
         if isinstance(self.hosts, (list, tuple)) and self.hosts and "n_nodes" not in self._given:
             vars(self)["n_nodes"] = len(self.hosts)
         if self.kind is Device.RAY and "n_gpus_per_node" not in self._given:
@@ -380,9 +397,12 @@ class Platform:
 
         Later changes of what this platform holds do not reach it.
         """
+        if not changes.keys() <= FIELDS:
+            raise _unknown(changes)
         twin = copy.copy(self)
-        for name in ("ipc_groups", "env", "slurm_additional_parameters", "ray_init"):
-            vars(twin)[name] = copy.deepcopy(getattr(self, name))
+        for name, value in vars(self).items():
+            if isinstance(value, (list, dict)):
+                vars(twin)[name] = copy.deepcopy(value)
         vars(twin).update(changes, _given=self._given.union(changes))
         if "device" in changes or "hosts" in changes:
             twin.__post_init__()
@@ -483,14 +503,23 @@ class Platform:
 
         The defaults do, so only fields that were given are looked at.
         """
-        for name in sorted(self._given.intersection(_CHECKED)):
+        for name in sorted(self._given.intersection(KINDS)):
             value = getattr(self, name)
             if value is not None or name not in _MAY_BE_NONE:
                 KINDS[name].check(name, value)
-        if self.backend is not None or "UNISONO_BACKEND" in os.environ:
-            self._check_backend()
-        if self.hosts or self.kind is Device.SSH:
-            self._check_hosts()
+        if self.backend is None and (wanted := os.environ.get("UNISONO_BACKEND")):
+            KINDS["backend"].check("UNISONO_BACKEND", wanted, "{}")
+        if self.kind is Device.SSH:
+            from unisono.launch.places.ssh import check_hosts
+
+            check_hosts(self)
+        elif self.hosts:
+            raise PlatformError.because(
+                f"Platform(device={self.kind.value!r}, hosts={list(self.hosts)!r})",
+                "hosts are used on ssh only",
+                None,
+                'on="ssh"',
+            )
         self._check_sizes()
         if self.ipc_groups:
             self._check_groups(self.ipc_groups)
@@ -520,31 +549,6 @@ class Platform:
                 "no Apple GPU that torch can use on this machine",
                 None,
                 'device="cpu" (or UNISONO_FORCE_ON=cpu) rehearses it on processes of this host',
-            )
-
-    def _check_backend(self) -> None:
-        wanted = self.backend or os.environ.get("UNISONO_BACKEND", "")
-        if not wanted or ":" in wanted or wanted in ("mpi4py", *BACKENDS):
-            return  # a map such as cpu:gloo,cuda:nccl is torch's to check
-        near, *_ = difflib.get_close_matches(wanted, BACKENDS, n=1) or BACKENDS
-        is_variable = self.backend is None
-        raise PlatformError.because(
-            f"UNISONO_BACKEND={wanted}" if is_variable else f"Platform(backend={wanted!r})",
-            f"backends are {', '.join(map(repr, BACKENDS))}",
-            hint=f"UNISONO_BACKEND={near}" if is_variable else f"backend={near!r}",
-        )
-
-    def _check_hosts(self) -> None:
-        if self.kind is Device.SSH:
-            from unisono.launch.places.ssh import check_hosts
-
-            check_hosts(self)
-        else:
-            raise PlatformError.because(
-                f"Platform(device={self.kind.value!r}, hosts={list(self.hosts)!r})",
-                "hosts are used on ssh only",
-                None,
-                'on="ssh"',
             )
 
     def _check_sizes(self) -> None:
@@ -589,30 +593,28 @@ class Platform:
             )
 
     def _check_groups(self, groups: Sequence[Sequence[int]]) -> None:
-        size = self.world_size
-
-        def refuse(found: str, arithmetic: str | None = None) -> None:
+        size, found, arithmetic = self.world_size, "", None
+        places: dict[int, list[int]] = {rank: [] for rank in range(size)}
+        for number, group in enumerate(groups):
+            if not group:
+                found = found or f"group {number} is empty"
+            for rank in group:
+                if _is_integer(rank) and rank in places:
+                    places[rank].append(number)
+                elif not found:
+                    found = f"rank {rank!r} in group {number}"
+                    arithmetic = f"ranks of a world of {size} are 0 to {size - 1}"
+        for rank, where in places.items():
+            if len(where) != 1 and not found:
+                found = f"rank {rank} is in {'no group' if not where else ''}"
+                found += " and ".join(f"group {number}" for number in where)
+        if found:
             raise PlatformError.because(
                 f"Platform(ipc_groups={groups!r}) with {size} ranks",
                 found,
                 arithmetic,
                 "disjoint lists of ranks that cover all of them, or [] for one group of all",
             )
-
-        for number, group in enumerate(groups):
-            if not group:
-                refuse(f"group {number} is empty")
-            for rank in group:
-                if not _is_integer(rank, 0) or rank >= size:
-                    ranks = f"ranks of a world of {size} are 0 to {size - 1}"
-                    refuse(f"rank {rank!r} in group {number}", ranks)
-        counts = Counter(rank for group in groups for rank in group)
-        for rank, count in counts.items():
-            if count > 1:
-                where = [str(number) for number, group in enumerate(groups) if rank in group]
-                refuse(f"rank {rank} is in group {' and '.join(where)} ({count} times in all)")
-        if missing := sorted(set(range(size)) - set(counts)):
-            refuse(f"rank {missing[0]} is in no group")
 
     def _check_free_port(self, port: int) -> None:
         addr = self.master_addr or "127.0.0.1"
@@ -684,7 +686,6 @@ _NATIVE_DEFAULTS: dict[str, Any] = {
 """Fields that differ where `on` is a word instead of a platform in DDPW's style."""
 FIELDS = frozenset(f.name for f in fields(Platform))
 """Names of the fields of a platform."""
-_CHECKED = frozenset(f.name for f in fields(Platform) if "kind" in f.metadata)
 _MAY_BE_NONE = frozenset(f.name for f in fields(Platform) if str(f.type).endswith("| None"))
 KINDS: dict[str, Kind] = {
     **{f.name: f.metadata["kind"] for f in fields(Platform) if "kind" in f.metadata},

@@ -9,7 +9,6 @@ Then the place: `on` becomes a checked platform; it may be a word, a profile, a 
 
 from __future__ import annotations
 
-import difflib
 import functools
 import inspect
 import math
@@ -24,17 +23,18 @@ from unisono.errors import PlatformError, an
 from unisono.launch import platform as platforms
 from unisono.launch.elastic.settings import Chaos, Elastic, bounds, checked
 from unisono.launch.logs import Logs, checked_logs
-from unisono.launch.platform import COUNT_OR_ZERO, KINDS, Device, Platform
+from unisono.launch.platform import COUNT_OR_ZERO, KINDS, Device, Platform, nearest
 from unisono.launch.settings import NAMES, RUN_NAMES, Configuration, read_configuration
 
 if TYPE_CHECKING:
     from unisono.launch.context import Here
 
-RESERVED = (*RUN_NAMES, "seed", "record", "watch", "elastic")
+RESERVED = (*RUN_NAMES, "hosts", "seed", "elastic", "record", "watch")
 """Keywords of `run` itself; a function that needs one of them takes `functools.partial`."""
 INJECTED = ("global_rank", "local_rank", "group", "platform")
 """Keywords that a task may get from us."""
 _KINDS = ("auto", "seed", "ddpw6", "plain")
+_POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 _BY_NAME = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
 
 
@@ -96,7 +96,7 @@ def choose_convention(
         signature = inspect.signature(fn)
     except (TypeError, ValueError):
         return Convention()  # a builtin: the call itself will tell
-    positional = _positional(signature)
+    positional = [p for p in signature.parameters.values() if p.kind in _POSITIONAL]
     names = [p.name for p in positional]
     is_seed = names[:2] == ["global_rank", "local_rank"] and (
         "process_group" in names or (len(names) == 4 and "platform" not in names)
@@ -117,11 +117,6 @@ def choose_convention(
         return _seed(fn, positional, args, kwargs)
     check_call(fn, tuple(args), kwargs)
     return Convention()
-
-
-def _positional(signature: inspect.Signature) -> list[inspect.Parameter]:
-    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    return [p for p in signature.parameters.values() if p.kind in kinds]
 
 
 def _seed(
@@ -175,7 +170,7 @@ def check_call(
 ) -> None:
     """Raise `PlatformError` if `fn(*args, **kwargs)` cannot be called.
 
-    Nor if one of the keywords `of_run`, given to `run` itself, is a parameter of `fn` that is still
+    Also if a keyword in `of_run`, given to `run` itself, names a parameter of `fn` that is still
     open: nobody can know which of the two is meant.
     """
     if not callable(fn):
@@ -308,6 +303,7 @@ def checked_request(
     max_restarts: int | None = None,
     logs: str | Path | Logs | None = None,
     hosts: Sequence[str] | None = None,
+    seed: int | None = None,
     elastic: bool | None = None,
     chaos: Chaos | None = None,
     invite: str | None = None,
@@ -315,63 +311,58 @@ def checked_request(
     fields: Mapping[str, Any] | None = None,
     title: str | None = None,
     is_script: bool = False,
-    seed: int | None = None,
     convention: Convention | None = None,
 ) -> Request:
     """Return the request, or raise `PlatformError` that says what is wrong with it.
 
-    What the caller leaves open comes from `UNISONO_*` variables, else from `unisono.toml`.
-    `fields` are more fields of the platform that the caller gives; `title` is shown instead of the
-    function; `is_script` leaves it to the function when its ranks join their world; `seed`, `hosts`
-    and `elastic` are those of `run`; `chaos` kills ranks of an elastic job, `invite` and `join` are
-    files by which hosts share one; `convention` says how ranks call the function. That the call
-    fits the function is for the caller to check (`check_call`).
+    What the caller leaves open comes from `UNISONO_*` variables, else from `unisono.toml`. The
+    first options are those of `run`. `chaos` kills ranks of an elastic job, `invite` and `join` are
+    files by which hosts share one; `fields` are more fields of the platform that the caller gives;
+    `title` is shown instead of the function; `is_script` leaves it to the function when its ranks
+    join their world; `convention` says how ranks call it. That the call fits the function is for
+    the caller to check (`check_call`).
     """
-    if hosts is not None:
-        fields = {**(fields or {}), "hosts": hosts}
-    if seed is not None:
-        COUNT_OR_ZERO.check("seed", seed, "unisono.run(..., {})")
-        fields = {**(fields or {}), "seed": seed}
     least = None
     if elastic or isinstance(ranks, (tuple, list)):
         least, ranks = bounds(ranks, elastic)
     asked: dict[str, Any] = {"on": on, "ranks": ranks, "nodes": nodes, "timeout_s": timeout_s}
     asked |= {"max_restarts": max_restarts, "logs": logs}
+    asked = {name: value for name, value in asked.items() if value is not None}
+    fields = dict(fields or {})
+    if hosts is not None:
+        fields["hosts"] = hosts
+    if seed is not None:
+        COUNT_OR_ZERO.check("seed", seed, "unisono.run(..., {})")
+        fields["seed"] = seed
     configuration = read_configuration()
-    if isinstance(on, Platform):
-        left_open = ("timeout_s", "max_restarts", "logs")
-    else:
-        configuration = configuration.at(on)
-        left_open = RUN_NAMES
-    wanted = dict(asked)
-    for name in left_open:
-        if asked[name] is None and name in configuration.settings:
-            wanted[name] = configuration.settings[name].value
+    left_open = ("timeout_s", "max_restarts", "logs")
+    if not isinstance(on, Platform):
+        configuration, left_open = configuration.at(on), RUN_NAMES
+    settings = {n: s.value for n, s in configuration.settings.items() if n in left_open}
+    wanted = {**dict.fromkeys(RUN_NAMES), **settings, **asked}
     for name in ("ranks", "nodes", "timeout_s", "max_restarts"):
         if wanted[name] is not None:
             KINDS[name].check(name, wanted[name], "unisono.run(..., {})")
-    place, platform = resolve(
-        wanted["on"],
-        ranks=wanted["ranks"],
-        nodes=wanted["nodes"],
-        configuration=configuration,
-        fields=fields,
-    )
+    sizes = {"ranks": wanted["ranks"], "n_nodes": wanted["nodes"]}
+    sizes = {name: size for name, size in sizes.items() if size is not None}
+    place, platform = resolve(wanted["on"], {**fields, **sizes}, configuration)
     joins_world = platform.detect and is_in_world()
     if not joins_world:  # else that world counts, whatever is asked for
         platform.check_machine()
     grows = None
     if least is not None or chaos is not None:
         grows = checked(place, platform, least, chaos, invite, join)
-    if grows is not None:  # members meet at their coordinator, and nowhere else
-        platform = platform.but(ipc_groups=None)
-    size = platform.world_size
+    if grows is not None:
+        # Members meet at their coordinator, and nowhere else. MKL is to take the same way through
+        # a sum at any address.
+        variables = {"MKL_CBWR": "AUTO", **(platform.env or {})}
+        platform = platform.but(ipc_groups=None, env=variables)
     decided = ""
     if configuration.path is not None:
-        given = {name for name, value in asked.items() if value is not None}.union(fields or ())
+        known = {*asked, *fields}
         if isinstance(on, Platform):
-            given |= {name for name in NAMES if name in ("ranks", "nodes") or on.is_explicit(name)}
-        decided = configuration.decisions(given)
+            known |= {name for name in NAMES if name in ("ranks", "nodes") or on.is_explicit(name)}
+        decided = configuration.decisions(known)
     is_endless = wanted["timeout_s"] is not None and math.isinf(wanted["timeout_s"])
     return Request(
         fn=fn,
@@ -379,11 +370,11 @@ def checked_request(
         kwargs=kwargs,
         place=place,
         platform=platform,
-        ranks=size,
+        ranks=platform.world_size,
         joins_world=joins_world,
         timeout_s=None if is_endless else wanted["timeout_s"],
         max_restarts=wanted["max_restarts"] or 0,
-        logs=checked_logs(wanted["logs"], size),
+        logs=checked_logs(wanted["logs"], platform.world_size),
         is_explicit=ranks is not None or on not in (None, "auto"),
         name=title or function_name(fn),
         is_script=is_script,
@@ -395,41 +386,31 @@ def checked_request(
 
 
 def resolve(
-    on: str | Device | Platform | None,
-    *,
-    ranks: int | None,
-    nodes: int | None,
-    configuration: Configuration,
-    fields: Mapping[str, Any] | None = None,
+    on: str | Device | Platform | None, given: Mapping[str, Any], configuration: Configuration
 ) -> tuple[str, Platform]:
     """Return the place and a private platform that makes sense on some machine.
 
     Args:
         on: what the caller, a file or a variable says; None chooses.
-        ranks: number of ranks over all nodes, where the caller says it.
-        nodes: number of nodes, where the caller says it.
+        given: fields of the platform that the caller gives.
         configuration: settings at that place, for the fields that the caller leaves open.
-        fields: more fields of the platform that the caller gives.
     """
     forced = os.environ.get("UNISONO_FORCE_ON")
-    given = {**configuration.fields(), **(fields or {})}
-    sizes: dict[str, Any] = {}
-    if ranks is not None:
-        sizes["ranks"] = ranks
-    if nodes is not None:
-        sizes["n_nodes"] = nodes
+    settings = {
+        name: setting.value
+        for name, setting in configuration.settings.items()
+        if name not in (*RUN_NAMES, "device")
+    }
     if isinstance(on, Platform):
-        own = {name for name in given if on.is_explicit(name)}.difference(fields or ())
-        open_ones = {name: value for name, value in given.items() if name not in own}
-        platform = on.but(**open_ones, **sizes)
-        place = platform.kind.value
-        keeps_size = bool(forced)
+        left_open = {name: v for name, v in settings.items() if not on.is_explicit(name)}
+        platform = on.but(**{**left_open, **given})
+        place, keeps_size = platform.kind.value, bool(forced)
     else:
-        spread = nodes or given.get("n_nodes", 1)
-        is_spread = "hosts" in given or (isinstance(spread, int) and spread > 1)
+        given = {**settings, **given}
+        nodes = given.get("n_nodes", 1)
+        is_spread = "hosts" in given or (isinstance(nodes, int) and nodes > 1)
         keeps_size = forced in _OF_ONE_HOST and is_spread
-        word = on if keeps_size else forced or on
-        place, platform = _from_word(word, configuration, {**given, **sizes})
+        place, platform = _from_word(on if keeps_size else forced or on, given, configuration)
     if forced and keeps_size:
         size = platform.world_size
         platform = platform.but(device=forced, n_nodes=1, hosts=())
@@ -448,16 +429,15 @@ def resolve(
 
 
 def _from_word(
-    on: str | Device | None, configuration: Configuration, given: Mapping[str, Any]
+    on: str | Device | None, given: Mapping[str, Any], configuration: Configuration
 ) -> tuple[str, Platform]:
     """Return the place that a word means, and its platform with these fields given."""
-    word = on.value if isinstance(on, Device) else on
-    if word is None or word == "auto":
+    if on is None or on == "auto":
         word = "gpu" if platforms.visible_gpus() else "cpu"
-    elif isinstance(word, str) and word in configuration.profiles:
-        word = Device.from_str(configuration.profiles[word]["device"]).value
-    elif word not in PLACES:
-        word = known_place(word, configuration)
+    else:
+        word = known_place(on.value if isinstance(on, Device) else on, configuration)
+        if word in configuration.profiles:
+            word = Device.from_str(configuration.profiles[word]["device"]).value
     device = Device.CPU if word == "inline" else Device(word)
     defaults: dict[str, Any] = {}
     if device is Device.GPU:
@@ -469,13 +449,12 @@ def _from_word(
 
 def known_place(word: object, configuration: Configuration) -> str:
     """Return the usual spelling of a place or profile, or explain which there are."""
+    places = [*PLACES, *configuration.profiles]
     if isinstance(word, str):
-        if word in PLACES or word in configuration.profiles:
+        if word in places:
             return word
         if word.strip().lower() in ("cuda", *PLACES):
             return Device.from_str(word).value
-    places = [*PLACES, *configuration.profiles]
-    near = difflib.get_close_matches(str(word), (*places, "auto"), n=1)
     if word in SCHEDULERS:
         raise PlatformError.because(
             f"unisono.run(..., on={word!r})",
@@ -483,11 +462,12 @@ def known_place(word: object, configuration: Configuration) -> str:
             None,
             f"unisono run --script {word} ... train.py prints a batch script to submit",
         )
+    near = nearest(str(word), (*places, "auto"))
     raise PlatformError.because(
         f"unisono.run(..., on={word!r})",
         f"ranks can be started on: {', '.join(map(repr, places))}",
         None,
-        f"did you mean on={near[0]!r}?" if near else 'on="cpu"',
+        f"did you mean on={near!r}?" if near else 'on="cpu"',
     )
 
 

@@ -116,12 +116,15 @@ class ResidentRanks:
                 self._fail()
             return
         line = Connection(caller.detach())
-        deliver_challenge(line, key)
-        answer_challenge(line, key)
         self._lines.append(line)
-        if len(self._lines) == self._job.ranks:
-            places = {line: line.recv() for line in self._lines}
-            self._lines.sort(key=places.__getitem__)
+        try:
+            deliver_challenge(line, key)
+            answer_challenge(line, key)
+            if len(self._lines) == self._job.ranks:
+                places = {line: line.recv() for line in self._lines}
+                self._lines.sort(key=places.__getitem__)
+        except (EOFError, OSError):  # it has ended, and why is the job's to tell
+            self._fail()
 
     def _fail(self) -> NoReturn:
         """Raise what ended the ranks."""

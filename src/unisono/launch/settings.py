@@ -90,10 +90,6 @@ class Configuration:
         ]
         return f"unisono: {self.path} decides: {', '.join(decided)}" if decided else ""
 
-    def fields(self) -> dict[str, Any]:
-        """Return those settings that are fields of a platform (and not arguments of `run`)."""
-        return {n: s.value for n, s in self.settings.items() if n not in (*RUN_NAMES, "device")}
-
 
 def read_configuration(
     env: Mapping[str, str] | None = None, directory: Path | None = None
@@ -106,7 +102,11 @@ def read_configuration(
     if path is not None:
         run, profiles = _read_file(path)
         settings = {name: Setting(value, f"[run] of {path}") for name, value in run.items()}
-    return Configuration({**settings, **_read_variables(env)}, profiles, path)
+    variables = _read_variables(env)
+    for level in (settings, variables):
+        if "device" in level:  # of all fields of a platform, this one is an argument of `run`
+            level.setdefault("on", level.pop("device"))
+    return Configuration({**settings, **variables}, profiles, path)
 
 
 def find_file(env: Mapping[str, str], directory: Path) -> Path | None:
@@ -177,7 +177,7 @@ def _read_file(path: Path) -> tuple[dict[str, Any], dict[str, dict[str, Any]]]:
             f"{kind}, so somebody else could have written it",
             hint=f"chmod go-w {path}" if owner is None else "UNISONO_CONFIG=... names a copy",
         )
-    _check_keys(content, ("run", "platform"), str(path), "tables")
+    content = _table(content, str(path), ("run", "platform"), "tables")
     run = _table(content.get("run", {}), f"[run] of {path}", NAMES, "settings")
     profiles: dict[str, dict[str, Any]] = {}
     for name, entries in _table(content.get("platform", {}), f"[platform] of {path}").items():
@@ -192,22 +192,18 @@ def _read_file(path: Path) -> tuple[dict[str, Any], dict[str, dict[str, Any]]]:
 def _table(
     value: Any, where: str, known: Collection[str] | None = None, what: str = ""
 ) -> dict[str, Any]:
+    """Return a table whose keys, where these are not free, are known."""
     if not isinstance(value, dict):
         raise PlatformError.because(where, f"{value!r} where a table is expected")
-    if known is not None:
-        _check_keys(value, known, where, what)
-    return value
-
-
-def _check_keys(found: Mapping[str, Any], known: Collection[str], where: str, what: str) -> None:
-    for key in found:
-        if key not in known:
+    for key in value:
+        if known is not None and key not in known:
             near = nearest(key, known)
             raise PlatformError.because(
                 f"{key} in {where}",
                 f"{what} are {', '.join(sorted(known))}",
                 hint=f"did you mean {near}?" if near else None,
             )
+    return value
 
 
 def _read_variables(env: Mapping[str, str]) -> dict[str, Setting]:

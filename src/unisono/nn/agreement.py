@@ -10,7 +10,8 @@ from __future__ import annotations
 import hashlib
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from itertools import accumulate
 from types import TracebackType
 from typing import Literal, cast, get_args
 
@@ -152,44 +153,40 @@ class Table:
 
     def cuts(self, partition: Partition) -> Cuts:
         """Return the cuts of the blocks of a partition; they must form a grid."""
-        shapes = self.shapes(partition)
-        wrong = next((shape for shape in shapes if len(shape) != partition.dim), None)
-        if wrong is not None:
-            raise PartitionError.because(
-                f"a block of shape {list(wrong)} on {partition!r}",
-                self._listed(partition),
-                f"{len(wrong)} tensor dims, {partition.dim} partition dims",
-                "one partition size for each tensor dim; write 1 where a dim is not split",
-            )
-        cuts: list[tuple[int, ...]] = []
-        for dim, parts in enumerate(partition.shape):
-            sizes: list[int | None] = [None] * parts
-            for place, shape in enumerate(shapes):
-                i = partition.index_of(place)[dim]
-                if sizes[i] is None:
-                    sizes[i] = shape[dim]
-                elif sizes[i] != shape[dim]:
-                    raise PartitionError.because(
-                        f"blocks of {partition!r}",
-                        self._listed(partition),
-                        f"dim {dim}, index {i}: {sizes[i]} and {shape[dim]} points",
-                        "ranks with the same index in a dim must hold equally much of it",
-                    )
-            at = [0]
-            for size in sizes:
-                at.append(at[-1] + cast("int", size))
-            cuts.append(tuple(at))
-        return tuple(cuts)
+        return cuts_of_blocks(self.shapes(partition), partition)
 
     def global_shape(self, partition: Partition) -> tuple[int, ...]:
         """Return the shape of the whole tensor that the blocks of a partition make up."""
         return tuple(own[-1] for own in self.cuts(partition))
 
-    def _listed(self, partition: Partition) -> str:
-        return "\n".join(
-            f"rank {rank}: {list(shape)}"
-            for rank, shape in zip(partition.ranks, self.shapes(partition), strict=True)
+
+def cuts_of_blocks(shapes: Sequence[Sequence[int]], partition: Partition) -> Cuts:
+    """Return the cuts of blocks of these shapes, row-major; they must form a grid."""
+    listed = "\n".join(
+        f"rank {rank}: {list(shape)}" for rank, shape in zip(partition.ranks, shapes, strict=True)
+    )
+    wrong = next((shape for shape in shapes if len(shape) != partition.dim), None)
+    if wrong is not None:
+        raise PartitionError.because(
+            f"a block of shape {list(wrong)} on {partition!r}",
+            listed,
+            f"{len(wrong)} tensor dims, {partition.dim} partition dims",
+            "one partition size for each tensor dim; write 1 where a dim is not split",
         )
+    cuts: list[tuple[int, ...]] = []
+    for dim, parts in enumerate(partition.shape):
+        sizes: dict[int, int] = {}
+        for place, shape in enumerate(shapes):
+            i = partition.index_of(place)[dim]
+            if sizes.setdefault(i, shape[dim]) != shape[dim]:
+                raise PartitionError.because(
+                    f"blocks of {partition!r}",
+                    listed,
+                    f"dim {dim}, index {i}: {sizes[i]} and {shape[dim]} points",
+                    "ranks with the same index in a dim must hold equally much of it",
+                )
+        cuts.append((0, *accumulate(sizes[i] for i in range(parts))))
+    return tuple(cuts)
 
 
 # A record: _HEAD numbers, then the structures of up to _MOST_INPUTS tensors.
@@ -204,28 +201,19 @@ _ALIKE = {
 """Fields that must be equal on all ranks: what they are, and what to do."""
 
 
-@dataclass(frozen=True, eq=False)
-class Agreement:
-    """What all ranks of a layer know of a call."""
-
-    tables: tuple[Table, ...]
-    """One for each input."""
-    gradients: int
-    """`NO_GRAD`, `PARAMETERS` or `INPUTS`, the most that some rank needs."""
-
-
 class Meetings:
-    """The calls of one layer, as its ranks agree on them.
-
-    Where everybody says what it said in the call before, the answer is the same `Agreement`.
-    """
+    """The calls of one layer, as its ranks agree on them."""
 
     def __init__(self) -> None:
+        self.tables: tuple[Table, ...] = ()
+        """What all ranks hold, for each input; the same object while nothing changes."""
+        self.gradients = NO_GRAD
+        """`NO_GRAD`, `PARAMETERS` or `INPUTS`, the most that some rank needs."""
         self._key: tuple[object, ...] = ()
         self._record: list[int] = []
         self._heard: list[tuple[int, ...]] = []
         self._structures: tuple[Structure, ...] = ()
-        self._agreement: Agreement | None = None
+        self._needed = NO_GRAD
 
     def agree(
         self,
@@ -235,8 +223,8 @@ class Meetings:
         gradients: int,
         problem: UnisonoError | None,
         arguments: Callable[[], tuple[object, ...]],
-    ) -> Agreement:
-        """Return what all ranks agree on. Collective over `comm` unless the check is off.
+    ) -> None:
+        """Learn what all ranks hold and need. Collective over `comm` unless the check is off.
 
         Args:
             comm: all ranks of the layer; None for one rank alone.
@@ -252,30 +240,32 @@ class Meetings:
                 inputs.
         """
         mode = current_mode()
-        known = self._agreement
-        if known is not None and mode == "off":
+        if self._heard and mode == "off":
             if problem is not None:
                 raise problem
             if structures != self._structures:
                 raise final_plan(arguments()[0], listed(self._structures), listed(structures))
             needed = INPUTS if torch.is_grad_enabled() else NO_GRAD  # nobody tells about others
-            return replace(known, gradients=gradients if comm is None else needed)
+            self.gradients = gradients if comm is None else needed
+            return
         key = (structures, gradients, torch.is_grad_enabled(), mode)
         if problem is not None or key != self._key:
             problem = problem or _too_many(structures, arguments)
             self._record = _record(structures, gradients, problem, arguments)
             self._key = key if problem is None else ()
         heard = [tuple(self._record)] if comm is None else comm.all_gather_ints(self._record)
-        if known is None or heard != self._heard:
+        if heard != self._heard:
             if any(record[_BAD] for record in heard):
                 raise_together(comm, problem)
             if comm is not None:
                 _check_alike(comm, heard, arguments)
                 refuse_mixed_grad_mode(comm, [record[_GRAD_ON] for record in heard])
-            known = self._agreement = _agreed(ranks, heard)
-            self._heard = heard
-            self._structures = structures
-        return known
+            tables = _tables(ranks, heard)
+            if tables != self.tables:
+                self.tables = tables
+            self._heard, self._structures = heard, structures
+            self._needed = max(record[_GRADIENTS] for record in heard)
+        self.gradients = self._needed
 
 
 def _record(
@@ -326,13 +316,13 @@ def _too_many(
     )
 
 
-def _agreed(ranks: tuple[int, ...], heard: Sequence[tuple[int, ...]]) -> Agreement:
+def _tables(ranks: tuple[int, ...], heard: Sequence[tuple[int, ...]]) -> tuple[Table, ...]:
     tables: list[Table] = []
     for i in range(heard[0][_COUNT]):
         start = _HEAD + i * _FIELDS
         entries = (Structure.unpacked(record[start : start + _FIELDS]) for record in heard)
         tables.append(Table(ranks, tuple(entries)))
-    return Agreement(tuple(tables), max(record[_GRADIENTS] for record in heard))
+    return tuple(tables)
 
 
 def _check_alike(

@@ -19,7 +19,6 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from unisono.comm import Communicator
 from unisono.errors import PartitionError, UnisonoError, an
 from unisono.nn.agreement import (
     INPUTS,
@@ -60,22 +59,15 @@ class PlannedModule(Module, Generic[P]):
     def __init__(self) -> None:
         super().__init__()
         self._meetings = Meetings()
-        self._agreed: tuple[Table, ...] = ()
-        """What all ranks hold in this call."""
         self._tables: tuple[Table, ...] = ()
-        """What they held when the current plan was made."""
-        self._structures: tuple[Structure, ...] = ()
-        """What this rank held then."""
-        self._found: tuple[Structure, ...] = ()
-        """What it holds in this call."""
+        """What all ranks held when the current plan was made."""
         self._plans: OrderedDict[tuple[Table, ...], P] = OrderedDict()
         self._gradients = NO_GRAD
         """Whose gradients some rank needs in this call."""
         self._exchange: HaloOnGroup | None = None
         """With which the current plan begins: its `halo`, if it has one that moves anything."""
-        self._comm: Communicator | None = None
-        """The root of the partitions, kept from the first call; likewise what follows."""
         self._ranks: tuple[int, ...] = ()
+        """All ranks of the layer, in the root of its partitions; found in the first call."""
         self._takes_part = False
         """Whether this rank is in any of the layer's partitions."""
         self._setups = 0
@@ -118,7 +110,7 @@ class PlannedModule(Module, Generic[P]):
                 if p.requires_grad:
                     gradients = PARAMETERS
                     break
-        expected = len(self._structures) if self._distdl_is_setup else len(input)
+        expected = len(self._tables) if self._tables else len(input)
         if found is None and len(input) != expected:
             found = f"{len(input)} tensors, {expected} expected"
         problem = None
@@ -128,40 +120,30 @@ class PlannedModule(Module, Generic[P]):
             )
         return tuple(structures), gradients, problem
 
-    def _distdl_input_changed(self, input: tuple[Any, ...]) -> bool:
-        return self._read(input)[0] != self._structures
-
     def _distdl_module_requires_reset(self, input: tuple[Any, ...]) -> bool:
         if not self._distdl_is_setup:
-            self._find_ranks()
+            root = self._root()
+            self._ranks = self._members()
+            self._takes_part = root is not None and root.rank in self._ranks
+            self._agreeing = self._control()
         structures, gradients, problem = self._read(input)
-        self._found = structures
-        if not self._takes_part:
-            if problem is not None:
-                raise problem
-            return not self._distdl_is_setup or structures != self._structures
-        agreement = self._meetings.agree(
-            self._agreeing, self._ranks, structures, gradients, problem, self._named_arguments
-        )
-        self._gradients = agreement.gradients
-        self._agreed = agreement.tables
-        return not self._distdl_is_setup or agreement.tables != self._tables
-
-    def _find_ranks(self) -> None:
-        self._comm = self._root()
-        self._ranks = self._members()
-        self._takes_part = self._comm is not None and self._comm.rank in self._ranks
-        self._agreeing = self._control()
+        if self._takes_part:
+            self._meetings.agree(
+                self._agreeing, self._ranks, structures, gradients, problem, self._named_arguments
+            )
+            self._gradients = self._meetings.gradients
+        elif problem is not None:
+            raise problem
+        return not self._distdl_is_setup or self._meetings.tables != self._tables
 
     def _named_arguments(self) -> tuple[object, ...]:
         return (type(self).__name__, *self._describe())
 
     def _distdl_module_setup(self, input: tuple[Any, ...]) -> None:  # noqa: ARG002
-        self._structures = self._found
         if not self._takes_part:
             return
         self._setups += 1
-        key = self._agreed
+        key = self._meetings.tables
         if key not in self._plans:
             self._plans[key] = self._make_plan(key)
             while len(self._plans) > KEPT_PLANS:
@@ -171,8 +153,8 @@ class PlannedModule(Module, Generic[P]):
         plan: Any = self._plan
         halo = plan if isinstance(plan, HaloPlan) else getattr(plan, "halo", None)
         self._exchange = None
-        if halo is not None and not halo.is_identity and self._comm is not None:
-            self._exchange = HaloOnGroup(self._comm, halo, self.P_x.ranks, halo.fill)
+        if halo is not None and not halo.is_identity:
+            self._exchange = HaloOnGroup(self.P_x.root, halo, self.P_x.ranks, halo.fill)
 
     def _window(self, x: Tensor, *, least: int = NO_GRAD + 1) -> Tensor:
         """Return the own window by the plan's `halo`, tied to the graph as `_tied` does."""
@@ -212,8 +194,6 @@ class PlannedModule(Module, Generic[P]):
             "_meetings": Meetings(),
             "_plans": OrderedDict(),
             "_tables": (),
-            "_structures": (),
-            "_comm": None,
             "_exchange": None,
         }
 
@@ -248,6 +228,11 @@ class ScaledGradient(torch.autograd.Function):
 def wide(x: Tensor) -> Tensor:
     """Return 16-bit values as float32: sums and statistics need the digits."""
     return x.float() if x.dtype in _NARROW else x
+
+
+def sum_dtype(x: Tensor) -> torch.dtype | None:
+    """Return the dtype to sum a tensor in: float32 for 16 bits, whose means are finite then."""
+    return torch.float32 if x.dtype in _NARROW else None
 
 
 def is_plain(x: object) -> bool:

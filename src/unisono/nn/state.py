@@ -7,6 +7,7 @@ one, on three, and into plain torch.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -25,7 +26,6 @@ from unisono.nn.parameters import (
     Weights,
     draw_weight_and_bias,
     from_first,
-    nothing,
     summed_gradients,
     whole,
 )
@@ -97,27 +97,6 @@ class HoldingModule(PlannedModule[P]):
         self._hold("weight", weight, replicated=replicated)
         if bias is not None:
             self._hold("bias", bias, replicated=replicated)
-
-    def _draw_whole(
-        self,
-        P_x: Partition,
-        weight: tuple[int, ...],
-        bias: tuple[int, ...] | None,
-        *,
-        dtype: torch.dtype | None,
-        device: torch.device | str | None,
-    ) -> None:
-        """Draw weight and bias that all ranks of a partition use whole."""
-        holds = P_x.active and (self.weights == "replicated" or P_x.rank == 0)
-        held = whole if holds else nothing
-        self._draw(
-            P_x.comm if P_x.active else None,
-            held(weight),
-            None if bias is None else held(bias),
-            replicated=self.weights == "replicated" and P_x.size == P_x.root.size,
-            dtype=dtype,
-            device=device,
-        )
 
     def _hold_affine(
         self,
@@ -209,18 +188,24 @@ def join_blocks(block: Tensor, holding: Holding, comm: Communicator | None) -> T
     """Return the whole tensor on every rank of `comm`. Collective."""
     if comm is None or comm.size == 1:
         return block
-    where = comm.all_gather_ints([*holding.start, *holding.shape])
-    dims = len(holding.global_shape)
-    flat = comm.all_gather(block.detach().reshape(-1))
     joined = block.new_empty(holding.global_shape)
-    at = 0
-    for record in where:
-        held = Holding(holding.global_shape, record[:dims], record[dims:])
-        count = torch.Size(held.shape).numel()
-        if count:
-            joined[held.slices] = flat[at : at + count].view(held.shape)
-        at += count
+    for held, values in _blocks_of_all(block, holding, comm):
+        if values.numel():
+            joined[held.slices] = values.view(held.shape)
     return joined
+
+
+def _blocks_of_all(
+    block: Tensor, holding: Holding, comm: Communicator
+) -> list[tuple[Holding, Tensor]]:
+    """Return what each rank holds of a tensor, its values in one row. Collective."""
+    dims = len(holding.global_shape)
+    where = [
+        Holding(holding.global_shape, record[:dims], record[dims:])
+        for record in comm.all_gather_ints([*holding.start, *holding.shape])
+    ]
+    flat = comm.all_gather(block.detach().reshape(-1))
+    return list(zip(where, flat.split([math.prod(held.shape) for held in where]), strict=True))
 
 
 def own_block(value: Any, holding: Holding, key: str) -> Tensor:
@@ -321,7 +306,7 @@ def check_replicas(module: nn.Module) -> None:
         if comm is None or comm.size == 1:
             continue
         for name, value in values.items():
-            _compare(f"{path}.{name}".lstrip("."), value.detach(), holdings[name], comm)
+            _compare(f"{path}.{name}".lstrip("."), value, holdings[name], comm)
 
 
 def _root_of(layer: nn.Module) -> Communicator | None:
@@ -332,27 +317,18 @@ def _root_of(layer: nn.Module) -> Communicator | None:
 
 
 def _compare(name: str, value: Tensor, holding: Holding, comm: Communicator) -> None:
-    where = comm.all_gather_ints([*holding.start, *holding.shape])
-    flat = comm.all_gather(value.reshape(-1))
-    parts = flat.split([torch.Size(r[len(r) // 2 :]).numel() for r in where])
-    first: dict[tuple[int, ...], int] = {}
-    for rank, record in enumerate(where):
-        if not parts[rank].numel():
-            continue
-        other = first.setdefault(record, rank)
-        if other != rank and not _are_equal(parts[other], parts[rank]):
-            difference = (parts[other] - parts[rank]).abs().max().item()
+    first: dict[Holding, tuple[int, Tensor]] = {}
+    for rank, (held, values) in enumerate(_blocks_of_all(value, holding, comm)):
+        other, expected = first.setdefault(held, (rank, values))
+        # NaN is the same as NaN.
+        if not torch.allclose(expected, values, rtol=0.0, atol=0.0, equal_nan=True):
+            difference = (expected - values).abs().max().item()
             raise CollectiveMismatch.because(
                 f"check_replicas: {name}",
                 f"ranks {comm.ranks[other]} and {comm.ranks[rank]} hold the same block",
                 f"largest difference {difference:g}",
                 "update parameters from their gradients only, with equal optimizers on all ranks",
             )
-
-
-def _are_equal(a: Tensor, b: Tensor) -> bool:
-    """Whether values are the same; NaN is the same as NaN."""
-    return torch.equal(a, b) or torch.allclose(a, b, rtol=0.0, atol=0.0, equal_nan=True)
 
 
 @contextmanager

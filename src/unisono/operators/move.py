@@ -134,6 +134,13 @@ def all_to_all(
         received = tuple(row[comm.rank] for row in comm.all_gather_ints(sent))
     else:
         received = check_sizes(recv_sizes, comm.size, "all_to_all", what="recv_sizes")
+        if received[comm.rank] != sent[comm.rank]:
+            raise PartitionError.because(
+                f"all_to_all(send_sizes={list(sent)}, recv_sizes={list(received)})",
+                f"rank {comm.rank} of {comm.size} sends itself {sent[comm.rank]} rows",
+                f"{sent[comm.rank]} != {received[comm.rank]}",
+                "recv_sizes[q] is what rank q sends here; None learns it",
+            )
     if comm.size == 1:
         return identity(x)
     return AllToAll.apply(x, AllToAllPlan(comm, sent, received))

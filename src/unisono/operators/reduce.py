@@ -15,7 +15,7 @@ from torch import Tensor
 from unisono.comm import Communicator
 from unisono.comm.arguments import check_rank, check_tensor
 from unisono.comm.collectives import Like
-from unisono.errors import UnisonoError
+from unisono.errors import PartitionError, UnisonoError
 from unisono.operators import traced
 from unisono.operators.linear import LinearMap, identity
 from unisono.operators.plans import GroupPlan, anchor, announce, check_call, check_comm, like_of
@@ -159,12 +159,13 @@ def _wire_dtype(wire: str | torch.dtype | None, own: torch.dtype) -> torch.dtype
     if wire is None:
         return None
     dtype = getattr(torch, wire, None) if isinstance(wire, str) else wire
-    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point or dtype.itemsize < 2:
+    is_float = isinstance(dtype, torch.dtype) and dtype.is_floating_point and dtype.itemsize > 1
+    if not is_float or not own.is_floating_point:  # imaginary parts and integers would be lost
         raise UnisonoError.because(
             f"all_sum_reduce(wire={wire!r})",
             f"a tensor of {own}",
             None,
-            'wire="bfloat16", "float16" or "float32"',
+            'wire="bfloat16", "float16" or "float32", of a real floating-point tensor',
         )
     return None if dtype == own else dtype
 
@@ -208,12 +209,19 @@ def broadcast(
     check_rank(src, comm.size, "src", "broadcast")
     if comm.size == 1:
         return identity(check_tensor(x, comm.device, "broadcast"))
-    if comm.rank == src and like is not None:
-        check_tensor(x, comm.device, "broadcast")
     if like is None:
         shape, dtype, needs_grad, _ = announce(x, src, (), comm, "broadcast")
     else:
         (shape, dtype), needs_grad = like_of(like), torch.is_grad_enabled()
+        if comm.rank == src:
+            held = check_tensor(x, comm.device, "broadcast")
+            if (tuple(held.shape), held.dtype) != (shape, dtype):  # others would read too little
+                raise PartitionError.because(
+                    f"broadcast(like=({list(shape)}, {dtype}))",
+                    f"rank {src} holds a tensor of shape {list(held.shape)}, {held.dtype}",
+                    None,
+                    "like=(x.shape, x.dtype) of that rank, or no like",
+                )
     mine = x if comm.rank == src and x is not None else anchor(dtype, needs_grad, comm, x)
     fan = Fan(comm, src, shape, comm.rank == src, True)
     return Broadcast.apply(mine, FanPlan((fan,), dtype, was_empty=tuple(mine.shape)))

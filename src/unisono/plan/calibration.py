@@ -21,12 +21,12 @@ from unisono.comm import Communicator
 from unisono.cores import usable_cores
 from unisono.errors import PlatformError
 from unisono.plan.cluster import Cluster, Link, all_reduce
-from unisono.plan.profile import one_thread, step_of
+from unisono.plan.profile import step_of
 from unisono.plan.quantities import write_rate, write_time
 from unisono.plan.subject import Subject
 from unisono.plan.workload import fit_pace
 
-_VERSION = 1
+_VERSION = 2
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,7 +36,6 @@ class Calibration:
     cores: int
     links: Mapping[str, Link]
     """`shm` and `gloo`, between ranks of this machine."""
-    memcpy_bytes_per_s: float
     slowdown: Mapping[str, Mapping[int, float]] = field(default_factory=dict)
     """By model: how much longer its step takes when so many ranks compute at once."""
     machine: str = "typical values, not measured"
@@ -73,7 +72,6 @@ class Calibration:
         for model, table in self.slowdown.items():
             factors = ", ".join(f"{f:.2f} x with {n}" for n, f in table.items() if n > 1)
             lines.append(f"a step of {model}: {factors} ranks at once")
-        lines.append(f"a core copies {write_rate(self.memcpy_bytes_per_s)}")
         return "\n".join(lines)
 
     def write(self, path: Path) -> None:
@@ -90,7 +88,6 @@ TYPICAL = Calibration(
         ),
         "gloo": Link(name="gloo", latency_s=200e-6, bytes_per_s=1e9, overlap=0.3, on_cores=True),
     },
-    memcpy_bytes_per_s=8e9,
 )
 """Used where nothing was measured."""
 
@@ -173,7 +170,6 @@ def _by_count(table: Mapping[str, float]) -> dict[int, float]:
 RANKS = (2, 4)
 SIZES = (4 << 10, 256 << 10, 2 << 20, 8 << 20)
 _ROUNDS = 9
-_COPY = 32 << 20
 
 
 def calibrate(
@@ -210,7 +206,6 @@ def calibrate(
     return Calibration(
         cores=usable_cores(),
         links=links,
-        memcpy_bytes_per_s=_copy_rate(),
         slowdown=slowdown,
         machine=f"{platform.node()}, {platform.machine()}, torch {torch.__version__}, {today}",
     )
@@ -304,15 +299,3 @@ def _timed(comm: Communicator, work: Callable[[], object], repeats: int) -> floa
     for _ in range(repeats):
         work()
     return (time.perf_counter() - start) / repeats
-
-
-def _copy_rate() -> float:
-    """Return how fast one core copies memory."""
-    x, y = torch.ones(_COPY // 4), torch.empty(_COPY // 4)
-    times: list[float] = []
-    with one_thread():
-        for _ in range(5):
-            start = time.perf_counter()
-            y.copy_(x)
-            times.append(time.perf_counter() - start)
-    return _COPY / statistics.median(times)

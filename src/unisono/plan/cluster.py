@@ -140,6 +140,10 @@ class Sum(NamedTuple):
     algorithm: str
 
 
+NO_SUM = Sum(0.0, 0.0, "-")
+"""What it costs one rank alone."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Cluster:
     """Equal nodes with the same number of ranks each."""
@@ -200,7 +204,7 @@ class Cluster:
     def all_reduce(self, nbytes: float) -> Sum:
         """Return what a sum over all ranks costs."""
         if self.ranks == 1:
-            return Sum(0.0, 0.0, "-")
+            return NO_SUM
         link = self.network
         if self.nodes == 1:
             seconds = all_reduce(nbytes, self.ranks, link)
@@ -216,7 +220,7 @@ class Cluster:
     def all_gather(self, nbytes: float) -> Sum:
         """Return what joining `nbytes` in all costs; a reduce-scatter costs the same."""
         if self.ranks == 1:
-            return Sum(0.0, 0.0, "-")
+            return NO_SUM
         seconds = all_gather(nbytes, self.ranks, self.network)
         flat = Sum(seconds, self.network.overlap * seconds, "ring")
         if self.nodes == 1:

@@ -19,41 +19,29 @@ from unisono.bayes import OutputUpdater, Sequential
 from unisono.data_parallel.bucket import plan_buckets
 from unisono.data_parallel.engine import NETWORK_MB
 from unisono.errors import PartitionError
-from unisono.graph_parallel import GraphPartition, GraphPlan
+from unisono.graph_parallel import GraphPartition, GraphPlan, GraphStats
 from unisono.graph_parallel.potential import SplitPotential
 from unisono.nn import plan_report
 from unisono.nn.paper import Notes, Rehearsal, Sent, on_paper
 from unisono.plan.subject import GraphInput, Potential, Subject
-from unisono.plan.workload import (
-    GraphCut,
-    GraphLoad,
-    Layer,
-    SentBucket,
-    Share,
-    Workload,
-    fit_pace,
-)
+from unisono.plan.workload import Layer, Pace, SentBucket, Share, Workload, fit_pace
 from unisono.topology.decompose import flat_index
 
 _ROUNDS = 7
 _ROUND_S = 0.12
 """A size is measured until a round has taken this long."""
-_PARTS = 64
-"""Graphs are cut over powers of two up to this many ranks."""
+_NEIGHBOURS = 8
+"""A rank of a graph that is cut fetches from at most so many others."""
 _NOISE = 0.5
 
 Step = Callable[[], list[float]]
 """Makes one step and returns the seconds of forward, backward and update."""
 
 
-def profile(subject: Subject, *, team: int = 1) -> Workload:
+def profile(subject: Subject) -> Workload:
     """Return the workload of `subject`, measured in this process with one thread. Local.
 
     The model's parameters are trained a few steps, so give a model that is made for this.
-
-    Args:
-        subject: model and batch.
-        team: a number of ranks that may share a graph, beside the powers of two.
     """
     whole = subject.samples
     sizes = sorted({max(1, whole // 4), max(1, whole // 2), whole})
@@ -71,21 +59,21 @@ def profile(subject: Subject, *, team: int = 1) -> Workload:
     if isinstance(subject.model, Sequential):
         return Workload(**common, **_bayesian_sizes(subject.model))
     parameters = _trained(subject.model)
+    kept = _kept_bytes(subject.model, lambda: subject.loss(subject.model(*subject.batch))) / whole
+    graph = None
+    if isinstance(subject.model, Potential):
+        graph = _atom_shares(subject, subject.model)
+    elif subject.graph is not None:
+        graph = _graph_shares(subject.graph, common["forward"], common["backward"], kept)
     return Workload(
         **common,
         parameter_bytes=sum(map(_nbytes, parameters)),
         state_bytes=_state_bytes(subject),
-        activation_bytes=_kept_bytes(
-            subject.model, lambda: subject.loss(subject.model(*subject.batch))
-        )
-        / whole,
+        activation_bytes=kept,
         buckets=_sent_buckets(subject.model, layers),
         layers=layers,
-        graph=None if subject.graph is None else _graph_load(subject.graph, team),
         space=_space_shares(subject),
-        atoms=_atom_shares(subject, subject.model)
-        if isinstance(subject.model, Potential)
-        else None,
+        graph=graph,
         item_bytes=parameters[0].element_size() if parameters else 4,
     )
 
@@ -262,12 +250,12 @@ def _space_shares(subject: Subject) -> Callable[[tuple[int, ...], int], Share]:
     return asked
 
 
-def _atom_shares(subject: Subject, model: Potential) -> Callable[[int], Share]:
+def _atom_shares(subject: Subject, model: Potential) -> Callable[[int, float], Share]:
     """Return a function that measures the rank with most edges of a potential that is split."""
     pos = subject.batch[0][0]
 
     @lru_cache(64)
-    def asked(ranks: int) -> Share:
+    def measured(ranks: int) -> Share:
         if 2 * ranks > len(pos):
             return Share(refusal=f"{ranks} ranks for {len(pos)} atoms")
         load = GraphPartition.morton(pos, ranks).stats(model.edges(pos)).edges_per_rank
@@ -275,9 +263,53 @@ def _atom_shares(subject: Subject, model: Potential) -> Callable[[int], Share]:
         notes = Notes()
         with notes.taken():
             part().backward()
-        nbytes = sum(map(_nbytes, _trained(model)))
-        gradients = Sent("backward", "", "all_reduce", nbytes, ranks)
-        return replace(_share(model, [1], [part]), sent=(*notes.sent, gradients))
+        return replace(_share(model, [1], [part]), sent=tuple(notes.sent))
+
+    def asked(ranks: int, samples: float) -> Share:
+        # A sample is a system, and the team computes one after the other.
+        one = measured(ranks)
+        return replace(one, sent=[*one.sent] * max(1, round(samples)))
+
+    return asked
+
+
+def _graph_shares(
+    graph: GraphInput, forward: Pace, backward: Pace, kept_bytes: float
+) -> Callable[[int, float], Share]:
+    """Return a function that derives the share of the busiest rank from the time of the whole.
+
+    Args:
+        graph: split as `GraphPartition` does it best.
+        forward: measured, of the whole.
+        backward: measured, of the whole.
+        kept_bytes: from forward to backward, for each sample.
+    """
+
+    @lru_cache(64)
+    def stats_of(ranks: int) -> GraphStats:
+        order = "index" if graph.pos is None else "morton"
+        split = GraphPartition.balanced(
+            graph.edge_index, graph.nodes, ranks, order=order, pos=graph.pos
+        )
+        return split.stats(graph.edge_index)
+
+    def asked(ranks: int, samples: float) -> Share:
+        if 2 * ranks > graph.nodes:
+            return Share(refusal=f"{ranks} ranks for {graph.nodes} nodes of a graph")
+        stats = stats_of(ranks)
+        part, rows = stats.edge_imbalance / ranks, max(stats.halo_per_rank)
+        nbytes = round(rows * graph.row_bytes * samples)
+        fetched = Sent("forward", "", "exchange", nbytes, min(ranks - 1, _NEIGHBOURS))
+        return Share(
+            passes=Pace(
+                fixed_s=forward.fixed_s + backward.fixed_s,
+                sample_s=part * (forward.sample_s + backward.sample_s),
+            ),
+            activation_bytes=part * kept_bytes,
+            sent=(fetched,) * (2 * graph.exchanges),  # rows in forward, their gradients in backward
+            is_hidden=True,
+            note=f"{rows} of {graph.nodes} rows fetched",
+        )
 
     return asked
 
@@ -308,27 +340,6 @@ def _share(
 
 def _trained(model: nn.Module) -> list[nn.Parameter]:
     return [p for p in model.parameters() if p.requires_grad]
-
-
-def _graph_load(graph: GraphInput, team: int) -> GraphLoad:
-    """Return what the graph costs, split as `GraphPartition` does it best."""
-    powers = [2**i for i in range(1, _PARTS.bit_length())]
-    cuts: dict[int, GraphCut] = {}
-    for parts in sorted({*powers, team} - {1}):
-        if 2 * parts > graph.nodes:
-            break
-        order = "index" if graph.pos is None else "morton"
-        split = GraphPartition.balanced(
-            graph.edge_index, graph.nodes, parts, order=order, pos=graph.pos
-        )
-        stats = split.stats(graph.edge_index)
-        rows = max(stats.halo_per_rank)
-        cuts[parts] = GraphCut(
-            halo_rows=rows, neighbours=min(parts - 1, 8), imbalance=stats.edge_imbalance
-        )
-    return GraphLoad(
-        nodes=graph.nodes, row_bytes=graph.row_bytes, exchanges=graph.exchanges, cuts=cuts
-    )
 
 
 # -- layers: their shares of the time, their shapes, and the buckets they fill ------------------

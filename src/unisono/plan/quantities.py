@@ -6,8 +6,6 @@ import re
 
 from unisono.errors import PlatformError, UnisonoError
 
-__all__ = ["read_rate", "read_time", "write_bytes", "write_rate", "write_time"]
-
 _RATES = {"B": 1.0, "KB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12}
 _BITS = {"bit": 0.125, "kbit": 125.0, "mbit": 125e3, "gbit": 125e6, "tbit": 125e9}
 _TIMES = {"ns": 1e-9, "us": 1e-6, "ms": 1e-3, "s": 1.0}

@@ -16,8 +16,10 @@ from typing import Any
 
 from unisono.nn.paper import Sent
 from unisono.plan.cluster import (
+    NO_SUM,
     Cluster,
     Link,
+    Sum,
     all_gather,
     all_reduce,
     all_reduce_between,
@@ -176,28 +178,34 @@ def spatial(
     share = workload.whole
     if size > 1:
         share = workload.space(grid, max(1, round(batch * size)))
+    if share.refusal:
+        return share.refusal
     note = f"teams of {size} as {'x'.join(map(str, grid))}"
-    return _shared(workload, cluster, batch * size, size, share, note)
+    # The team's own sum is among what its ranks send; teams are data-parallel to each other.
+    gradients = cluster.all_reduce(workload.sent_bytes) if cluster.ranks > size else NO_SUM
+    return _shared(workload, cluster, batch * size, size, share, gradients, note)
 
 
 def _shared(
-    workload: Workload, cluster: Cluster, samples: float, size: int, share: Share, note: str
-) -> Cost | str:
+    workload: Workload,
+    cluster: Cluster,
+    samples: float,
+    size: int,
+    share: Share,
+    gradients: Sum,
+    note: str,
+) -> Cost:
     """Predict teams of ranks that share `samples`, given what the busiest of a team does."""
-    if share.refusal:
-        return share.refusal
     link = _team_link(cluster, size)
+    compute = cluster.compute(share.passes.seconds(samples) + workload.optimizer_s)
     sent = math.fsum(_seconds(one, link) for one in share.sent)
-    algorithm = "-"
-    if cluster.ranks > size:  # teams are data-parallel to each other
-        between = cluster.all_reduce(workload.sent_bytes)
-        sent, algorithm = sent + between.seconds, between.algorithm
+    overlap = link.overlap if share.is_hidden else 0.0
     return Cost(
-        compute_s=cluster.compute(share.passes.seconds(samples) + workload.optimizer_s),
-        waiting_s=sent,
-        communication_s=sent,
+        compute_s=compute,
+        waiting_s=remaining(sent, max(0.0, sent - compute), overlap) + gradients.seconds,
+        communication_s=sent + gradients.seconds,
         memory_bytes=workload.held_bytes + samples * share.activation_bytes,
-        algorithm=algorithm,
+        algorithm=gradients.algorithm,
         note=note,
     )
 
@@ -255,34 +263,16 @@ def graph(
     workload: Workload, cluster: Cluster, batch: float, team: int | None = None
 ) -> Cost | str:
     """Predict a graph cut over the ranks of a team: each fetches the rows that its edges read."""
+    if workload.graph is None:
+        return "the model has no graph: --model graph, or Subject.graph"
     size = _team_size(cluster, team)
     samples = batch * size
-    if workload.atoms is not None:
-        share = workload.atoms(size) if size > 1 else workload.whole
-        return _shared(workload, cluster, samples, size, share, f"teams of {size}")
-    load = workload.graph
-    if load is None:
-        return "the model has no graph: --model graph, or Subject.graph"
-    cut = load.cuts.get(size)
-    if size > 1 and cut is None:
-        return f"{size} ranks for {load.nodes} nodes of a graph"
-    link = _team_link(cluster, size)
-    busiest, halo, note = batch, 0.0, f"teams of {size}"
-    if cut is not None and size > 1:
-        busiest = batch * cut.imbalance
-        nbytes = cut.halo_rows * load.row_bytes * samples
-        halo = 2 * load.exchanges * exchange(nbytes, cut.neighbours, link)
-        note += f"; {cut.halo_rows} of {load.nodes} rows fetched"
-    compute = cluster.compute(workload.compute(busiest))
-    gradients, _, algorithm = cluster.all_reduce(workload.sent_bytes)
-    return Cost(
-        compute_s=compute,
-        waiting_s=remaining(halo, max(0.0, halo - compute), link.overlap) + gradients,
-        communication_s=halo + gradients,
-        memory_bytes=replica_memory(workload, busiest),
-        algorithm=algorithm,
-        note=note,
-    )
+    share = workload.graph(size, samples) if size > 1 else workload.whole
+    if share.refusal:
+        return share.refusal
+    gradients = cluster.all_reduce(workload.sent_bytes)
+    note = "; ".join(filter(None, [f"teams of {size}", share.note]))
+    return _shared(workload, cluster, samples, size, share, gradients, note)
 
 
 def grid_of(ranks: int, sizes: Sequence[int]) -> tuple[int, ...]:

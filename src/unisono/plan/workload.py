@@ -6,21 +6,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from unisono.nn.paper import Sent
-
-__all__ = [
-    "GraphCut",
-    "GraphLoad",
-    "Layer",
-    "Pace",
-    "SentBucket",
-    "Share",
-    "Workload",
-    "fit_pace",
-]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,31 +49,6 @@ class SentBucket:
 
 
 @dataclass(frozen=True, kw_only=True)
-class GraphCut:
-    """A graph split over some ranks."""
-
-    halo_rows: int
-    """Rows that the busiest rank fetches."""
-    neighbours: int
-    """Ranks that it fetches from."""
-    imbalance: float
-    """Edges of the busiest rank over the mean."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class GraphLoad:
-    """The graph of one sample."""
-
-    nodes: int
-    row_bytes: int
-    """Bytes of a node's features, which travel in each exchange."""
-    exchanges: int
-    """Layers that read neighbours."""
-    cuts: Mapping[int, GraphCut]
-    """By number of ranks."""
-
-
-@dataclass(frozen=True, kw_only=True)
 class Share:
     """What the busiest rank of a team does, which has a part of each sample of the team."""
 
@@ -95,7 +59,11 @@ class Share:
     activation_bytes: float = 0.0
     """Kept from forward to backward for each sample of the team."""
     sent: Sequence[Sent] = ()
-    """Everything it sends in a forward and a backward, gradients too."""
+    """Everything it sends in a forward and a backward."""
+    is_hidden: bool = False
+    """Whether it computes while messages travel, as far as the link allows."""
+    note: str = ""
+    """What to know."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,11 +83,12 @@ class Workload:
     buckets: Sequence[SentBucket]
     """In the order in which they travel."""
     layers: Sequence[Layer] = ()
-    graph: GraphLoad | None = None
     space: Callable[[tuple[int, ...], int], Share] | None = None
-    """Says what happens when the spatial dims of so many samples are cut over a grid of ranks."""
-    atoms: Callable[[int], Share] | None = None
-    """Says what happens when the atoms of a potential are cut over so many ranks."""
+    """`space(grid, samples)`: what happens when the spatial dims of so many samples are cut over a
+    grid of ranks; what is sent includes the sum of gradients over them."""
+    graph: Callable[[int, float], Share] | None = None
+    """`graph(ranks, samples)`: what happens when the graphs, or the atoms, of so many samples are
+    cut over ranks; without the sum of gradients."""
     is_bayesian: bool = False
     item_bytes: int = 4
     """Of a number."""

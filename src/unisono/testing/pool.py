@@ -175,11 +175,13 @@ class RankPool:
     def open(
         self, world: int, *, timeout: float = 20.0, backend: str = "gloo"
     ) -> Iterator[RankWorld]:
-        """Give a world of ranks that share one process group for several calls."""
+        """Give a world of ranks that share one process group for several calls.
+
+        The first call makes the group.
+        """
         __tracebackhide__ = True
         ranks = RankWorld(self, world, timeout_s=timeout, backend=backend)
         try:
-            ranks.open()
             yield ranks
             ranks.close()
         finally:

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from unisono.errors import name_ranks
+from unisono.errors import name_ranks, ranks_by_text
 from unisono.launch.pool.verdict import signal_name
 
 if TYPE_CHECKING:
@@ -144,10 +144,8 @@ def write_report(findings: Findings) -> str:
 
 def _alike(texts: Mapping[int, str]) -> list[tuple[list[int], str]]:
     """Group ranks whose texts differ in addresses at most, in the order of their first."""
-    groups: dict[str, list[int]] = {}
-    for rank, text in texts.items():
-        groups.setdefault(_ADDRESSES.sub("*", text), []).append(rank)
-    return [(ranks, texts[ranks[0]]) for ranks in groups.values()]
+    plain = {rank: _ADDRESSES.sub("*", text) for rank, text in texts.items()}
+    return [(ranks, texts[ranks[0]]) for ranks in ranks_by_text(plain).values()]
 
 
 def _section(title: str, text: str) -> str:

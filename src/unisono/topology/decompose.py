@@ -62,22 +62,24 @@ def block(n: int, parts: int, index: int) -> Interval:
     return start, start + quotient + (index < rest)
 
 
-def owner(n: int, parts: int, i: int) -> int:
-    """Return the index of the balanced block that holds point `i`.
-
-    >>> [owner(5, 3, i) for i in range(5)]
-    [0, 0, 1, 1, 2]
-    """
-    _check_split(n, parts)
-    check_within(f"owner of point {i} of {n}", i, n)
-    quotient, rest = divmod(n, parts)
-    in_larger = rest * (quotient + 1)
-    return i // (quotient + 1) if i < in_larger else rest + (i - in_larger) // quotient
-
-
 def block_at(cuts: Sequence[int], i: int) -> int:
     """Return the index of the (never empty) block of `cuts` that holds point `i`."""
     return bisect_right(cuts, i) - 1
+
+
+def blocks_over(cuts: Sequence[int], start: int, stop: int) -> Iterator[tuple[int, int, int]]:
+    """Yield each block that shares points with `[start, stop)`: its index, and their range.
+
+    >>> list(blocks_over((0, 3, 3, 8), 2, 5))
+    [(0, 2, 3), (2, 3, 5)]
+    """
+    first = block_at(cuts, start) if start < stop else len(cuts)
+    for i in range(first, len(cuts) - 1):
+        if cuts[i] >= stop:
+            break
+        low, high = max(start, cuts[i]), min(stop, cuts[i + 1])
+        if low < high:
+            yield i, low, high
 
 
 def check_cuts(cuts: Sequence[Sequence[int]]) -> None:

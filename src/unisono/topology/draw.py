@@ -9,17 +9,19 @@ from __future__ import annotations
 
 import colorsys
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import accumulate, pairwise, product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from unisono.errors import MissingExtra, PartitionError
+from unisono.errors import MissingExtra, PartitionError, name_ranks
 from unisono.topology import halo as halos
 from unisono.topology.decompose import flat_index, grid_index, split_cuts
 from unisono.topology.fanout import Layout
 from unisono.topology.halo import HaloPlan, Message, Piece
+from unisono.topology.window import WRAPS
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -30,7 +32,6 @@ _TIMES = " \u00d7 "
 _INK, _FAINT, _PADDING = "#1f2937", "#6b7280", "#9ca3af"
 Colour = tuple[float, float, float]
 Cell = tuple[int, int]
-Index = tuple[int, ...]
 _CELL = (2.5, 1.8)
 """Inches of a block, across and down."""
 _RIM, _MARGIN, _WRAP_MARGIN = 0.07, 0.14, 0.3
@@ -86,121 +87,111 @@ def draw(
             f"{len(global_shape)} dims != {len(grid)} dims",
             "partition and tensor of equal length; write 1 where a dim is not split",
         )
-    title, cuts, plans = f"partition {_sizes(grid)}", None, None
+    title, cuts, plans = f"partition {_sizes(grid)}", None, []
     if global_shape is not None:
         title += f" of a tensor {_sizes(global_shape)}"
         cuts = tuple(split_cuts(n, parts) for n, parts in zip(global_shape, grid, strict=True))
-        if halo is not None:
-            plans = {
-                index: halos.plan(cuts, index, **halo)
+        for index in product(*map(range, grid)) if halo is not None else ():
+            plans.append(
+                halos.plan(cuts, index, **halo)
                 if isinstance(halo, Mapping)
-                else halos.plan_widths(cuts, index, list(halo))
-                for index in product(*map(range, grid))
-            }
-    picture = Picture(title, grid, tuple(partition.ranks), cuts, plans, _arrange(grid), itemsize)
+                else halos.plan_widths(cuts, index, list(halo or ()))
+            )
+    picture = _Picture(title, grid, tuple(partition.ranks), cuts, plans, itemsize)
     if path is not None:
         _save(picture, path)
-    lines = [title]
-    width = max(len(line) for i in product(*map(range, grid)) for line in _cell(picture, i)) + 2
-    for fixed in picture.panels():
-        lines += [picture.where(fixed)] if picture.where(fixed) else []
-        lines += _table(picture, fixed, width)
-    return "\n".join(lines if plans is None else lines + _traffic(picture, plans))
+    return _text(picture)
 
 
 def _sizes(values: Sequence[int], times: str = " x ") -> str:
     return times.join(map(str, values))
 
 
-def _arrange(grid: Sequence[int]) -> tuple[int | None, int | None]:
-    """Return the dims drawn across and down."""
-    split = [dim for dim, size in enumerate(grid) if size > 1]
-    across = split[-1] if split else (len(grid) - 1 if grid else None)
-    down = split[-2] if len(split) > 1 else None
-    if len(split) == 1 and across != len(grid) - 1:
-        across, down = None, across
-    return across, down
-
-
 @dataclass(frozen=True)
-class Picture:
-    """What is drawn, all of it computed before."""
+class _Picture:
+    """What is drawn, all of it computed before. A block is named by its row-major place."""
 
     title: str
     grid: tuple[int, ...]
     ranks: tuple[int, ...]
     cuts: tuple[tuple[int, ...], ...] | None
-    plans: Mapping[Index, HaloPlan] | None
-    dims: tuple[int | None, int | None]
-    """Those that run across and down; None: one column, one row."""
+    plans: Sequence[HaloPlan]
+    """One for each block; none without halos."""
     itemsize: int
 
-    def block(self, index: Index) -> list[int]:
-        """Return the sizes of a block."""
-        return [own[i + 1] - own[i] for own, i in zip(self.cuts or (), index, strict=True)]
+    @cached_property
+    def dims(self) -> tuple[int | None, int | None]:
+        """Those that run across and down: the last two that are split; None: one column, one row.
 
-    def panels(self) -> list[dict[int, int]]:
-        """Return where the dims that are not drawn stand in each grid of blocks."""
+        A single split dim runs down, unless it is the last one.
+        """
+        last = len(self.grid) - 1
+        split = [dim for dim, size in enumerate(self.grid) if size > 1] or [last] * (last >= 0)
+        if len(split) == 1 and split[0] != last:
+            return None, split[0]
+        *_, down, across = None, None, *split
+        return across, down
+
+    @cached_property
+    def drawn(self) -> list[tuple[int, int]]:
+        """The axes of the image that show a dim, and the dim."""
+        return [(axis, dim) for axis, dim in enumerate(self.dims) if dim is not None]
+
+    def panels(self) -> Iterator[tuple[str, list[list[int]]]]:
+        """Yield each grid of blocks: which index of the other dims it shows, and its rows."""
         outer = [dim for dim in range(len(self.grid)) if dim not in self.dims]
-        places = product(*(range(self.grid[dim]) for dim in outer))
-        return [dict(zip(outer, place, strict=True)) for place in places]
+        columns, rows = ([0] if dim is None else range(self.grid[dim]) for dim in self.dims)
+        across, down = self.dims
+        for fixed in product(*(range(self.grid[dim]) for dim in outer)):
+            at: dict[int | None, int] = dict(zip(outer, fixed, strict=True))
+            shown = [f"dim {dim} = {at[dim]}" for dim in outer if self.grid[dim] > 1]
+            places = [
+                [self._place({**at, across: column, down: row}) for column in columns]
+                for row in rows
+            ]
+            yield ", ".join(shown), places
 
-    def where(self, fixed: Mapping[int, int]) -> str:
-        """Return the same in words; nothing where there is one grid."""
-        return ", ".join(f"dim {dim} = {i}" for dim, i in fixed.items() if self.grid[dim] > 1)
+    def _place(self, at: Mapping[int | None, int]) -> int:
+        return flat_index(self.grid, [at[dim] for dim in range(len(self.grid))])
 
-    def size(self, axis: int) -> int:
-        """Return how many blocks there are along an axis."""
-        dim = self.dims[axis]
-        return 1 if dim is None else self.grid[dim]
-
-    def index(self, fixed: Mapping[int, int], cell: Cell) -> Index:
-        """Return the index of a cell of the grid at `fixed` of the other dims."""
-        places = {**fixed, **dict(zip(self.dims, cell, strict=True))}
-        return tuple(places[dim] for dim in range(len(self.grid)))
+    def words(self, place: int, times: str = " x ") -> list[str]:
+        """Return rank, index and, where it is known, the size of a block."""
+        index = grid_index(self.grid, place)
+        words = [f"rank {self.ranks[place]}", f"({', '.join(map(str, index))})"]
+        if self.cuts is not None:
+            blocks = [own[i + 1] - own[i] for own, i in zip(self.cuts, index, strict=True)]
+            words.append(_sizes(blocks, times))
+        return words
 
     def bytes_of(self, pieces: Iterable[Piece | Message]) -> int:
         """Return the bytes that travel."""
         return sum(piece.numel for piece in pieces) * self.itemsize
 
-    def between(self, a: Index, b: Index, dim: int) -> int:
+    def between(self, a: int, b: int, dim: int) -> int:
         """Return the bytes between neighbours in a dim, but for those that go round its ends."""
-        if self.plans is None:
-            return 0
         total = 0
-        for mine, other in ((a, b), (b, a)):
-            reader = self.plans[other]
-            for message in self.plans[mine].sends:
-                if message.peer == reader.rank:
-                    total += self.bytes_of(
-                        piece for piece in message.pieces if not reader.is_wrapped(piece, dim)
-                    )
+        for reader, sender in ((a, b), (b, a)) if self.plans else ():
+            plan = self.plans[reader]
+            pieces = [p for message in plan.recvs if message.peer == sender for p in message.pieces]
+            total += self.bytes_of(piece for piece in pieces if piece.kinds[dim] not in WRAPS)
         return total
 
     def wraps(self, dim: int | None) -> bool:
-        """Return whether some window goes round the ends of a drawn dim."""
-        if dim is None or self.plans is None:
-            return False
-        return any(plan.wraps and any(plan.wraps[dim]) for plan in self.plans.values())
+        """Return whether some window goes round the ends of a dim."""
+        return dim is not None and any(any(plan.wraps[dim]) for plan in self.plans)
 
-    def wrapped(self, index: Index, dim: int, side: int) -> list[Piece]:
-        """Return what the rank at `index` reads round the left or right end of `dim`.
+    def wrapped(self, place: int, dim: int, side: int) -> list[Piece]:
+        """Return what the rank at `place` reads round the left or right end of `dim`.
 
         Only what comes straight across: from ranks that differ in this dim alone.
         """
-        plan = None if self.plans is None else self.plans[index]
-        if plan is None or not plan.wraps or not plan.wraps[dim][side]:
-            return []
+        plan, index = self.plans[place], grid_index(self.grid, place)
         found: list[Piece] = []
         for piece in [*plan.local, *(piece for message in plan.recvs for piece in message.pieces)]:
             owner = grid_index(self.grid, piece.owner)
-            is_left = piece.dest[dim][1] <= plan.wraps[dim][0]
-            is_straight = all(
-                owner[d] == i and not plan.is_wrapped(piece, d)
-                for d, i in enumerate(index)
-                if d != dim
-            )
-            if plan.is_wrapped(piece, dim) and is_left == (side == 0) and is_straight:
+            others = [d for d in range(len(index)) if d != dim]
+            is_straight = all(owner[d] == index[d] and piece.kinds[d] not in WRAPS for d in others)
+            if piece.kinds[dim] == WRAPS[side] and is_straight:
                 found.append(piece)
         return found
 
@@ -208,67 +199,51 @@ class Picture:
 # -- text -----------------------------------------------------------------------------------------
 
 
-def _cell(picture: Picture, index: Index) -> list[str]:
-    """Return the lines of one block."""
-    rank = picture.ranks[flat_index(picture.grid, index)]
-    text = [f"rank {rank}", f"({', '.join(map(str, index))})"]
-    if picture.cuts is not None:
-        text.append(_sizes(picture.block(index)))
-    if picture.plans is not None:
-        plan, plans = picture.plans[index], picture.plans.values()
-        for dim in range(len(picture.grid)):
-            if any(any(p.widths[dim]) for p in plans):
-                text.append("halo dim {}: {}/{}".format(dim, *plan.widths[dim]))
-        for dim in range(len(picture.grid)):
+def _text(picture: _Picture) -> str:
+    dims = range(len(picture.grid))
+    plans = picture.plans
+    cells: list[list[str]] = []
+    for place in range(len(picture.ranks)):
+        lines = picture.words(place)
+        for dim in dims if plans else ():
+            if any(any(plan.widths[dim]) for plan in plans):
+                lines.append("halo dim {}: {}/{}".format(dim, *plans[place].widths[dim]))
+        for dim in dims:
             if picture.wraps(dim):
-                text.append("wraps dim {}: {}/{}".format(dim, *plan.wraps[dim]))
-    return text
+                lines.append("wraps dim {}: {}/{}".format(dim, *plans[place].wraps[dim]))
+        cells.append(lines)
+    width = max(len(line) for cell in cells for line in cell) + 2
+    out = [picture.title]
+    for where, rows in picture.panels():
+        rule = "+" + "+".join("-" * width for _ in rows[0]) + "+"
+        out += [where, rule] if where else [rule]
+        for row in rows:
+            for parts in zip(*(cells[place] for place in row), strict=True):
+                out.append("|" + "|".join(part.center(width) for part in parts) + "|")
+            out.append(rule)
+    sends = [
+        f"rank {picture.ranks[plan.rank]} sends "
+        + ", ".join(_sent(picture, message) for message in plan.sends)
+        for plan in plans
+        if plan.sends
+    ]
+    return "\n".join(out + (sends or ["no messages"] if plans else []))
 
 
-def _table(picture: Picture, fixed: Mapping[int, int], width: int) -> list[str]:
-    """Return the lines of one grid of cells."""
-    columns = range(picture.size(_ACROSS))
-    rule = "+" + "+".join("-" * width for _ in columns) + "+"
-    lines = [rule]
-    for row in range(picture.size(_DOWN)):
-        texts = [_cell(picture, picture.index(fixed, (column, row))) for column in columns]
-        for parts in zip(*texts, strict=True):
-            lines.append("|" + "|".join(part.center(width) for part in parts) + "|")
-        lines.append(rule)
-    return lines
-
-
-def _traffic(picture: Picture, plans: Mapping[Index, HaloPlan]) -> list[str]:
-    """Return one line for each rank that sends something."""
-    lines: list[str] = []
-    readers = list(plans.values())  # row-major, so that a rank is its place
-    for plan in readers:
-        if plan.sends:
-            sent = ", ".join(
-                f"{picture.bytes_of([message])} bytes to {picture.ranks[message.peer]}"
-                + _round(message, readers[message.peer], picture.itemsize)
-                for message in plan.sends
-            )
-            lines.append(f"rank {picture.ranks[plan.rank]} sends {sent}")
-    return lines or ["no messages"]
-
-
-def _round(message: Message, reader: HaloPlan, itemsize: int) -> str:
-    """Return how much of a message goes round an end of the tensor."""
-    count = sum(
-        piece.numel
-        for piece in message.pieces
-        if any(reader.is_wrapped(piece, dim) for dim in range(len(piece.dest)))
-    )
-    if not count:
-        return ""
-    return " (wraps)" if count == message.numel else f" ({count * itemsize} of them wrap)"
+def _sent(picture: _Picture, message: Message) -> str:
+    """Return the bytes of a message, and how many of them go round an end of the tensor."""
+    whole = picture.bytes_of([message])
+    wrapped = picture.bytes_of(p for p in message.pieces if not set(WRAPS).isdisjoint(p.kinds))
+    text = f"{whole} bytes to {picture.ranks[message.peer]}"
+    if not wrapped:
+        return text
+    return text + (" (wraps)" if wrapped == whole else f" ({wrapped} of them wrap)")
 
 
 # -- image ----------------------------------------------------------------------------------------
 
 
-def _save(picture: Picture, path: Path) -> None:
+def _save(picture: _Picture, path: Path) -> None:
     """Write the image; its kind follows from the name."""
     try:
         import matplotlib as mpl
@@ -277,12 +252,13 @@ def _save(picture: Picture, path: Path) -> None:
         raise MissingExtra.of("plot", f"draw(..., file={path.name!r})", str(error)) from error
 
     title, note = picture.title.replace(" x ", _TIMES).capitalize(), _footnote(picture)
-    panels = picture.panels()
+    panels = list(picture.panels())
     across = min(len(panels), _PANELS)
     down = -(-len(panels) // across)
+    rows = panels[0][1]
     words = max(0.112 * len(title), 0.068 * len(note))
-    width = max(across * (_CELL[0] * picture.size(_ACROSS) + 0.9), 0.8 + words)
-    height = down * (_CELL[1] * picture.size(_DOWN) + 0.9) + 1.0
+    width = max(across * (_CELL[0] * len(rows[0]) + 0.9), 0.8 + words)
+    height = down * (_CELL[1] * len(rows) + 0.9) + 1.0
     # A letter is a letter in an SVG, so that text can be found and copied.
     with mpl.rc_context({"svg.fonttype": "none", "font.family": "DejaVu Sans"}):
         figure = Figure(figsize=(width, height), facecolor="white")
@@ -291,11 +267,11 @@ def _save(picture: Picture, path: Path) -> None:
             left=left, right=1 - 0.25 / width, top=1 - 1.04 / height, bottom=0.5 / height,
             wspace=0.22, hspace=0.34,
         )  # fmt: skip
-        axes = figure.subplots(down, across, squeeze=False)
-        for panel in axes.flat[len(panels) :]:
-            panel.set_axis_off()
-        for fixed, panel in zip(panels, axes.flat, strict=False):
-            _Panel(picture, fixed, panel).draw()
+        axes = figure.subplots(down, across, squeeze=False).flat
+        for unused in axes[len(panels) :]:
+            unused.set_axis_off()
+        for (where, rows), panel in zip(panels, axes, strict=False):
+            _Panel(picture, rows, panel).draw(where)
         figure.text(left, 1 - 0.34 / height, title, size=12, weight="bold", color=_INK)
         figure.text(left, 0.16 / height, note, size=8, color=_FAINT)
         figure.savefig(path, dpi=150)
@@ -304,49 +280,41 @@ def _save(picture: Picture, path: Path) -> None:
 class _Panel:
     """One grid of blocks, in coordinates where every block is large enough for its text."""
 
-    def __init__(self, picture: Picture, fixed: Mapping[int, int], axes: Axes) -> None:
+    def __init__(self, picture: _Picture, rows: list[list[int]], axes: Axes) -> None:
         self.picture = picture
-        self.fixed = fixed
+        self.cells = {(c, r): place for r, row in enumerate(rows) for c, place in enumerate(row)}
         self.axes = axes
-        self.edges = [self._edges_along(axis) for axis in (_ACROSS, _DOWN)]
+        self.edges = [self._edges_along(dim) for dim in picture.dims]
 
-    def _edges_along(self, axis: int) -> list[float]:
+    def _edges_along(self, dim: int | None) -> list[float]:
         """Return where blocks begin and end: by their sizes, but none vanishes."""
-        dim = self.picture.dims[axis]
-        if dim is None or self.picture.cuts is None:
-            return [float(i) for i in range(self.picture.size(axis) + 1)]
-        sizes = [b - a for a, b in pairwise(self.picture.cuts[dim])]
+        sizes = [1] * (1 if dim is None else self.picture.grid[dim])
+        if dim is not None and self.picture.cuts is not None:
+            sizes = [b - a for a, b in pairwise(self.picture.cuts[dim])]
         least = 0.6 * max(1, sum(sizes)) / len(sizes)
         shown = [max(size, least) for size in sizes]
         return [0.0, *accumulate(size * len(sizes) / sum(shown) for size in shown)]
 
-    def draw(self) -> None:
+    def draw(self, where: str) -> None:
         """Draw blocks, then what they borrow, then words."""
-        axes, picture = self.axes, self.picture
-        aside, above = (_WRAP_MARGIN if picture.wraps(dim) else _MARGIN for dim in picture.dims)
+        axes, dims = self.axes, self.picture.dims
+        aside, above = (_WRAP_MARGIN if self.picture.wraps(dim) else _MARGIN for dim in dims)
         axes.set_xlim(-aside, self.edges[_ACROSS][-1] + aside)
         axes.set_ylim(self.edges[_DOWN][-1] + above, -above)
         for side in axes.spines.values():
             side.set_visible(False)
-        cells = [(c, r) for r in range(picture.size(_DOWN)) for c in range(picture.size(_ACROSS))]
-        for cell in cells:
-            fill, edge = self._colours(cell)
+        for cell, place in self.cells.items():
+            fill, edge = _colours(place)
             self._rectangle(*self._box(cell), facecolor=fill, edgecolor=edge, linewidth=1.4)
-        for cell in cells:
-            self._borrowed(cell)
-        for axis, dim in enumerate(picture.dims):
-            if dim is not None:
+        if self.picture.plans:
+            for cell, place in self.cells.items():
+                self._frame(cell, self.picture.plans[place])
+            for axis, dim in self.picture.drawn:
                 self._ends(axis, dim)
-        for cell in cells:
-            self._words(cell)
-            self._seams(cell)
-        self._ruler()
-
-    def _index(self, cell: Cell) -> Index:
-        return self.picture.index(self.fixed, cell)
-
-    def _colours(self, cell: Cell) -> tuple[Colour, Colour]:
-        return _colours(flat_index(self.picture.grid, self._index(cell)))
+        for cell, place in self.cells.items():
+            self._words(cell, place)
+            self._seams(cell, place)
+        self._ruler(where)
 
     def _box(self, cell: Cell) -> tuple[list[float], list[float]]:
         """Return the upper left and the lower right corner of a block."""
@@ -360,144 +328,124 @@ class _Panel:
         self.axes.add_patch(Rectangle((low[_ACROSS], low[_DOWN]), *size, **look))
 
     def _text(self, at: Sequence[float], text: str, **look: Any) -> None:
-        self.axes.text(at[_ACROSS], at[_DOWN], text, ha="center", va="center", **look)
+        self.axes.text(at[_ACROSS], at[_DOWN], text, ha="center", **{"va": "center", **look})
 
-    def _borrowed(self, cell: Cell) -> None:
+    def _frame(self, cell: Cell, plan: HaloPlan) -> None:
         """Frame the points that a rank reads, where they go beyond its block."""
-        plan = None if self.picture.plans is None else self.picture.plans[self._index(cell)]
-        if plan is None or self.picture.cuts is None or 0 in plan.output_shape:
-            return
         low, high = self._box(cell)
         before = [*low, *high]
-        for axis, dim in enumerate(self.picture.dims):
-            if dim is None:
-                continue
+        for axis, dim in self.picture.drawn:
             for side, width in enumerate(plan.widths[dim]):
-                if width <= 0:
+                if width <= 0 or 0 in plan.output_shape:
                     continue
                 beside = cell[axis] + (1 if side else -1)
-                points = self.picture.cuts[dim][beside + 1] - self.picture.cuts[dim][beside]
+                start, stop = (self.picture.cuts or ())[dim][beside : beside + 2]
                 room = self.edges[axis][beside + 1] - self.edges[axis][beside]
                 # Thin halos would be invisible, and wide ones hide the neighbour.
-                reach = room * min(max(width / points if points else 1.0, 0.07), 0.9)
+                reach = room * min(max(width / (stop - start or width), 0.07), 0.9)
                 if side:
                     high[axis] += reach
                 else:
                     low[axis] -= reach
         if [*low, *high] != before:
-            edge = self._colours(cell)[1]
-            self._rectangle(low, high, facecolor=(*edge, 0.1), linewidth=0)
-            dashed: dict[str, Any] = {"linewidth": 1.0, "linestyle": (0, (3, 2))}
-            self._rectangle(low, high, facecolor="none", edgecolor=edge, **dashed)
+            edge = _colours(plan.rank)[1]
+            look = {"facecolor": (*edge, 0.1), "edgecolor": edge, "linestyle": (0, (3, 2))}
+            self._rectangle(low, high, linewidth=1.0, **look)
 
     def _ends(self, axis: int, dim: int) -> None:
         """Draw what stands beyond the ends of a dim: padding, or the points of its other end."""
-        picture, plans = self.picture, self.picture.plans
-        for line, side in product(range(picture.size(1 - axis)), (0, 1)):
-            places = range(picture.size(axis))
-            cells = [(i, line) if axis == _ACROSS else (line, i) for i in places]
-            cells = cells[::-1] if side else cells  # the outermost first
-            if plans is None:
-                continue
+        picture = self.picture
+        lines: dict[int, list[Cell]] = {}
+        for cell in self.cells:
+            lines.setdefault(cell[1 - axis], []).append(cell)
+        for line, side in product(lines.values(), (0, 1)):
+            cells = line[::-1] if side else line  # the outermost first
             low, high = self._box(cells[0])
             at = [(a + b) / 2 for a, b in zip(low, high, strict=True)]
             low[axis], high[axis] = (
                 (high[axis], high[axis] + _RIM) if side else (low[axis] - _RIM, low[axis])
             )
-            if plans[self._index(cells[0])].fills[dim][side]:
+            if picture.plans[self.cells[cells[0]]].fills[dim][side]:
                 hatched = {"facecolor": "none", "edgecolor": _PADDING, "hatch": "/////"}
                 self._rectangle(low, high, linewidth=0.0, **hatched)
             # With large paddings several ranks read there; the outermost is drawn.
-            for index in map(self._index, cells):
-                pieces = picture.wrapped(index, dim, side)
-                if pieces:
-                    break
-            else:
+            places = [self.cells[cell] for cell in cells]
+            reads = [(place, picture.wrapped(place, dim, side)) for place in places]
+            place, pieces = next((each for each in reads if each[1]), (0, []))
+            if not pieces:
                 continue
             owners = sorted({piece.owner for piece in pieces})
             colour = _colours(owners[0])[1]
             self._rectangle(low, high, linewidth=0.0, facecolor=(*colour, 0.45))
-            me = flat_index(picture.grid, index)
-            sent = picture.bytes_of(piece for piece in pieces if piece.owner != me)
-            named = ", ".join(str(picture.ranks[owner]) for owner in owners)
-            text = f"rank{'s' if len(owners) > 1 else ''} {named}"
-            text = f"{text}: {_bytes(sent)}" if sent else text
+            sent = picture.bytes_of(piece for piece in pieces if piece.owner != place)
+            text = name_ranks([picture.ranks[owner] for owner in owners])
             apart = (_WRAP_MARGIN - _RIM) / 2
             at[axis] = high[axis] + apart if side else low[axis] - apart
-            turned = 90 if axis == _ACROSS else 0
-            self._text(at, text, size=7.5, color=colour, rotation=turned)
+            self._text(
+                at, f"{text}: {_bytes(sent)}" if sent else text,
+                size=7.5, color=colour, rotation=90 if axis == _ACROSS else 0,
+            )  # fmt: skip
 
-    def _words(self, cell: Cell) -> None:
-        index, picture = self._index(cell), self.picture
-        rank = picture.ranks[flat_index(picture.grid, index)]
-        (x0, y0), (x1, y1) = self._box(cell)
-        fill, edge = self._colours(cell)
-        lines: list[tuple[str, dict[str, Any]]] = []
-        if picture.cuts is not None:
-            sizes = _sizes(picture.block(index), _TIMES)
-            lines.append((sizes, {"size": 9, "color": _INK}))
-        lines.append((f"({', '.join(map(str, index))})", {"size": 8, "color": _FAINT}))
-        if picture.plans is not None:
-            plan = picture.plans[index]
+    def _words(self, cell: Cell, place: int) -> None:
+        """Name a block in its middle: the rank above, below it what is known."""
+        picture = self.picture
+        fill, edge = _colours(place)
+        rank, *lines = picture.words(place, _TIMES)
+        if picture.plans:
+            plan = picture.plans[place]
             widths = [
-                "{} {}/{}".format(arrow, *plan.widths[dim])
-                for dim, arrow in zip(reversed(picture.dims), "\u2195\u2194", strict=True)
-                if dim is not None
+                "{} {}/{}".format("\u2194\u2195"[axis], *plan.widths[dim])
+                for axis, dim in reversed(picture.drawn)
             ]
-            lines.append((f"halo {'  '.join(widths)}", {"size": 8, "color": _INK}))
-            sent = f"sends {_bytes(picture.bytes_of(plan.sends))}"
-            lines.append((sent, {"size": 8, "color": _FAINT}))
-        x, top = (x0 + x1) / 2, (y0 + y1) / 2 - (0.04 + 0.125 * len(lines)) / 2
+            lines += [f"halo {'  '.join(widths)}", f"sends {_bytes(picture.bytes_of(plan.sends))}"]
+        low, high = self._box(cell)
+        at = [(a + b) / 2 for a, b in zip(low, high, strict=True)]
+        at[_DOWN] -= 0.06 * len(lines)
         # Lines of halos may run below the text.
         plate = {"facecolor": fill, "edgecolor": "none", "alpha": 0.75, "pad": 1.2}
-        self._text((x, top), f"rank {rank}", size=12, weight="bold", color=edge, bbox=plate)
-        for i, (text, look) in enumerate(lines, 1):
-            self._text((x, top + 0.04 + 0.125 * i), text, bbox=plate, **look)
+        self._text(at, rank, va="bottom", size=12, weight="bold", color=edge, bbox=plate)
+        at[_DOWN] += 0.03
+        look = {"va": "top", "size": 8.5, "color": _INK, "linespacing": 1.5}
+        self._text(at, "\n".join(lines), bbox=plate, **look)
 
-    def _seams(self, cell: Cell) -> None:
+    def _seams(self, cell: Cell, place: int) -> None:
         """Write on the seams to the right and below how many bytes cross them, both ways."""
-        plate = {"facecolor": "white", "edgecolor": "#d1d5db", "linewidth": 0.8}
-        for axis, dim in enumerate(self.picture.dims):
-            beside = (cell[0] + (axis == _ACROSS), cell[1] + (axis == _DOWN))
-            if dim is None or beside[axis] >= self.picture.size(axis):
-                continue
-            crossing = self.picture.between(self._index(cell), self._index(beside), dim)
+        for axis, dim in self.picture.drawn:
+            beside = self.cells.get((cell[0] + (axis == _ACROSS), cell[1] + (axis == _DOWN)))
+            crossing = 0 if beside is None else self.picture.between(place, beside, dim)
             if crossing:
                 low, high = self._box(cell)
                 at = [(a + b) / 2 for a, b in zip(low, high, strict=True)]
                 at[axis] = high[axis]
                 text = f"\u21c4 {_bytes(crossing)}" if axis == _ACROSS else _bytes(crossing)
-                box = {"boxstyle": "round,pad=0.25", **plate}
-                self._text(at, text, size=7.5, color=_INK, bbox=box)
+                plate = {"facecolor": "white", "edgecolor": "#d1d5db", "linewidth": 0.8}
+                plate["boxstyle"] = "round,pad=0.25"
+                self._text(at, text, size=7.5, color=_INK, bbox=plate)
 
-    def _ruler(self) -> None:
+    def _ruler(self, where: str) -> None:
         """Name the dims, and number their cuts."""
-        axes, picture = self.axes, self.picture
+        axes, cuts = self.axes, self.picture.cuts
+        axes.set(xticks=[], yticks=[])
         axes.xaxis.tick_top()
         axes.xaxis.set_label_position("top")
         axes.tick_params(length=0, labelsize=8, labelcolor=_FAINT, pad=1)
-        setters = (axes.set_xticks, axes.set_xlabel), (axes.set_yticks, axes.set_ylabel)
-        for dim, edges, (ticks, name) in zip(picture.dims, self.edges, setters, strict=True):
-            if dim is None or picture.cuts is None:
-                ticks([])
-            else:
-                ticks(edges, [str(cut) for cut in picture.cuts[dim]])
-            if dim is not None:
-                name(f"dim {dim}", fontsize=9, color=_INK)
-        if where := picture.where(self.fixed):
-            axes.set_title(where, fontsize=9, color=_INK, loc="left", pad=16)
+        for axis, dim in self.picture.drawn:
+            ruler = axes.yaxis if axis == _DOWN else axes.xaxis
+            ruler.set_label_text(f"dim {dim}", fontsize=9, color=_INK)
+            if cuts is not None:
+                ruler.set_ticks(self.edges[axis], [str(cut) for cut in cuts[dim]])
+        axes.set_title(where, fontsize=9, color=_INK, loc="left", pad=16)
 
 
-def _footnote(picture: Picture) -> str:
-    if picture.plans is None:
+def _footnote(picture: _Picture) -> str:
+    if not picture.plans:
         return ""
-    plans = picture.plans.values()
-    messages = [message for plan in plans for message in plan.sends]
+    messages = [message for plan in picture.plans for message in plan.sends]
     if not messages:
         return "no messages"
     sent = _bytes(picture.bytes_of(messages))
     words = f"{len(messages)} messages, {sent} in all; dashed: the points each rank reads"
-    words += "; hatched: padding" if any(plan.has_fill for plan in plans) else ""
+    words += "; hatched: padding" if any(plan.has_fill for plan in picture.plans) else ""
     around = any(map(picture.wraps, picture.dims))
     return words + ("; coloured rims: points of the other end" if around else "")
 

@@ -69,7 +69,7 @@ def _groups(
     verb: str, few: Layout, many: Layout, transpose_few: bool, transpose_many: bool
 ) -> list[Group]:
     check = getattr(few, "check_same_root", None)
-    if check is not None:
+    if check is not None and hasattr(many, "check_same_root"):  # a `Mesh` has no root of its own
         check(many)
     narrow = _turned(few.shape, transpose_few)
     wide = _turned(many.shape, transpose_many)

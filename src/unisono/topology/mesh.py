@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 from unisono.comm import Communicator
 from unisono.errors import MeshError
+from unisono.expect import expect_int
 from unisono.topology.decompose import fitting_shape, flat_index, grid_index
 from unisono.topology.partition import Frozen
 
@@ -124,7 +125,8 @@ class Mesh(Frozen):
             raise MeshError.because(
                 f"ranks along {list(axes)}", "an axis named twice", hint="each axis once"
             )
-        index = list(grid_index(self.shape, self.rank if rank is None else rank))
+        own = self.rank if rank is None else expect_int("rank", rank, 0, self.size, error=MeshError)
+        index = list(grid_index(self.shape, own))
         found: list[int] = []
         for coordinates in product(*(range(self.shape[place]) for place in places)):
             for place, coordinate in zip(places, coordinates, strict=True):

@@ -1,7 +1,7 @@
-"""Plans between two partitions: boxes of a repartition, groups of a broadcast or sum-reduce.
+"""The boxes that change hands when a tensor goes from one partition to another.
 
-Both are functions of cuts, shapes and rank tuples, so every rank computes its part without a
-message. No torch and no process here.
+A function of cuts and rank tuples, so every rank computes its part without a message. No torch and
+no process here.
 """
 
 from __future__ import annotations
@@ -13,26 +13,13 @@ from itertools import product
 
 from unisono.errors import PartitionError
 from unisono.topology.decompose import (
-    Interval,
-    block_at,
+    blocks_over,
     check_cuts,
     flat_index,
     grid_index,
     split_cuts,
 )
-from unisono.topology.fanout import Group, broadcast_groups, reduce_groups
 from unisono.topology.halo import Box
-
-__all__ = [
-    "Group",
-    "LocalMove",
-    "Move",
-    "OverlapPlan",
-    "broadcast_groups",
-    "overlaps",
-    "reduce_groups",
-    "repartition_plan",
-]
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,16 +30,6 @@ class Move:
     """Rank at the other end."""
     box: Box
     """Where in this rank's own block."""
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """Sizes of the box."""
-        return tuple(stop - start for start, stop in self.box)
-
-    @property
-    def numel(self) -> int:
-        """Number of points."""
-        return math.prod(self.shape)
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,26 +164,14 @@ def _moves(box: Box | None, bounds: Sequence[Sequence[int]], ranks: Sequence[int
     """Return the parts of `box` that the other layout's ranks hold, relative to `box`."""
     if box is None:
         return []
-    by_dim = [_touched(own, cuts) for own, cuts in zip(box, bounds, strict=True)]
-    grid = _grid(bounds)
-    return [
-        Move(ranks[flat_index(grid, [i for i, _ in combination])], tuple(r for _, r in combination))
-        for combination in product(*by_dim)
-    ]
-
-
-def _touched(own: Interval, cuts: Sequence[int]) -> list[tuple[int, Interval]]:
-    """Return the indices of one dim that overlap `own`, and where, relative to its start."""
-    found: list[tuple[int, Interval]] = []
-    if own[0] == own[1]:
-        return found
-    i = block_at(cuts, own[0])
-    while i < len(cuts) - 1 and cuts[i] < own[1]:
-        low, high = max(own[0], cuts[i]), min(own[1], cuts[i + 1])
-        if low < high:
-            found.append((i, (low - own[0], high - own[0])))
-        i += 1
-    return found
+    by_dim = [list(blocks_over(cuts, *own)) for own, cuts in zip(box, bounds, strict=True)]
+    starts = [start for start, _ in box]
+    moves: list[Move] = []
+    for combination in product(*by_dim):
+        peer = ranks[flat_index(_grid(bounds), [i for i, _, _ in combination])]
+        shared = zip(combination, starts, strict=True)
+        moves.append(Move(peer, tuple((low - s, high - s) for (_, low, high), s in shared)))
+    return moves
 
 
 def _spread(me: int, moves: Sequence[Move]) -> tuple[Move, ...]:

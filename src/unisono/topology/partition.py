@@ -65,10 +65,12 @@ class Partition(Frozen):
     ((1, 0), (2, 2))
     """
 
-    __slots__ = ("_ranks", "_root", "_shape", "_source")
+    __slots__ = ("_root", "_source", "ranks", "shape")
 
-    _shape: tuple[int, ...]
-    _ranks: tuple[int, ...]
+    shape: tuple[int, ...]
+    """Number of ranks along each dim."""
+    ranks: tuple[int, ...]
+    """Ranks of the root communicator, in row-major order."""
     _source: object
     _root: Communicator | None
 
@@ -90,7 +92,7 @@ class Partition(Frozen):
         # Communicators and process groups are known at once; anything else waits for its first use.
         known = isinstance(comm, Communicator | dist.ProcessGroup)
         root = Communicator.of(comm) if known else None
-        self._set(_shape=sizes, _ranks=members, _source=None if known else comm, _root=root)
+        self._set(shape=sizes, ranks=members, _source=None if known else comm, _root=root)
         if root is None and comm is None and has_world():
             root = world()
         _check_members(sizes, members, None if root is None else root.size)
@@ -122,24 +124,14 @@ class Partition(Frozen):
         return cls(shape, ranks=ranks, comm=mesh.comm())
 
     @property
-    def shape(self) -> tuple[int, ...]:
-        """Number of ranks along each dim."""
-        return self._shape
-
-    @property
     def dim(self) -> int:
         """Number of dims."""
-        return len(self._shape)
+        return len(self.shape)
 
     @property
     def size(self) -> int:
         """Number of ranks."""
-        return len(self._ranks)
-
-    @property
-    def ranks(self) -> tuple[int, ...]:
-        """Ranks of the root communicator, in row-major order."""
-        return self._ranks
+        return len(self.ranks)
 
     @property
     def root(self) -> Communicator:
@@ -147,7 +139,7 @@ class Partition(Frozen):
         root = self._root
         if root is None:
             root = world() if self._source is None else Communicator.of(self._source)
-            _check_members(self._shape, self._ranks, root.size)
+            _check_members(self.shape, self.ranks, root.size)
             if self._source is not None:
                 self._set(_root=root)
         return root
@@ -159,15 +151,15 @@ class Partition(Frozen):
         Collective over the partition's ranks at first use; a rank outside gets an error.
         """
         root = self.root
-        if root.rank not in self._ranks:
+        if root.rank not in self.ranks:
             raise PartitionError.because(
                 f"communicator of {self!r}",
                 f"this is rank {root.rank} of {root.name}, not a member",
                 hint="ask partition.active first",
             )
-        if self._ranks == tuple(range(root.size)):
+        if self.ranks == tuple(range(root.size)):
             return root
-        return cast("Communicator", root.sub(self._ranks))  # None outside only
+        return cast("Communicator", root.sub(self.ranks))  # None outside only
 
     @property
     def group(self) -> dist.ProcessGroup | None:
@@ -177,37 +169,37 @@ class Partition(Frozen):
     @property
     def active(self) -> bool:
         """Whether this process is one of the ranks."""
-        return self.root.rank in self._ranks
+        return self.root.rank in self.ranks
 
     @property
     def rank(self) -> int | None:
         """Own rank in the partition; None outside of it."""
         me = self.root.rank
-        return self._ranks.index(me) if me in self._ranks else None
+        return self.ranks.index(me) if me in self.ranks else None
 
     @property
     def index(self) -> tuple[int, ...] | None:
         """Own coordinates; None outside of the partition."""
         rank = self.rank
-        return None if rank is None else grid_index(self._shape, rank)
+        return None if rank is None else grid_index(self.shape, rank)
 
     def index_of(self, rank: int) -> tuple[int, ...]:
         """Return the coordinates of a rank of the partition."""
-        return grid_index(self._shape, self._checked(rank))
+        return grid_index(self.shape, self._checked(rank))
 
     def rank_at(self, index: Sequence[int]) -> int:
         """Return the rank of the partition that stands at `index`."""
         inside = len(index) == self.dim and all(
-            0 <= i < n for i, n in zip(index, self._shape, strict=True)
+            0 <= i < n for i, n in zip(index, self.shape, strict=True)
         )
         if not inside:
             raise PartitionError.because(
                 f"rank at index {list(index)}",
-                f"a partition of shape {list(self._shape)}",
+                f"a partition of shape {list(self.shape)}",
                 f"{len(index)} coordinates, {self.dim} dims",
                 "one coordinate per dim, each below the size there",
             )
-        return flat_index(self._shape, index)
+        return flat_index(self.shape, index)
 
     def neighbors(self, rank: int | None = None) -> list[tuple[int | None, int | None]]:
         """Return the partition ranks left and right of `rank` in each dim; None at an edge."""
@@ -215,7 +207,7 @@ class Partition(Frozen):
 
         def beside(dim: int, step: int) -> int | None:
             at = index[dim] + step
-            if not 0 <= at < self._shape[dim]:
+            if not 0 <= at < self.shape[dim]:
                 return None
             return self.rank_at((*index[:dim], at, *index[dim + 1 :]))
 
@@ -232,9 +224,9 @@ class Partition(Frozen):
         for axis in kept:
             check_within(f"axes {sorted(kept)} of a {self!r}", axis, self.dim)
         index = self.index_of(self._or_own(rank))
-        shape = tuple(n if dim in kept else 1 for dim, n in enumerate(self._shape))
-        along = [range(n) if dim in kept else (index[dim],) for dim, n in enumerate(self._shape)]
-        ranks = [self._ranks[flat_index(self._shape, place)] for place in product(*along)]
+        shape = tuple(n if dim in kept else 1 for dim, n in enumerate(self.shape))
+        along = [range(n) if dim in kept else (index[dim],) for dim, n in enumerate(self.shape)]
+        ranks = [self.ranks[flat_index(self.shape, place)] for place in product(*along)]
         return self._on_root(shape, ranks)
 
     def subset(self, ranks: Sequence[int], shape: Sequence[int] | None = None) -> Partition:
@@ -244,23 +236,23 @@ class Partition(Frozen):
             ranks: ranks of this partition.
             shape: the new grid; default one dim.
         """
-        chosen = [self._ranks[self._checked(rank)] for rank in ranks]
+        chosen = [self.ranks[self._checked(rank)] for rank in ranks]
         return self._on_root(shape if shape is not None else (len(chosen),), chosen)
 
     def union(self, other: Partition) -> Partition:
         """Return the one-dim partition of own ranks, then those that only `other` has."""
         self.check_same_root(other)
-        ranks = self._ranks + tuple(rank for rank in other._ranks if rank not in self._ranks)
+        ranks = self.ranks + tuple(rank for rank in other.ranks if rank not in self.ranks)
         return self._on_root((len(ranks),), ranks)
 
     def reshape(self, shape: Sequence[int]) -> Partition:
         """Return the same ranks in another grid."""
-        return self._on_root(shape, self._ranks)
+        return self._on_root(shape, self.ranks)
 
     def cuts(self, global_shape: Sequence[int]) -> tuple[tuple[int, ...], ...]:
         """Return, for each dim, the cuts of the balanced blocks of a global shape."""
         self._check_dims(global_shape)
-        return tuple(split_cuts(n, p) for n, p in zip(global_shape, self._shape, strict=True))
+        return tuple(split_cuts(n, p) for n, p in zip(global_shape, self.shape, strict=True))
 
     def local_shape(self, global_shape: Sequence[int], rank: int | None = None) -> tuple[int, ...]:
         """Return the shape of the balanced block of `rank` (default: the own one)."""
@@ -274,7 +266,7 @@ class Partition(Frozen):
         index = self.index_of(self._or_own(rank))
         return tuple(
             slice(*block(n, parts, i))
-            for n, parts, i in zip(global_shape, self._shape, index, strict=True)
+            for n, parts, i in zip(global_shape, self.shape, index, strict=True)
         )
 
     def check_same_root(self, other: Partition) -> None:
@@ -299,21 +291,19 @@ class Partition(Frozen):
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Partition):
             return NotImplemented
-        return (
-            self._shape == other._shape and self._ranks == other._ranks and self._has_root_of(other)
-        )
+        return self.shape == other.shape and self.ranks == other.ranks and self._has_root_of(other)
 
     def __hash__(self) -> int:
-        return hash((self._shape, self._ranks))
+        return hash((self.shape, self.ranks))
 
     def __repr__(self) -> str:
-        if self._ranks == tuple(range(len(self._ranks))):
-            return f"Partition({list(self._shape)})"
-        return f"Partition({list(self._shape)}, ranks={self._ranks})"
+        if self.ranks == tuple(range(len(self.ranks))):
+            return f"Partition({list(self.shape)})"
+        return f"Partition({list(self.shape)}, ranks={self.ranks})"
 
     def __reduce__(self) -> tuple[object, ...]:
         root = self.root if self._source is not None else self._root
-        return _rebuild, (type(self), self._shape, self._ranks, root)
+        return _rebuild, (type(self), self.shape, self.ranks, root)
 
     def _on_root(self, shape: Sequence[int], ranks: Sequence[int]) -> Partition:
         return Partition(shape, ranks=ranks, comm=self._root or self._source)
@@ -328,7 +318,7 @@ class Partition(Frozen):
         if own is None:
             raise PartitionError.because(
                 f"own place in {self!r}",
-                f"this is rank {self.root.rank}, members are {compress_ranks(self._ranks)}",
+                f"this is rank {self.root.rank}, members are {compress_ranks(self.ranks)}",
                 hint="ask partition.active first, or give rank=",
             )
         return own
@@ -341,7 +331,7 @@ class Partition(Frozen):
         if len(global_shape) != self.dim:
             raise PartitionError.because(
                 f"blocks of a tensor of shape {list(global_shape)}",
-                f"a partition of shape {list(self._shape)}",
+                f"a partition of shape {list(self.shape)}",
                 f"{len(global_shape)} dims != {self.dim} dims",
                 "one partition size for each tensor dim; write 1 where a dim is not split",
             )

@@ -56,28 +56,6 @@ class RowPlan:
             asked = f"RowPlan(send_sizes={list(sends)}, recv_sizes={list(recvs)})"
             raise PartitionError.because(asked, *wrong)
 
-    @property
-    def num_sent(self) -> int:
-        """Rows that leave this rank (its own place included)."""
-        return sum(self.send_sizes)
-
-    @property
-    def num_received(self) -> int:
-        """Rows that arrive on this rank (its own place included)."""
-        return sum(self.recv_sizes)
-
-    def sent_to(self, rank: int) -> Tensor:
-        """Return the own rows that go to `rank`, as a view."""
-        start = sum(self.send_sizes[:rank])
-        return self.send_index[start : start + self.send_sizes[rank]]
-
-    def to(self, device: torch.device | str) -> RowPlan:
-        """Return the plan with its index on `device`; itself when it is there already."""
-        moved = self.send_index.to(device)
-        if moved is self.send_index:
-            return self
-        return RowPlan(self.num_rows, moved, self.send_sizes, self.recv_sizes)
-
     @classmethod
     def from_lists(
         cls, num_rows: int, rows: Sequence[Sequence[int]], recv_sizes: Sequence[int]

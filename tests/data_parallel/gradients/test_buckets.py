@@ -69,9 +69,10 @@ def test_filling_takes_gradients_from_anywhere_once(factor):
         assert torch.equal(bucket.slots[i], torch.full_like(bucket.slots[i], (i + 1) * weight))
         assert torch.equal(grads[i], torch.full_like(grads[i], i + 1.0))
     assert bucket.flags.tolist() == [1, 1, 1, 0]
-    assert bucket.params[3].grad is None
+    assert not bucket.slots[3].any()
     bucket.resolve_unused()
     assert bucket.params[3].grad is None
+    assert bucket.idle == {3}
     bucket.fill(None)
     bucket.flags[3] = 2.0
     bucket.resolve_unused()

@@ -61,6 +61,7 @@ IMAGES: dict[str, Callable[[Tensor], Tensor]] = {
     "avg_pool one": lambda x: F.avg_pool2d(x[1], (3, 2), 1, (1, 0)),
     "max_pool of nothing": lambda x: F.max_pool2d(x - torch.inf, 3, 2, 1),
     "max_pool of nothing, apart": lambda x: F.max_pool2d(x - torch.inf, 2, 3, 1, 2, True),
+    "max_pool indices": lambda x: torch.mul(*F.max_pool2d(x, 3, 2, 1, return_indices=True)),
     "max_pool ceil": lambda x: F.max_pool2d(x, 2, ceil_mode=True),
     "avg_pool": lambda x: F.avg_pool2d(x, 3, 2, 1),
     "avg_pool no pad": lambda x: F.avg_pool2d(x, 3, 2, 1, count_include_pad=False),
@@ -157,7 +158,7 @@ IMAGES: dict[str, Callable[[Tensor], Tensor]] = {
 SEQUENCES: dict[str, Callable[[Tensor], Tensor]] = {
     "linear": lambda x: F.linear(x, param(5, 8), param(5)),
     "layer_norm": lambda x: F.layer_norm(x, (8,), param(8), param(8)),
-    "rms_norm": lambda x: F.rms_norm(x, (8,), param(8)),
+    "rms_norm": lambda x: F.rms_norm(x, (8,), param(8)) + F.rms_norm(x, (7, 8), eps=0.1),
     "class token": lambda x: torch.cat([param(1, 1, 8).expand(4, -1, -1), x], 1)[:, 0],
     "class token 2": lambda x: torch.cat([param(1, 1, 8).expand(4, -1, -1), x], 1)[:, 1:] + x,
     "positions": lambda x: x + param(1, 7, 8),
@@ -253,3 +254,53 @@ def test_two_cut_dims_that_a_view_merges_stay_cut():
 def test_sequences_cut_in_any_dim(name):
     for cuts in ({0: 3}, {1: 3}, {2: 3}, {1: 2}):
         compare(SEQUENCES[name], TOKENS, cuts)
+
+
+SUMS: dict[str, Callable[[Tensor], Tensor]] = {
+    "mean": lambda x: x.mean(0),
+    "std": lambda x: x.std(0),
+    "norm": lambda x: x.norm(dim=0),
+    "softmax": lambda x: (x * 0).softmax(0) * 65536,
+    "mse_loss": lambda x: F.mse_loss(x, x * 0),
+    "kl_div": lambda x: F.kl_div(x / 64, x * 0 + 1, reduction="batchmean"),
+    "cross_entropy": lambda x: F.cross_entropy(
+        torch.cat([x, -x], 1)[:, :2], torch.ones(len(x), dtype=torch.long), label_smoothing=0.1
+    ),
+}
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("name", SUMS)
+def test_sums_of_16_bit_values_neither_overflow_nor_lose_digits(name):
+    """What is summed over ranks exceeds 65504, or is a count above 256."""
+    partition = Partition([2, 1])
+    for dtype in (torch.float16, torch.bfloat16):
+        x = torch.full((70001, 1), 30.0, dtype=dtype)
+        x[::2] = 10.0
+        wanted = SUMS[name](x.float())
+        found = SUMS[name](Split.of(x[partition.local_slices(x.shape)], partition))
+        whole = found.whole() if isinstance(found, Split) else found
+        assert whole.dtype == dtype
+        torch.testing.assert_close(whole.float(), wanted, rtol=3 * torch.finfo(dtype).eps, atol=0.0)
+
+
+INTEGERS: dict[str, Callable[[Tensor], Tensor]] = {
+    "sum": lambda x: x.sum(2),
+    "max_pool": lambda x: F.max_pool2d(x.int(), 3, 2, 1),
+    "avg_pool": lambda x: F.avg_pool2d(x.long(), 3, 2, 1, count_include_pad=False),
+    "nearest": lambda x: F.interpolate(x, scale_factor=2),
+    "bilinear": lambda x: F.interpolate(x, size=(13, 21), mode="bilinear"),
+}
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("name", INTEGERS)
+def test_integers_become_what_torch_makes_of_them(name):
+    x = torch.randint(255, IMAGE, generator=torch.Generator().manual_seed(1), dtype=torch.uint8)
+    for partition in (Partition([1, 1, 2, 1]), Partition([1, 1, 1, 2])):
+        y = INTEGERS[name](Split.of(x[partition.local_slices(IMAGE)], partition))
+        whole, wanted = y.whole() if isinstance(y, Split) else y, INTEGERS[name](x)
+        assert whole.dtype == wanted.dtype
+        assert torch.equal(whole, wanted)
+    with pytest.raises(RuntimeError, match="floating point"):
+        Split.of(x[partition.local_slices(IMAGE)], partition).var(3)

@@ -78,9 +78,9 @@ class MultiheadAttention(BaseLayer):
         self.scores: tuple[Tensor, Tensor] | None = None
         """Mean and variance of the last attention scores, `[batch, heads, tokens, tokens]`."""
 
-    def children(self) -> list[BaseLayer]:
+    def inner(self, path: str = "") -> list[tuple[str, BaseLayer]]:
         """Return the projection."""
-        return [self.projection]
+        return [(path, self.projection)]
 
     def fixed_input(self) -> int | None:
         """All tokens, if their number was given."""
@@ -100,7 +100,6 @@ class MultiheadAttention(BaseLayer):
     def forward(self, x: Moments) -> Moments:
         """Project, score, normalise, mix."""
         batch = x.mean.shape[0]
-        self.projection.training = self.training
         rows = self.projection.forward(x)
         tokens = math.prod(x.mean.shape[1:]) // self.embed_dim  # known without rows too
         q, k, v = self._heads(rows, batch, tokens)

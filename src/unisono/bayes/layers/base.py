@@ -17,7 +17,15 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from unisono.bayes import cuda
-from unisono.bayes.moments import ArrayLike, Delta, Moments, check_variance, to_array, to_tensor
+from unisono.bayes.moments import (
+    ArrayLike,
+    Delta,
+    Moments,
+    check_count,
+    check_variance,
+    to_array,
+    to_tensor,
+)
 from unisono.bayes.parameters import Parameters, normal, start_scale
 from unisono.errors import PartitionError, PlatformError, an
 
@@ -42,15 +50,11 @@ def _flat(name: str, field: str, doc: str) -> property:
         given = to_tensor(values, target.device, target.dtype).reshape(-1)
         if field.startswith("var"):
             check_variance(given, what)
-        if given.numel() != target.numel():
-            wrong = f"{given.numel()} != {target.numel()}"
-            hint = f"a sequence of {target.numel()} numbers"
-            raise PartitionError.because(
-                f"{what} = {given.numel()} numbers", arithmetic=wrong, hint=hint
-            )
+        hint = f"a sequence of {target.numel()} numbers"
+        check_count(f"{what} = {given.numel()} numbers", given.numel(), target.numel(), hint)
         target.copy_(given.view(target.shape))
-        if field.startswith("delta"):
-            layer.deltas_written = True
+        if field.startswith("delta") and layer.params is not None:
+            layer.params.note_written()
 
     return property(read, write, doc=doc)
 
@@ -60,6 +64,8 @@ class BaseLayer(ABC):
 
     is_activation = False
     """Activations send deltas back as they are: the layer above multiplies their slope in."""
+    is_block = False
+    """Whether it is only the layers inside of it."""
     keeps_shape = False
     """Whether output and input of a sample have the same shape, whatever it is."""
     info = "{name}()"
@@ -88,7 +94,6 @@ class BaseLayer(ABC):
         self.num_threads = 1
         self.training = True
         self.params: Parameters | None = None
-        self.deltas_written = False
         self._device = torch.device("cpu")
         self._memory: Any = None
 
@@ -116,7 +121,7 @@ class BaseLayer(ABC):
 
     def init_weight_bias(self) -> None:
         """Draw new start values, in all layers inside."""
-        for layer in self.children():
+        for _, layer in self.inner():
             layer.init_weight_bias()
 
     def get_layer_info(self) -> str:
@@ -130,7 +135,9 @@ class BaseLayer(ABC):
         return type(self).__name__
 
     def get_max_num_states(self) -> int:
-        """Return the larger of the numbers of input and output units."""
+        """Return the larger of the numbers of input and output units; of a block, the largest."""
+        if self.is_block:
+            return max((layer.get_max_num_states() for _, layer in self.inner()), default=0)
         return max(self.input_size, self.output_size)
 
     def to_cuda(self) -> Self:
@@ -153,19 +160,23 @@ class BaseLayer(ABC):
             return {}
         return dict(zip(("mu_w", "var_w", "mu_b", "var_b"), self.params.values, strict=True))
 
-    def children(self) -> list[BaseLayer]:
-        """Return the layers directly inside."""
+    def inner(self, path: str = "") -> list[tuple[str, BaseLayer]]:  # noqa: ARG002
+        """Return the layers directly inside with their places; `path` is this layer's own."""
         return []
 
-    def leaves(self, path: str) -> Iterator[tuple[str, BaseLayer]]:
+    def leaves(self, path: str = "") -> Iterator[tuple[str, BaseLayer]]:
         """Yield the plain layers in walk order with their keys; `path` is this layer's place."""
-        yield f"{self.get_layer_name()}.{path}", self
+        if not self.is_block:
+            yield f"{self.get_layer_name()}.{path}", self
+            return
+        for place, layer in self.inner(path):
+            yield from layer.leaves(place)
 
     def move(self, device: torch.device, dtype: torch.dtype | None = None) -> None:
         """Put all tensors of the layer on another device or in another dtype."""
         if self.params is not None:
             self.params.move(device, dtype)
-        for layer in self.children():
+        for _, layer in self.inner():
             layer.move(device, dtype)
         self._device = device
         self.forget()
@@ -173,7 +184,7 @@ class BaseLayer(ABC):
     def forget(self) -> None:
         """Drop what `forward` remembered."""
         self._memory = None
-        for layer in self.children():
+        for _, layer in self.inner():
             layer.forget()
 
     def snapshot(self) -> dict[str, Any]:
@@ -229,43 +240,36 @@ class BaseLayer(ABC):
     def _check_size(self, found: Shape, wanted: int) -> None:
         """Refuse a sample of another size than this layer reads."""
         size = math.prod(found)
-        if size != wanted:
-            sizes = " * ".join(map(str, found))
-            raise PartitionError.because(
-                f"{self.get_layer_info()} reads {wanted} numbers per sample",
-                f"a sample of {size}" + (f" = {sizes}" if len(found) > 1 else ""),
-                f"{size} != {wanted}",
-                f"input_size={size}, or {wanted} outputs in the layer before",
-            )
+        asked = f"{self.get_layer_info()} reads {wanted} numbers per sample, not {list(found)}"
+        check_count(asked, size, wanted, f"input_size={size}, or {wanted} outputs before it")
 
     def __repr__(self) -> str:
         return self.get_layer_info()
 
 
 def same_info(info: str, other: str) -> bool:
-    """Compare infos without regard to case; an image size not known yet (0) matches any.
+    """Compare infos without regard to case, and to image sizes, on which no parameter depends.
+
+    Channels of a pool that are not known yet (0) match any.
 
     >>> same_info("Conv2d(1,2,0,0,3)", "conv2d(1,2,6,6,3)"), same_info("ReLU()", "Tanh()")
     (True, False)
     """
-    name, _, numbers = info.lower().rstrip(")").partition("(")
-    other_name, _, other_numbers = other.lower().rstrip(")").partition("(")
-    mine, theirs = numbers.split(","), other_numbers.split(",")
-    if len(mine) != 5 or len(theirs) != 5:
-        return info.lower() == other.lower()
-    pairs = zip(mine, theirs, strict=True)
-    return name == other_name and all(a == b or "0" in (a, b) for a, b in pairs)
+    told = [text.lower().rstrip(")").replace("(", ",").split(",") for text in (info, other)]
+    if {len(words) for words in told} != {6}:  # a name, channels, width, height, kernel
+        return told[0] == told[1]
+    pairs = [pair for n, pair in enumerate(zip(*told, strict=True)) if n not in (3, 4)]
+    return all(a == b or "0" in (a, b) for a, b in pairs)
 
 
 def check_sizes(layer: BaseLayer, least: int = 1, **sizes: int) -> None:
     """Refuse sizes of a layer that are not integers of at least `least`."""
     for name, size in sizes.items():
-        if not isinstance(size, int | np.integer) or size < least:
+        is_integer = isinstance(size, int | np.integer)
+        if not is_integer or size < least:
             raise PartitionError.because(
                 f"{layer.get_layer_name()}({name}={size})",
-                arithmetic=f"{size} < {least}"
-                if isinstance(size, int | np.integer)
-                else "not an integer",
+                arithmetic=f"{size} < {least}" if is_integer else "not an integer",
                 hint=f"{name}={max(least, 1)}",
             )
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import torch
 
@@ -27,6 +27,7 @@ class LayerBlock(BaseLayer):
         layers: the layers, first to last.
     """
 
+    is_block = True
     info = "LayerBlock({0.input_size},{0.output_size})"
 
     def __init__(self, *layers: BaseLayer) -> None:
@@ -55,10 +56,6 @@ class LayerBlock(BaseLayer):
             shape = (size,)
         return self._set_shapes(shape, outside)
 
-    def get_max_num_states(self) -> int:
-        """Return the largest number of units inside."""
-        return max((layer.get_max_num_states() for layer in self.layers), default=0)
-
     def forward(self, x: Moments) -> Moments:
         """First to last."""
         return forward_through(self.layers, x)
@@ -67,14 +64,9 @@ class LayerBlock(BaseLayer):
         """Last to first."""
         return backward_through(self.layers, delta, to_input=to_input)
 
-    def children(self) -> list[BaseLayer]:
+    def inner(self, path: str = "") -> list[tuple[str, BaseLayer]]:
         """Return the layers."""
-        return list(self.layers)
-
-    def leaves(self, path: str) -> Iterator[tuple[str, BaseLayer]]:
-        """Yield the layers inside."""
-        for n, layer in enumerate(self.layers):
-            yield from layer.leaves(f"{path}.{n}")
+        return [(f"{path}.{n}", layer) for n, layer in enumerate(self.layers)]
 
 
 class ResNetBlock(BaseLayer):
@@ -85,6 +77,7 @@ class ResNetBlock(BaseLayer):
         shortcut: the other branch; None is the input itself.
     """
 
+    is_block = True
     info = "ResNetBlock({0.input_size},{0.output_size})"
 
     def __init__(self, main_block: BaseLayer, shortcut: BaseLayer | None = None) -> None:
@@ -104,18 +97,19 @@ class ResNetBlock(BaseLayer):
     def init_input_buffer(self) -> None:
         """Do nothing: buffers are made when they are needed."""
 
-    def children(self) -> list[BaseLayer]:
+    def inner(self, path: str = "") -> list[tuple[str, BaseLayer]]:
         """Return the branches, main first."""
-        return [self.main_block] if self.shortcut is None else [self.main_block, self.shortcut]
+        branches = {"main": self.main_block, "shortcut": self.shortcut}
+        return [(f"{name}.{path}", b) for name, b in branches.items() if b is not None]
 
     def fixed_input(self) -> int | None:
         """As one of its branches says."""
-        sizes = (branch.fixed_input() for branch in self.children())
+        sizes = (branch.fixed_input() for _, branch in self.inner())
         return next((size for size in sizes if size is not None), None)
 
     def plan(self, shape: Shape | None) -> Shape | None:
         """Both branches must give the same number of units."""
-        main, *others = (branch.plan(shape) for branch in self.children())
+        main, *others = (branch.plan(shape) for _, branch in self.inner())
         if shape is None and (size := self.fixed_input()) is not None:
             shape = (size,)
         other = others[0] if others else shape
@@ -128,10 +122,6 @@ class ResNetBlock(BaseLayer):
                 "a shortcut of the same output size, such as Conv2d(..., kernel_size=1)",
             )
         return self._set_shapes(shape, main)
-
-    def get_max_num_states(self) -> int:
-        """Return the largest number of units inside."""
-        return max(branch.get_max_num_states() for branch in self.children())
 
     def forward(self, x: Moments) -> Moments:
         """Add the branches."""
@@ -163,12 +153,6 @@ class ResNetBlock(BaseLayer):
         self.input_delta_z.hold(total)
         return total
 
-    def leaves(self, path: str) -> Iterator[tuple[str, BaseLayer]]:
-        """Yield the layers of the main branch, then those of the shortcut."""
-        yield from self.main_block.leaves(f"main.{path}")
-        if self.shortcut is not None:
-            yield from self.shortcut.leaves(f"shortcut.{path}")
-
 
 def nan_in(*values: torch.Tensor | None) -> bool:
     """Whether one of these tensors holds a NaN."""
@@ -189,7 +173,7 @@ def first_nan(layers: Sequence[BaseLayer], x: Moments, place: str = "") -> str:
             found = first_nan(layer.layers, x, f"{place}{n}.")
             if found:
                 return found
-        for _, leaf in layer.leaves(""):
+        for _, leaf in layer.leaves():
             for name, tensor in leaf.tensors().items():
                 if nan_in(tensor):
                     return f"{where}: {name} of {leaf.get_layer_info()} holds a NaN"

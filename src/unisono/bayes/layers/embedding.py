@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import operator
 
 import torch
 from torch.nn import functional as F
@@ -11,6 +12,7 @@ from unisono.bayes.layers.base import BaseLayer, Shape, check_sizes
 from unisono.bayes.moments import Delta, Moments
 from unisono.bayes.parameters import normal
 from unisono.errors import PartitionError
+from unisono.expect import expect_int
 
 
 class Embedding(BaseLayer):
@@ -40,14 +42,8 @@ class Embedding(BaseLayer):
         super().__init__()
         check_sizes(self, num_embeddings=num_embeddings, embedding_dim=embedding_dim)
         check_sizes(self, 0, input_size=input_size)
-        if not -1 <= padding_idx < num_embeddings:
-            raise PartitionError.because(
-                f"Embedding({num_embeddings}, {embedding_dim}, padding_idx={padding_idx})",
-                f"rows 0 to {num_embeddings - 1}, and -1 for no padding",
-                f"{padding_idx} {'<' if padding_idx < -1 else '>'} "
-                f"{-1 if padding_idx < -1 else num_embeddings - 1}",
-                "padding_idx=-1",
-            )
+        index = operator.index(padding_idx)
+        expect_int("padding_idx", index, -1, num_embeddings, error=PartitionError)
         self.num_embeddings, self.embedding_dim = num_embeddings, embedding_dim
         self.input_size, self.scale, self.padding_idx = input_size, scale, padding_idx
         self.output_size = input_size * embedding_dim

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from unisono.bayes.layers.base import BaseLayer, Shape, check_sizes
-from unisono.bayes.moments import Delta, Moments
+from unisono.bayes.moments import Delta, Moments, check_count
 from unisono.errors import PartitionError
 
 
@@ -73,9 +73,9 @@ class _Norm(BaseLayer):
             )
         return list(shape)
 
-    def _check_pieces(self, shape: Shape) -> None:
-        """Refuse a sample that is not a whole number of pieces of `num_features`."""
-        size, group = math.prod(shape), self.num_features
+    def plan(self, shape: Shape | None) -> Shape | None:
+        """A sample is a whole number of pieces of `num_features`."""
+        size, group = 0 if shape is None else math.prod(shape), self.num_features
         if size % group:
             name = self.get_layer_name()
             raise PartitionError.because(
@@ -84,6 +84,7 @@ class _Norm(BaseLayer):
                 f"{size} = {size // group}*{group} + {size % group}",
                 f"{name}([{size}])",
             )
+        return self._set_shapes(shape, shape)
 
     def backward(self, delta: Delta, *, to_input: bool) -> Delta | None:
         """Sum over the groups for the gains; scale back for the input."""
@@ -149,13 +150,9 @@ class BatchNorm2d(_Norm):
 
     def plan(self, shape: Shape | None) -> Shape | None:
         """The first dim of a sample is the one with `num_features` entries."""
-        if shape is not None and shape[0] != self.num_features:
-            raise PartitionError.because(
-                f"BatchNorm2d({self.num_features})",
-                f"samples of shape {tuple(shape)}",
-                f"{shape[0]} != {self.num_features}",
-                f"BatchNorm2d({shape[0]})",
-            )
+        if shape is not None:
+            asked = f"BatchNorm2d({self.num_features}) of samples of shape {tuple(shape)}"
+            check_count(asked, shape[0], self.num_features, f"BatchNorm2d({shape[0]})")
         return self._set_shapes(shape, shape)
 
     def forward(self, x: Moments) -> Moments:
@@ -218,14 +215,12 @@ class LayerNorm(_Norm):
         return math.prod(self.normalized_shape) if len(self.normalized_shape) == 3 else None
 
     def plan(self, shape: Shape | None) -> Shape | None:
-        """The sample must be a whole number of groups."""
+        """An image is the one that was named; any other sample is of whole pieces."""
         own = self.normalized_shape
-        if shape is None and len(own) == 3:
-            shape = (own[0], own[2], own[1])
-        if shape is not None and len(own) == 3:
-            self._check_image(shape)
-        elif shape is not None:
-            self._check_pieces(shape)
+        if len(own) == 1:
+            return super().plan(shape)
+        shape = shape or (own[0], own[2], own[1])
+        self._check_image(shape)
         return self._set_shapes(shape, shape)
 
     def _check_image(self, shape: Shape) -> None:
@@ -276,12 +271,6 @@ class RMSNorm(_Norm):
     def __init__(self, normalized_shape: Sequence[int], eps: float = 1e-6) -> None:
         self.normalized_shape = self._checked_shape(normalized_shape, {1: "1 dim, [features]"})
         super().__init__(self.normalized_shape[0], eps, False, (1.0, 1.0))
-
-    def plan(self, shape: Shape | None) -> Shape | None:
-        """The sample must be a whole number of groups."""
-        if shape is not None:
-            self._check_pieces(shape)
-        return self._set_shapes(shape, shape)
 
     def forward(self, x: Moments) -> Moments:
         """Normalise."""

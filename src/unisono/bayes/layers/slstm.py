@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from unisono.bayes.layers.lstm import LSTM, State
-from unisono.bayes.moments import Delta, Moments
+from unisono.bayes.moments import Delta, Moments, check_count
 from unisono.errors import PartitionError
 
 FLOOR = 1e-5
@@ -96,13 +96,9 @@ class SLSTM(LSTM):
 
     def forward(self, x: Moments) -> Moments:
         """One step; in training it is written down."""
-        if x.mean.shape[0] != 1:
-            raise PartitionError.because(
-                f"{self.get_layer_info()} on {x.mean.shape[0]} samples",
-                "it follows one series, one time step per call",
-                f"{x.mean.shape[0]} != 1",
-                "a batch of 1, or LSTM(..., stateful=True) for several series",
-            )
+        asked = f"{self.get_layer_info()}, which follows one series, on {x.mean.shape[0]} samples"
+        hint = "a batch of 1, or LSTM(..., stateful=True) for several series"
+        check_count(asked, x.mean.shape[0], 1, hint)
         if self.training and self.num_samples and len(self.history) >= self.num_samples:
             raise PartitionError.because(
                 f"step {len(self.history) + 1} of {self.get_layer_info()}",

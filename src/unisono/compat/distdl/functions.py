@@ -20,47 +20,11 @@ from unisono.compat.distdl.structures import (
 )
 from unisono.operators import Repartition, all_sum_reduce, attach
 from unisono.operators.linear import identity
-from unisono.operators.partitioned import FanPlan, collect, fan_plan, spread
+from unisono.operators.partitioned import collect, fan_plan, spread
 from unisono.operators.repartition import RepartitionOnGroup
 from unisono.topology.fanout import Group
 from unisono.topology.halo import Box
 from unisono.topology.overlap import LocalMove, Move, OverlapPlan
-
-Team = tuple[MPIPartition, tuple[int, ...]]
-"""A team, and the shape of the blocks in it."""
-
-
-def plan_of_teams(
-    x: Tensor,
-    rooted: Team,
-    peered: Team,
-    dtype: torch.dtype,
-    preserve_batch: bool,
-) -> FanPlan:
-    """Return the plan of a rank that is the first of one team and any of another.
-
-    Args:
-        x: own input.
-        rooted: the team whose first rank this is, or inactive, and the shape of its blocks.
-        peered: the team in which it is one of the others, or `rooted` again, or inactive.
-        dtype: of the data.
-        preserve_batch: keep the batch size where the result has no elements.
-    """
-    groups: list[Group] = []
-    blocks: list[tuple[int, ...]] = []
-    (first, first_shape), (other, other_shape) = rooted, peered
-    if first.active:
-        members = layout_of(first).ranks
-        peers = members if first == other else members[1:]
-        groups.append(Group(members[0], members, peers))
-        blocks.append(first_shape)
-    if other.active and first != other:
-        members = layout_of(other).ranks
-        groups.append(Group(members[0], members, members))
-        blocks.append(other_shape)
-    root = layout_of(first if first.active else other).root
-    empty = (*x.shape[:1], 0) if preserve_batch else (0,)
-    return fan_plan(groups, root, blocks, dtype, empty=empty)
 
 
 def joining(x: Tensor, structure: TensorStructure) -> Tensor:
@@ -106,8 +70,20 @@ class BroadcastFunction:
         # A tensor without elements, as ranks that send nothing have it, may be of any dtype.
         dtype = (given if P_send.active else got).dtype or input.dtype
         ends = [(P_send, tuple(given.shape)), (P_recv, tuple(known.shape))]
-        rooted, peered = reversed(ends) if cls._sums else ends
-        plan = plan_of_teams(input, rooted, peered, dtype, preserve_batch)
+        if P_send == P_recv:
+            del ends[1]
+        groups: list[Group] = []
+        blocks: list[tuple[int, ...]] = []
+        for team, shape in ends:
+            if team.active:
+                members = layout_of(team).ranks
+                # the first rank of a team stays out of it where it gets a block in another one
+                stays_out = len(ends) == 2 and team is (P_recv if cls._sums else P_send)
+                groups.append(Group(members[0], members, members[1:] if stays_out else members))
+                blocks.append(shape)
+        root = layout_of(P_send if P_send.active else P_recv).root
+        empty = (*input.shape[:1], 0) if preserve_batch else (0,)
+        plan = fan_plan(groups, root, blocks, dtype, empty=empty)
         return (collect if cls._sums else spread)(joining(input, known), plan)
 
 
@@ -210,7 +186,7 @@ def _moves(
     return kept, tuple(sorted(moves, key=lambda move: move.peer))
 
 
-class ZeroVolumeCorrectorFunction(torch.autograd.Function):
+class ZeroVolumeCorrectorFunction:
     """A tensor without elements becomes the number 0; any other is copied.
 
     >>> ZeroVolumeCorrectorFunction.apply(torch.empty(3, 0))
@@ -218,19 +194,9 @@ class ZeroVolumeCorrectorFunction(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(input: Tensor) -> Tensor:
-        """Return 0.0 or a copy."""
-        return input.clone() if input.numel() else input.new_zeros(())
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Tensor], output: Tensor) -> None:  # noqa: ARG004
-        """Remember the shape of a tensor without elements."""
-        ctx.empty = None if inputs[0].numel() else inputs[0].shape
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:  # type: ignore[override]
-        """Pass the gradient on, or one without elements."""
-        return grad.clone() if ctx.empty is None else grad.new_empty(ctx.empty)
+    def apply(input: Tensor) -> Tensor:
+        """Return a copy, or 0, whose gradient comes back without elements."""
+        return input.clone() if input.numel() else input.sum(dtype=input.dtype)
 
 
 class InterpolateFunction:

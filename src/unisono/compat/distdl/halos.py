@@ -30,7 +30,7 @@ from unisono.nn.planned import PlannedModule
 from unisono.operators import all_to_all
 from unisono.operators.linear import identity
 from unisono.topology import Partition
-from unisono.topology.resample import Taps, resample_taps
+from unisono.topology.resample import Resampling, Taps
 
 Slices = tuple[slice, ...]
 
@@ -245,24 +245,37 @@ NoWidths = tuple[None, None, None, None]
 
 
 def exchange_widths(
-    signed_halo: Callable[[np.ndarray], np.ndarray],
+    needed: Callable[[np.ndarray, np.ndarray], tuple[np.ndarray, np.ndarray]],
+    block: Callable[[np.ndarray], tuple[np.ndarray, np.ndarray]],
     index: np.ndarray,
     parts: np.ndarray,
-    size: np.ndarray,
+    outputs: np.ndarray,
     *,
     cuts_right: bool,
 ) -> Widths:
     """Return the widths of one rank towards its nearest neighbours.
 
     Args:
-        signed_halo: left and right halo of the rank at an index, `(dim, 2)`; negative: own points
-            that it does not need.
+        needed: first input of an output, and the input after the last one of another.
+        block: start and sizes of the block of inputs at an index.
         index: own place.
         parts: number of ranks in each dim.
-        size: sizes of the own block.
+        outputs: sizes of the whole output, which is in balanced blocks.
         cuts_right: whether points that are not needed at the right are left out.
     """
-    signed = signed_halo(index)
+
+    def signed_halo(place: np.ndarray) -> np.ndarray:
+        """Return left and right halo; negative: own points that are not needed."""
+        start, size = block(place)
+        first = compute_start_index(parts, place, outputs)
+        after = compute_stop_index(parts, place, outputs)
+        # A rank without outputs needs nothing: all of its points are cut off at the left.
+        idle = first == after
+        low, high = needed(np.where(idle, 0, first), np.where(idle, 0, after - 1))
+        left, right = np.where(idle, -size, start - low), np.where(idle, 0, high - (start + size))
+        return np.stack([left, right], axis=1)
+
+    signed, size = signed_halo(index), block(index)[1]
     halo = np.maximum(signed, 0)
     send = np.zeros_like(halo)
     for dim in range(len(parts)):
@@ -347,19 +360,12 @@ class HaloMixin:
             at = tuple(int(i) for i in place)
             return compute_subtensor_start_indices(subtensor_shapes)[at], subtensor_shapes[at]
 
-        def signed_halo(place: np.ndarray) -> np.ndarray:
-            start, size = block(place)
-            first = compute_start_index(parts, place, y)
-            after = compute_stop_index(parts, place, y)
+        def needed(first: np.ndarray, last: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
             low = np.maximum(self._compute_min_input_range(first, *window), 0)
-            high = np.minimum(self._compute_max_input_range(after - 1, *window), x - 1) + 1
-            # A rank without outputs needs nothing: all of its points are cut off at the left.
-            idle = first == after
-            left = np.where(idle, -size, start - low)
-            return np.stack([left, np.where(idle, 0, high - (start + size))], axis=1)
+            return low, np.minimum(self._compute_max_input_range(last, *window), x - 1) + 1
 
         cuts_right = subtensor_shapes is not None
-        return exchange_widths(signed_halo, index, parts, block(index)[1], cuts_right=cuts_right)
+        return exchange_widths(needed, block, index, parts, y, cuts_right=cuts_right)
 
 
 def _filled(values: Ints, dims: int, missing: int) -> np.ndarray:
@@ -390,8 +396,7 @@ def _needed(end: Callable[[Taps], int], doc: str) -> Callable[..., np.ndarray]:
         taps = [Taps((int(i),), (1.0,)) for i in y_global_idx[:2]]
         for dim, scale in zip(dims, given, strict=True):
             at, x, y = (int(of[dim]) for of in (y_global_idx, x_global_shape, y_global_shape))
-            how: Any = {"scale": scale, "align_corners": aligned, "double": double}
-            taps.append(resample_taps(at, x, y, kind, **how))
+            taps.append(Resampling(x, y, kind, scale, aligned, double).taps(at))
         return np.array([end(own) for own in taps])
 
     needed.__doc__ = doc
@@ -433,18 +438,14 @@ class InterpolateMixin:
         # Named only where it matters, for classes with DistDL's own signature of the two.
         double = {"double": True} if x_structure.dtype == torch.float64 else {}
 
-        def signed_halo(index: np.ndarray) -> np.ndarray:
-            first = compute_start_index(P_x.shape, index, y)
-            after = compute_stop_index(P_x.shape, index, y)
-            start = compute_start_index(P_x.shape, index, x)
-            stop = compute_stop_index(P_x.shape, index, x)
-            idle = first == after
-            rest = (x, y, scale_factor, mode, align_corners)
-            low = self._compute_needed_start(np.where(idle, 0, first), *rest, **double)
-            high = self._compute_needed_stop(np.where(idle, 0, after - 1), *rest, **double)
-            left = np.where(idle, start - stop, start - low)
-            return np.stack([left, np.where(idle, 0, high - stop)], axis=1)
+        rest = (x, y, scale_factor, mode, align_corners)
 
-        index = P_x.index
-        size = compute_subshape(P_x.shape, index, x)
-        return exchange_widths(signed_halo, index, P_x.shape, size, cuts_right=True)
+        def needed(first: np.ndarray, last: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+            low = self._compute_needed_start(first, *rest, **double)
+            return low, self._compute_needed_stop(last, *rest, **double)
+
+        def block(place: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+            ends = (P_x.shape, place, x)
+            return compute_start_index(*ends), compute_subshape(*ends)
+
+        return exchange_widths(needed, block, P_x.index, P_x.shape, y, cuts_right=True)

@@ -82,12 +82,6 @@ def as_distdl(
         arguments = _signature(kind, order.split(), without.split(), ignored.split(), defaults)
 
         def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
-            unknown = sorted(kwargs.keys() - arguments.parameters.keys())
-            if unknown:
-                raise TypeError(
-                    f"{kind.__name__} has no argument {', '.join(unknown)}\n"
-                    f"  HINT: one of {', '.join(arguments.parameters)}"
-                )
             try:
                 given = arguments.bind(*args, **kwargs)
             except TypeError as error:
@@ -148,6 +142,16 @@ class StoredParameters(nn.Module):
 
     _stand_ins: dict[str, nn.Parameter]
     _holdings: dict[str, Holding]
+
+    @property
+    def serial(self) -> bool:
+        """Whether the layer's weights are on one rank."""
+        return getattr(self, "P_w", self.P_x).size == 1
+
+    @property
+    def stores_bias(self) -> bool:
+        """Whether the bias is stored on this rank."""
+        return self.bias is not None and self.bias.numel() > 0
 
     def _set_aside(self) -> None:
         """Take away the parameters of which this rank stores nothing."""
@@ -256,20 +260,10 @@ class DistributedLinear(StoredParameters, ours.DistributedLinear, Module):
     """
 
     @property
-    def serial(self) -> bool:
-        """Whether the weight is on one rank."""
-        return self.P_w.size == 1
-
-    @property
     def receives_bias(self) -> bool:
         """Whether this rank computes with the bias."""
         index = self.P_w.index
         return self.use_bias and index is not None and index[-1] == 0
-
-    @property
-    def stores_bias(self) -> bool:
-        """Whether the bias is stored on this rank."""
-        return self.bias is not None and self.bias.numel() > 0
 
 
 @as_distdl(weights="root", without="bias")
@@ -316,30 +310,9 @@ class _FeatureConv(_Conv):
     use_bias: bool
 
     @property
-    def stores_bias(self) -> bool:
-        """Whether the bias is stored on this rank."""
-        return self.use_bias and self.P_x.rank == 0
-
-    @property
     def receives_bias(self) -> bool:
         """Whether this rank computes with the bias."""
         return self.use_bias and self.P_x.active
-
-    @property
-    def serial(self) -> bool:
-        """Whether the layer is on one rank."""
-        return self.P_x.size == 1
-
-
-class _GeneralConv(_Conv):
-    """Blocks of the weight are stored where their place in space is 0."""
-
-    P_w: Partition
-
-    @property
-    def serial(self) -> bool:
-        """Whether the weight is on one rank."""
-        return self.P_w.size == 1
 
 
 class _AvgPool(nn.Module):
@@ -490,7 +463,7 @@ def _classes() -> Iterator[tuple[str, type[nn.Module]]]:
     table: tuple[tuple[str, tuple[type, ...], Callable[[Any], Any]], ...] = (
         ("AllGather AllSumReduce Broadcast ReduceScatter SumReduce", (), as_distdl()),
         ("DistributedFeatureConv{}d DistributedFeatureConvTranspose{}d", (_FeatureConv,), conv),
-        ("DistributedChannelConv{}d DistributedGeneralConv{}d", (_GeneralConv,), conv),
+        ("DistributedChannelConv{}d DistributedGeneralConv{}d", (_Conv,), conv),
         ("DistributedMaxPool{}d", (), as_distdl(**pool)),
         ("DistributedAvgPool{}d", (_AvgPool,), as_distdl(**pool)),
         ("DistributedEmbedding DistributedLinearAllGather", (), forks),

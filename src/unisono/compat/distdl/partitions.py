@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import torch
@@ -53,36 +53,43 @@ def operations() -> dict[str, Any]:
 
 def check_identical_comm(c1: Any, c2: Any) -> bool:
     """Return whether two communicators are the same one; a null communicator equals none."""
-    return not check_null_comm(c1) and not check_null_comm(c2) and _identical("Comm", c1, c2)
+    return _identical("Comm", c1, c2)
 
 
 def check_identical_group(g1: Any, g2: Any) -> bool:
     """Return whether two groups hold the same ranks in the same order; a null group equals none."""
-    return not check_null_group(g1) and not check_null_group(g2) and _identical("Group", g1, g2)
+    return _identical("Group", g1, g2)
 
 
 def check_null_comm(c: Any) -> bool:
     """Return whether this is the null communicator."""
-    mpi = mpi4py()
-    return c is None or (mpi is not None and isinstance(c, mpi.Comm) and c == mpi.COMM_NULL)
+    return _null("Comm", c)
 
 
 def check_null_group(g: Any) -> bool:
     """Return whether this is the null group."""
-    mpi = mpi4py()
-    return g is None or (mpi is not None and isinstance(g, mpi.Group) and g == mpi.GROUP_NULL)
-
-
-def _identical(kind: str, one: Any, other: Any) -> bool:
-    mpi = mpi4py()
-    if mpi is not None and all(isinstance(x, getattr(mpi, kind)) for x in (one, other)):
-        return getattr(mpi, kind).Compare(one, other) == mpi.IDENT
-    return bool(one == other)
+    return _null("Group", g)
 
 
 def check_null_rank(r: int) -> bool:
     """Return whether this is the null rank."""
     return r == null_rank()
+
+
+def _null(kind: str, handle: Any) -> bool:
+    mpi = mpi4py()
+    if mpi is None or not isinstance(handle, getattr(mpi, kind)):
+        return handle is None
+    return handle == getattr(mpi, f"{kind.upper()}_NULL")
+
+
+def _identical(kind: str, one: Any, other: Any) -> bool:
+    if _null(kind, one) or _null(kind, other):
+        return False
+    mpi = mpi4py()
+    if mpi is not None and all(isinstance(x, getattr(mpi, kind)) for x in (one, other)):
+        return getattr(mpi, kind).Compare(one, other) == mpi.IDENT
+    return bool(one == other)
 
 
 class Root:
@@ -136,6 +143,9 @@ class Root:
 
     def __hash__(self) -> int:
         return hash(self.comm)
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return Root, (self.comm,)
 
 
 def _is_mpi4py_world_of_one(handle: Any) -> bool:
@@ -191,13 +201,14 @@ class MPIPartition:
     ) -> None:
         self._tree = tree
         self._group = members
+        self._grid = shape
         self._root = null_comm() if tree is None else tree.handle
         self._layout: Partition | None = None
         if tree is not None and members is not None:
             grid = (len(members),) if shape is None else shape
             self._layout = Partition(grid, ranks=members, comm=tree.comm)
         if tree is None or self._layout is None or not self._layout.active:
-            self._become_inactive(shape)
+            self._become_inactive()
             return
         self.active = True
         self.rank = int(self._layout.rank or 0)
@@ -207,19 +218,19 @@ class MPIPartition:
         self.index = np.array(self._layout.index)
         self._comm = tree.verbs_for(self._layout)
 
-    def _become_inactive(self, shape: Sequence[int] | None) -> None:
+    def _become_inactive(self) -> None:
         self.active = False
         self.rank = null_rank()
         self.size = -1
-        self.shape = np.array([-1] if shape is None else shape)
+        self.shape = np.array([-1] if self._grid is None else self._grid)
         self.dim = len(self.shape)
         self.index = None
         self._comm = null_comm()
 
     def deactivate(self) -> None:
-        """Leave the team; safe to repeat. Groups stay in their cache for the next one."""
+        """Leave the team; safe to repeat. Groups stay in their cache, a grid keeps its shape."""
         self._layout = self._group = None
-        self._become_inactive(None)
+        self._become_inactive()
 
     def create_partition_inclusive(self, ranks: Iterable[int]) -> MPIPartition:
         """Return the team of these members, in that order.
@@ -231,11 +242,12 @@ class MPIPartition:
         """
         if self._layout is None:
             return MPIPartition()
-        return self._related(self._layout.subset([int(rank) for rank in ranks]).ranks)
+        chosen = self._layout.subset([int(rank) for rank in ranks]).ranks
+        return MPIPartition._made(self._tree, chosen)
 
     def create_partition_union(self, other: MPIPartition) -> MPIPartition:
         """Return the team of own members, then those that only `other` has."""
-        return self._related(layout_of(self).union(layout_of(other)).ranks)
+        return MPIPartition._made(self._tree, layout_of(self).union(layout_of(other)).ranks)
 
     def create_cartesian_topology_partition(
         self, shape: Iterable[int], **options: Any
@@ -249,7 +261,7 @@ class MPIPartition:
         unknown = sorted(options.keys() - {"periods", "reorder"})
         if unknown:
             raise TypeError(f"create_cartesian_topology_partition got unknown options {unknown}")
-        return self._in_grid(self._group, tuple(int(n) for n in shape))
+        return MPICartesianPartition._made(self._tree, self._group, shape)
 
     def create_broadcast_partition_to(
         self, P_dest: MPIPartition, transpose_src: bool = False, transpose_dest: bool = False
@@ -280,7 +292,7 @@ class MPIPartition:
         if self._layout is None or not self.active:
             return MPIPartition()
         shared = self._layout.sub(tuple(int(axis) for axis in axes_reduce))
-        return self._in_grid(shared.ranks, shared.shape)
+        return MPICartesianPartition._made(self._tree, shared.ranks, shared.shape)
 
     def broadcast_data(
         self, data: Any, root: int = 0, P_data: MPIPartition | None = None
@@ -355,11 +367,7 @@ class MPIPartition:
         return self.__copy__()  # the same ranks and groups; only what deactivate() sets is its own
 
     def __reduce__(self) -> tuple[object, ...]:
-        root = None if self._tree is None else self._tree.comm
-        shape = (
-            tuple(int(n) for n in self.shape) if isinstance(self, MPICartesianPartition) else None
-        )
-        return _rebuild, (type(self), root, self._group, shape)
+        return type(self)._made, (self._tree, self._group, self._grid)
 
     def __unisono_communicator__(self, axis: str | int | None) -> Communicator:
         """Let `Communicator.of(P)` find the members, or with `axis` those along it."""
@@ -369,16 +377,15 @@ class MPIPartition:
     def _members(self) -> Communicator:
         return layout_of(self).comm
 
-    def _related(self, ranks: tuple[int, ...]) -> MPIPartition:
-        made = MPIPartition.__new__(MPIPartition)
-        made._fill(self._tree, ranks)
-        return made
-
-    def _in_grid(
-        self, ranks: tuple[int, ...] | None, shape: tuple[int, ...]
-    ) -> MPICartesianPartition:
-        made = MPICartesianPartition.__new__(MPICartesianPartition)
-        made._fill(self._tree, ranks, shape)
+    @classmethod
+    def _made(
+        cls,
+        tree: Root | None,
+        members: tuple[int, ...] | None,
+        shape: Iterable[int] | None = None,
+    ) -> Self:
+        made = cls.__new__(cls)
+        made._fill(tree, members, None if shape is None else tuple(int(n) for n in shape))
         return made
 
     def _both(
@@ -390,7 +397,7 @@ class MPIPartition:
         mine = {group for group in (as_root, as_peer) if group is not None}
         # One order on all ranks, or those in two teams would wait for each other.
         teams = {
-            group: self._related(group.members)
+            group: MPIPartition._made(self._tree, group.members)
             for group in sorted(mine, key=lambda group: sorted(group.members))
         }
         rooted, peered = (
@@ -409,12 +416,6 @@ class MPICartesianPartition(MPIPartition):
 
     def __init__(self, comm: Any, group: Any, root: Any, shape: Iterable[int]) -> None:
         self._fill(*_placed(comm, group, root), tuple(int(n) for n in shape))
-
-    def deactivate(self) -> None:
-        """Leave the team; the shape stays known."""
-        shape = tuple(int(n) for n in self.shape)
-        super().deactivate()
-        self._become_inactive(shape)
 
     def cartesian_index(self, rank: int) -> np.ndarray:
         """Return the place of a member in the grid."""
@@ -437,7 +438,8 @@ class MPICartesianPartition(MPIPartition):
             return MPIPartition()
         kept = [dim for dim, remains in enumerate(remain_mask) if remains]
         shared = self._layout.sub(kept)
-        return self._in_grid(shared.ranks, tuple(shared.shape[dim] for dim in kept) or (1,))
+        grid = tuple(shared.shape[dim] for dim in kept) or (1,)
+        return MPICartesianPartition._made(self._tree, shared.ranks, grid)
 
     def _here(self) -> Partition:
         if not self.active:
@@ -465,17 +467,6 @@ def layout_of(P: MPIPartition | Partition) -> Partition:
             hint="P_world.create_partition_inclusive(ranks), on all ranks of P_world",
         )
     return P._layout
-
-
-def _rebuild(
-    kind: type[MPIPartition],
-    root: Communicator | None,
-    members: tuple[int, ...] | None,
-    shape: tuple[int, ...] | None,
-) -> MPIPartition:
-    made = kind.__new__(kind)
-    made._fill(None if root is None else Root(root), members, shape)
-    return made
 
 
 def _placed(comm: Any, group: Any, root: Any) -> tuple[Root | None, tuple[int, ...] | None]:

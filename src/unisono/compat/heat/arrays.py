@@ -17,7 +17,7 @@ from torch import Tensor
 from unisono.comm import Communicator
 from unisono.comm.mpi_style import get_comm, sanitize_comm
 from unisono.data_parallel import shard
-from unisono.errors import PartitionError, PlatformError
+from unisono.errors import PartitionError, PlatformError, an
 
 __all__ = [
     "DNDarray", "Device", "arange", "array", "cpu", "get_device", "gpu", "ones", "rand", "randn",
@@ -102,6 +102,7 @@ class DNDarray:
     dtype = property(lambda self: self.larray.dtype, doc="Type of the numbers.")
     ndim = property(lambda self: len(self.gshape), doc="Number of dims.")
     size = property(lambda self: int(np.prod(self.gshape)), doc="Numbers of the whole.")
+    __array_ufunc__ = None  # or numpy would make an array of arrays
 
     def __len__(self) -> int:
         return self.gshape[0]
@@ -137,6 +138,11 @@ class DNDarray:
         return DNDarray(larray, self.gshape, self.split, self.device, self.comm)
 
     def _combined(self, verb: Callable[[Any, Any], Any], other: Any, turned: bool) -> DNDarray:
+        if not isinstance(other, DNDarray) and np.ndim(other):
+            raise TypeError(
+                f"{verb.__name__} of an array and {an(type(other).__name__)}\n"
+                "  HINT: ht.array(other, split=x.split), of which each rank has its rows, too"
+            )
         if isinstance(other, DNDarray):
             mine, theirs = ((a.gshape, a.lshape, a.split) for a in (self, other))
             if mine != theirs:
@@ -211,7 +217,8 @@ def array(
     """Return an array of numbers, nested lists, a tensor or another array.
 
     Args:
-        obj: the whole, the same on all ranks; with `is_split` this rank's rows.
+        obj: the whole, the same on all ranks; with `is_split` this rank's rows. An array of which
+            each rank has its rows is gathered.
         dtype: type of the numbers; default that of `obj`.
         copy: always done.
         ndmin: dims are added in front until there are as many.
@@ -222,8 +229,9 @@ def array(
         comm: the ranks; default the world.
     """
     _check_split(is_split)
-    given = obj.larray if isinstance(obj, DNDarray) else obj
-    tensor = torch.as_tensor(given).detach().clone()
+    if isinstance(obj, DNDarray):
+        obj = (obj if is_split == 0 else obj.resplit(None)).larray
+    tensor = torch.as_tensor(obj).detach().clone()
     tensor = tensor if dtype is None else tensor.to(dtype)
     tensor = tensor.reshape((1,) * (ndmin - tensor.dim()) + tuple(tensor.shape))
     if is_split is None:

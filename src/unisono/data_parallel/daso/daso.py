@@ -1,7 +1,7 @@
 """`DASO`: ranks of a node average gradients every batch, nodes average parameters every few.
 
 When is decided by `schedule.py`, how by `exchange.py`; this file is the optimizer around them: what
-a batch and an epoch do, its checkpoint, and its copies.
+a batch and an epoch do, with scheduler and scaler, its checkpoint, and its copies.
 """
 
 from __future__ import annotations
@@ -25,18 +25,16 @@ from unisono.data_parallel.daso.exchange import (
     average_buffers,
     average_state,
 )
-from unisono.data_parallel.daso.local import LocalStep
 from unisono.data_parallel.daso.schedule import DasoSchedule
 from unisono.data_parallel.ranks import broadcast_module, communicator_of
-from unisono.errors import explain
-from unisono.expect import expect, expect_choice, expect_float, expect_int
+from unisono.expect import expect, expect_choice, expect_float, expect_int, refusal
 
 _WIRES = (torch.float32, torch.bfloat16, torch.float16)
 
 _COUNTERS = ("current_batch", "rotation", "sent_at", "batches_done", "has_closed", "last_batch")
 """What a checkpoint has of the optimizer itself."""
 
-_CONNECTED = ("exchange", "local", "reduced_ranks")
+_CONNECTED = ("exchange", "reduced_ranks")
 """What a copy gets when it is first used."""
 
 _READABLE = {
@@ -53,8 +51,6 @@ _READABLE = {
     "skip_reduction_factor": ("schedule", "skip_reduction_factor"),
     "local_skip_factor": ("schedule", "local_skip_factor"),
     "stability_level": ("schedule", "stability_level"),
-    "scheduler": ("local", "scheduler"),
-    "scaler": ("local", "scaler"),
 }
 """Names that users know, and the part and its attribute that they stand for."""
 
@@ -100,11 +96,10 @@ class DASO(Optimizer):
     that the others wait for."""
 
     exchange: NodeExchange
-    local: LocalStep
     reduced_ranks: tuple[tuple[int, ...], ...]
     """Ranks of each global group."""
-    _unconnected: tuple[NodeExchange, LocalStep, int, int]
-    """In a copy that was not yet used: its parts, and rank and size where it was made."""
+    _unconnected: tuple[NodeExchange, int, int]
+    """In a copy that was not yet used: its exchange, and rank and size where it was made."""
 
     def __init__(
         self,
@@ -167,6 +162,14 @@ class DASO(Optimizer):
         self.sync_state = sync_state
         self.sync_buffers = sync_buffers
         self.module: nn.Module | None = None
+        self.scheduler = scheduler
+        self.scaler: torch.amp.GradScaler | None = None
+        self.syncs_node = True
+        """Whether the next backward averages gradients in the node."""
+        self.went_apart = False
+        """Whether ranks of the node may differ since they were brought together."""
+        self._switch: Callable[[bool], None] | None = None
+        self._by_epoch = scheduler_step == "epoch" or isinstance(scheduler, ReduceLROnPlateau)
         self._ranks_per_node = ranks_per_node
         is_plain = outer_momentum == 0 and outer_lr == 1
         exchange = NodeExchange(
@@ -175,8 +178,7 @@ class DASO(Optimizer):
             outer=None if is_plain else OuterOptimizer(outer_momentum, outer_lr, outer_nesterov),
             by_mean=local_merge == "mean",
         )
-        by_epoch = scheduler_step == "epoch" or isinstance(scheduler, ReduceLROnPlateau)
-        self._connect(exchange, LocalStep(local_optimizer, scheduler, by_epoch))
+        self._connect(exchange)
         self._warned_of_length = False
         self._start_over()
         if verbose and self.schedule.never_cycles:
@@ -243,23 +245,22 @@ class DASO(Optimizer):
         known = {id(p) for p in module.parameters()}
         held = self.params_ref
         if not any(id(p) in known for p in held):
-            raise ValueError(
-                explain(
-                    f"set_model of a module with {len(known)} parameters",
-                    f"the optimizer holds {len(held)} parameters, none of them this module's",
-                    hint="build the optimizer from module.parameters()",
-                )
+            raise refusal(
+                ValueError,
+                f"set_model of a module with {len(known)} parameters",
+                f"the optimizer holds {len(held)} parameters, none of them this module's",
+                hint="build the optimizer from module.parameters()",
             )
         broadcast_module(module, self.communicator)
         self.module = module
-        self.local.attach(local_sync)
+        self._switch, self.syncs_node, self.went_apart = local_sync, True, False
         self.exchange.bind(module)
         self.must_agree = True
 
     def add_scaler(self, scaler: Any) -> None:
         """Let steps go through a gradient scaler; `scaler.step` and `update` are called for you."""
         expect("scaler", scaler, torch.amp.GradScaler, 'torch.amp.GradScaler("cpu")')
-        self.local.scaler = scaler
+        self.scaler = scaler
 
     # -- a batch --------------------------------------------------------------------------------
 
@@ -269,11 +270,12 @@ class DASO(Optimizer):
         Returns:
             What the local optimizer's `step` returned.
         """
-        n_batches = self._agreed_length()
-        batch = self.current_batch
+        if self.must_agree or self.batches_done == 0:
+            self._agree()
+        batch, n_batches = self.current_batch, self._n_batches or 1
         plan = self.schedule.plan(batch, n_batches, self.sent_at)
-        amp = (self.__dict__.get("grad_scale"), self.__dict__.get("found_inf"))
-        result = self.local.step(closure, plan.local_sync, *amp)
+        self.went_apart = self.went_apart or not plan.local_sync
+        result = self._local_step(closure)
         if plan.merge and self.sent_at is not None:
             self.exchange.merge(batch - self.sent_at, outer=self._is_cycling)
             self.sent_at = None
@@ -288,47 +290,75 @@ class DASO(Optimizer):
         else:
             self.current_batch += 1
         following = self.schedule.plan(self.current_batch, n_batches, self.sent_at)
-        self.local.switch(following.local_sync)
+        self._sync_node(following.local_sync)
         return result
+
+    def _local_step(self, closure: Callable[[], Any] | None) -> Any:
+        """Make the optimizer step of a batch, then that of a per-batch scheduler."""
+        arguments = () if closure is None else (closure,)
+        # What the user's own scaler sets when it calls us: gradients are so much too large, and
+        # whether they are finite.
+        grad_scale, found_inf = self.__dict__.get("grad_scale"), self.__dict__.get("found_inf")
+        result, skipped = None, False
+        if self.scaler is not None:
+            before = self.scaler.get_scale()
+            result = self.scaler.step(self.local_optimizer, *arguments)
+            self.scaler.update()
+            skipped = self.scaler.get_scale() < before
+        elif found_inf is not None and found_inf.item():
+            skipped = True
+        else:
+            grads = [p.grad for p in self.params_ref if p.grad is not None]
+            if grad_scale is not None and grads:
+                torch._foreach_div_(grads, grad_scale.item())
+            result = self.local_optimizer.step(*arguments)
+        if self.scheduler is not None and not self._by_epoch and not skipped:
+            self.scheduler.step()
+        return result
+
+    def _sync_node(self, on: bool) -> None:
+        """Set whether the next backward averages gradients in the node. Collective over it."""
+        if on and not self.syncs_node and self.scaler is not None and self.scaler.is_enabled():
+            # Ranks that scaled differently would average unlike things.
+            node = self.exchange.node
+            scale = torch.tensor([self.scaler.get_scale()], dtype=torch.float64)
+            self.scaler.update(node.all_reduce(scale.to(node.device), "min").item())
+        self.syncs_node = on
+        if self._switch is not None:
+            self._switch(on)
 
     def zero_grad(self, set_to_none: bool = False) -> None:
         """Clear the gradients; zeros by default, as HeAT does."""
         self.local_optimizer.zero_grad(set_to_none=set_to_none)
 
-    def _agreed_length(self) -> int:
-        """Return the batches of this epoch, the same on all ranks; compared once an epoch."""
-        if self.must_agree or self.batches_done == 0:
-            self._agree()
-        return self._n_batches or 1
-
     def _agree(self) -> None:
         """Compare what must be the same on all ranks, and take up what has changed. Collective.
+
+        Called once an epoch, and after what may have changed it: a model, a checkpoint, a copy.
 
         Raises:
             ValueError: on all ranks, where a model is missing or numbers of batches differ.
         """
         exchange, module = self.exchange, self.module
         begins = self.batches_done == 0
-        changed = begins and module is not None and exchange.has_changed(module)
+        changed = begins and module is not None and exchange.has_changed()
         mine = [self.last_batch or 0, module is not None, self.is_foreign, changed]
         everybody = self.communicator.all_gather_ints([int(x) for x in mine])
         lengths, models, foreign, changes = zip(*everybody, strict=True)
         if not all(models):
-            raise ValueError(
-                explain(
-                    "DASO.step()",
-                    f"no model on rank {models.index(0)}",
-                    hint="DataParallelMultiGPU(module, daso), or self.set_model(module)",
-                )
+            raise refusal(
+                ValueError,
+                "DASO.step()",
+                f"no model on rank {models.index(0)}",
+                hint="DataParallelMultiGPU(module, daso), or self.set_model(module)",
             )
         if min(lengths) == 0 or min(lengths) != max(lengths):
-            raise ValueError(
-                explain(
-                    "DASO.step()",
-                    f"last_batch on ranks 0 to {self.communicator.size - 1}: "
-                    f"{[n or None for n in lengths]}",
-                    hint="self.last_batch = len(loader), the same number on all ranks",
-                )
+            raise refusal(
+                ValueError,
+                "DASO.step()",
+                f"last_batch on ranks 0 to {self.communicator.size - 1}: "
+                f"{[n or None for n in lengths]}",
+                hint="self.last_batch = len(loader), the same number on all ranks",
             )
         if any(foreign):
             exchange.drop()
@@ -337,7 +367,7 @@ class DASO(Optimizer):
             warnings.warn(
                 "DASO: one rank's checkpoint serves all: the exchange in flight is left out",
                 UserWarning,
-                stacklevel=4,
+                stacklevel=3,
             )
         if module is not None and any(changes):
             exchange.bind(module)
@@ -347,9 +377,10 @@ class DASO(Optimizer):
         """Return the global group of the next exchange, with the node brought together for it."""
         group = self.rotation % len(self.reduced_ranks)
         self.rotation += 1
-        if self.local.is_apart:
+        if self.exchange.node.size > 1 and (self.went_apart or self._switch is None):
             self.exchange.align(group)
-            self.local.aligned()
+            # Parameters are equal again; they stay so unless optimizer state differs.
+            self.went_apart = self.went_apart and any(self.local_optimizer.state.values())
         return group
 
     def _mean(self) -> None:
@@ -362,7 +393,7 @@ class DASO(Optimizer):
             average_buffers(self.module, self.communicator)
         if self.sync_state:
             average_state(self.local_optimizer, self.communicator)
-            self.local.together()
+            self.went_apart = False
         self.current_batch = 0
         self.rotation = 0
         self.has_closed = True
@@ -380,13 +411,12 @@ class DASO(Optimizer):
         """
         expect("loss", loss, (int, float, Tensor))
         if isinstance(loss, Tensor) and loss.numel() != 1:
-            raise ValueError(
-                explain(
-                    f"epoch_loss_logic of a tensor of shape {list(loss.shape)}",
-                    f"{loss.numel()} values",
-                    f"{loss.numel()} != 1",
-                    "loss.mean()",
-                )
+            raise refusal(
+                ValueError,
+                f"epoch_loss_logic of a tensor of shape {list(loss.shape)}",
+                f"{loss.numel()} values",
+                f"{loss.numel()} != 1",
+                "loss.mean()",
             )
         expect("loss_globally_averaged", loss_globally_averaged, bool)
         if self.must_agree and self.batches_done:
@@ -403,7 +433,10 @@ class DASO(Optimizer):
         self.has_closed = False
         if self._is_cycling and not was_cycling and self.module is not None:
             self.exchange.bind(self.module)
-        self.local.end_epoch(mean)
+        if isinstance(self.scheduler, ReduceLROnPlateau):
+            self.scheduler.step(mean)
+        elif self.scheduler is not None and self._by_epoch:
+            self.scheduler.step()
         if self.verbose:
             count = f"{self.epoch} of {self.schedule.total_epochs}"
             self.print0(f"DASO: epoch {count}, loss {mean:.6g}, then {self.schedule.skips}")
@@ -420,17 +453,17 @@ class DASO(Optimizer):
         self._n_batches = self.batches_done
         self._mean()
         self._close()
-        self.local.switch(True)
+        self._sync_node(True)
 
     def reset(self) -> None:
         """Go back to the state after construction; model and optimizer state stay. Collective."""
         self.exchange.drop()
         if self.exchange.outer is not None:
-            self.exchange.outer.restart()
+            self.exchange.outer.velocity = []
         self.schedule.reset()
         self.zero_grad()
         self._start_over()
-        self.local.switch(True)
+        self._sync_node(True)
 
     # -- checkpoint -----------------------------------------------------------------------------
 
@@ -440,7 +473,7 @@ class DASO(Optimizer):
         An exchange in flight is waited for, not used. Save one state for each rank; after the last
         batch of an epoch one rank's state serves all.
         """
-        exchange, local = self.exchange, self.local
+        exchange = self.exchange
         exchange.complete()
         sent = exchange.in_flight
         return {
@@ -452,9 +485,9 @@ class DASO(Optimizer):
             else {"group": sent.group, "sums": sent.sums, "narrow": sent.narrow},
             "common": exchange.common,
             "outer": None if exchange.outer is None else exchange.outer.velocity,
-            "went_apart": local.went_apart,
-            "scheduler": None if local.scheduler is None else local.scheduler.state_dict(),
-            "scaler": None if local.scaler is None else local.scaler.state_dict(),
+            "went_apart": self.went_apart,
+            "scheduler": None if self.scheduler is None else self.scheduler.state_dict(),
+            "scaler": None if self.scaler is None else self.scaler.state_dict(),
             "rank": self.communicator.rank,
             "size": self.communicator.size,
         }
@@ -463,23 +496,21 @@ class DASO(Optimizer):
         """Continue from a state that `state_dict` gave. Local; call it on all ranks."""
         state = state_dict
         if self.module is None:
-            raise ValueError(
-                explain(
-                    "DASO.load_state_dict()",
-                    "no model yet",
-                    hint="first DataParallelMultiGPU(module, daso), then load",
-                )
+            raise refusal(
+                ValueError,
+                "DASO.load_state_dict()",
+                "no model yet",
+                hint="first DataParallelMultiGPU(module, daso), then load",
             )
         missing = {"local_optimizer", "schedule", "counters", "in_flight"} - set(state)
         if missing:
-            raise ValueError(
-                explain(
-                    f"DASO.load_state_dict of {sorted(state)}",
-                    f"missing {sorted(missing)}",
-                    hint="pass what daso.state_dict() returned",
-                )
+            raise refusal(
+                ValueError,
+                f"DASO.load_state_dict of {sorted(state)}",
+                f"missing {sorted(missing)}",
+                hint="pass what daso.state_dict() returned",
             )
-        exchange, local = self.exchange, self.local
+        exchange = self.exchange
         exchange.drop()
         self.local_optimizer.load_state_dict(state["local_optimizer"])
         self.schedule.load_state_dict(state["schedule"])
@@ -492,17 +523,17 @@ class DASO(Optimizer):
         if exchange.common is not None and state["common"] is not None:
             exchange.common = list(state["common"])
         if exchange.outer is not None:
-            exchange.outer.velocity = state["outer"]
-        local.went_apart = state["went_apart"]
-        if local.scheduler is not None and state["scheduler"] is not None:
-            local.scheduler.load_state_dict(state["scheduler"])
-        if local.scaler is not None and state["scaler"] is not None:
-            local.scaler.load_state_dict(state["scaler"])
+            exchange.outer.velocity = state["outer"] or []
+        self.went_apart = state["went_apart"]
+        if self.scheduler is not None and state["scheduler"] is not None:
+            self.scheduler.load_state_dict(state["scheduler"])
+        if self.scaler is not None and state["scaler"] is not None:
+            self.scaler.load_state_dict(state["scaler"])
         self.must_agree = True
         if self._n_batches is not None:
             plan = self.schedule.plan(self.current_batch, self._n_batches, self.sent_at)
-            local.syncs = plan.local_sync
-            local.switch(plan.local_sync)
+            self.syncs_node = plan.local_sync
+            self._sync_node(plan.local_sync)
 
     def _is_elsewhere(self, rank: int, size: int) -> bool:
         return (rank, size) != (self.communicator.rank, self.communicator.size)
@@ -510,18 +541,17 @@ class DASO(Optimizer):
     # -- copies, by deepcopy or pickle: the same state, and groups of ranks of their own ----------
     # A copy meets the other ranks when it is first used, so any rank can load a file by itself.
 
-    def _connect(self, exchange: NodeExchange, local: LocalStep) -> None:
+    def _connect(self, exchange: NodeExchange) -> None:
         """Find the nodes and make their groups. Collective over `comm`."""
         layout = _node_layout(self.communicator, self._ranks_per_node)
         exchange.connect(self.communicator, layout)
-        local.node = exchange.node
-        self.exchange, self.local, self.reduced_ranks = exchange, local, layout.groups
+        self.exchange, self.reduced_ranks = exchange, layout.groups
 
     def __getattr__(self, name: str) -> Any:
         """Read what the parts hold; a copy that is used for the first time is connected."""
         if name in _CONNECTED and "_unconnected" in self.__dict__:
-            exchange, local, rank, size = self._unconnected
-            self._connect(exchange, local)
+            exchange, rank, size = self._unconnected
+            self._connect(exchange)
             if self.module is not None:
                 exchange.take(self.module)
             self.is_foreign = exchange.in_flight is not None and self._is_elsewhere(rank, size)
@@ -533,7 +563,7 @@ class DASO(Optimizer):
         return getattr(getattr(self, home), own_name)
 
     def __getstate__(self) -> dict[str, Any]:
-        parts = (self.exchange, self.local, self.communicator.rank, self.communicator.size)
+        parts = (self.exchange, self.communicator.rank, self.communicator.size)
         ours = ("comm", "communicator", *_CONNECTED)
         rest = {name: value for name, value in self.__dict__.items() if name not in ours}
         return {**rest, "must_agree": True, "_unconnected": parts}
@@ -599,7 +629,7 @@ class DASO(Optimizer):
     @property
     def amp(self) -> bool:
         """Whether steps go through a gradient scaler."""
-        return self.local.scaler is not None
+        return self.scaler is not None
 
     @property
     def loc_gpus(self) -> int:
@@ -626,22 +656,20 @@ def _check_optimizer(local_optimizer: Any, scheduler: Any) -> None:
         "local_optimizer", local_optimizer, Optimizer, "torch.optim.SGD(model.parameters(), 0.1)"
     )
     if hasattr(local_optimizer, "local_optimizer") or hasattr(local_optimizer, "torch_optimizer"):
-        raise TypeError(
-            explain(
-                f"local_optimizer={type(local_optimizer).__name__}(...)",
-                "an optimizer that synchronises ranks itself",
-                hint="pass the torch optimizer inside it",
-            )
+        raise refusal(
+            TypeError,
+            f"local_optimizer={type(local_optimizer).__name__}(...)",
+            "an optimizer that synchronises ranks itself",
+            hint="pass the torch optimizer inside it",
         )
     if scheduler is not None:
         expect("scheduler", scheduler, LRScheduler, "StepLR(local_optimizer, 10), an instance")
         if scheduler.optimizer is not local_optimizer:
-            raise ValueError(
-                explain(
-                    f"scheduler={type(scheduler).__name__}(...)",
-                    "it was made for another optimizer than local_optimizer",
-                    hint=f"{type(scheduler).__name__}(local_optimizer, ...)",
-                )
+            raise refusal(
+                ValueError,
+                f"scheduler={type(scheduler).__name__}(...)",
+                "it was made for another optimizer than local_optimizer",
+                hint=f"{type(scheduler).__name__}(local_optimizer, ...)",
             )
 
 

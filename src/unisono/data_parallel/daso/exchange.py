@@ -7,19 +7,22 @@ value travel.
 
 from __future__ import annotations
 
+import copy
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.optim.sgd import sgd
 
 from unisono.comm import Communicator, Pending
 from unisono.data_parallel.ranks import (
+    Structure,
     average_tensors,
     broadcast_tensors,
     flatten,
@@ -28,6 +31,7 @@ from unisono.data_parallel.ranks import (
     write_back,
 )
 from unisono.errors import MeshError, UnisonoError, explain
+from unisono.topology import decompose
 
 
 @dataclass(frozen=True)
@@ -88,10 +92,7 @@ class NodeLayout:
                 else f"{min(blocks)} < 1",
                 "positive block sizes that add up to the number of ranks",
             )
-        starts = [sum(blocks[:i]) for i in range(len(blocks))]
-        return cls(
-            tuple(tuple(range(a, a + n)) for a, n in zip(starts, blocks, strict=True)),
-        )
+        return cls(tuple(tuple(range(a, b)) for a, b in pairwise(decompose.bounds(blocks))))
 
     @cached_property
     def groups(self) -> tuple[tuple[int, ...], ...]:
@@ -148,17 +149,12 @@ class FlatParameters:
     """
 
     def __init__(self, module: nn.Module) -> None:
-        self.named = _trainable(module)
+        self.named = [(name, p) for name, p in module.named_parameters() if p.requires_grad]
+        self.structure = Structure(module)
         kinds: dict[tuple[torch.device, torch.dtype], list[tuple[str, Tensor]]] = defaultdict(list)
         for name, param in self.named:
             kinds[param.device, param.dtype].append((name, param))
         self._kinds = list(kinds.values())
-        self._keys = [_key(param) for _, param in self.named]
-
-    def still_fits(self, module: nn.Module) -> bool:
-        """Whether the module's trainable parameters are those packed here."""
-        now = _trainable(module)
-        return [_key(param) for _, param in now] == self._keys
 
     def pack(self) -> list[Tensor]:
         """Return the values as new flat tensors, one for each kind."""
@@ -196,42 +192,38 @@ class FlatParameters:
         return -1
 
 
+@dataclass
 class OuterOptimizer:
-    """Treats "last common value minus mean of the nodes" as a gradient and follows it.
+    """SGD along "last common value minus mean of the nodes"; with defaults it gives the mean."""
 
-    With `momentum=0, lr=1` a step gives the mean itself.
-
-    Args:
-        momentum: part of the last update that is kept.
-        lr: length of a step.
-        nesterov: look ahead along the momentum.
-    """
-
-    def __init__(self, momentum: float, lr: float, nesterov: bool) -> None:
-        self.momentum = momentum
-        self.lr = lr
-        self.nesterov = nesterov
-        self.velocity: list[Tensor] | None = None
-
-    def restart(self) -> None:
-        """Forget the momentum."""
-        self.velocity = None
+    momentum: float = 0.0
+    """Part of the last update that is kept."""
+    lr: float = 1.0
+    """Length of a step."""
+    nesterov: bool = False
+    """Whether it looks ahead along the momentum."""
+    velocity: list[Tensor | None] = field(default_factory=list)
+    """The last update; empty before the first."""
 
     def step(self, common: Sequence[Tensor], mean: Sequence[Tensor]) -> list[Tensor]:
         """Return the next common value from the last one and the mean of the nodes."""
+        following = [x.clone() for x in common]
         drift = [a - b for a, b in zip(common, mean, strict=True)]
-        if self.velocity is None:
-            self.velocity = [d.clone() for d in drift]
-        else:
-            self.velocity = [
-                self.momentum * u + d for u, d in zip(self.velocity, drift, strict=True)
-            ]
-        directions = (
-            [d + self.momentum * u for d, u in zip(drift, self.velocity, strict=True)]
-            if self.nesterov
-            else self.velocity
+        # A copy: `sgd` writes to it, and a checkpoint may hold the one of before.
+        at_rest: list[Tensor | None] = [None] * len(drift)
+        self.velocity = copy.deepcopy(self.velocity) or at_rest
+        sgd(
+            following,
+            drift,
+            self.velocity,
+            weight_decay=0.0,
+            momentum=self.momentum,
+            lr=self.lr,
+            dampening=0.0,
+            nesterov=self.nesterov,
+            maximize=False,
         )
-        return [a - self.lr * d for a, d in zip(common, directions, strict=True)]
+        return following
 
 
 class NodeExchange:
@@ -302,30 +294,25 @@ class NodeExchange:
         self.common = values if needed else None
         broadcast_tensors(self.common or [], self.comm)
         if self.outer is not None:
-            self.outer.restart()
+            self.outer.velocity = []
 
-    def has_changed(self, module: nn.Module) -> bool:
+    def has_changed(self) -> bool:
         """Whether parameters are others than those taken, or not at the common value. Local.
 
         Asked between epochs. From weights loaded meanwhile the common value may be far away, and a
         narrow difference to it would round them.
         """
-        if not self.flat.still_fits(module):
+        if self.flat.structure.has_changed():
             return True
         return self.common is not None and not all(map(torch.equal, self.flat.pack(), self.common))
 
     def align(self, group: int) -> None:
         """Bring the ranks of this node together: their mean, or the one that sends. Collective."""
-        if self.node.size == 1:
-            return
-        values = self.flat.pack()
-        for x in values:
-            node = on_device(self.node, x.device)
-            if self._by_mean:
-                node.all_reduce_(x, "mean")
-            else:
-                node.broadcast_(x, group)
-        self.flat.unpack(values)
+        params = [param for _, param in self.flat.named]
+        if self._by_mean:
+            average_tensors(params, self.node)
+        else:
+            broadcast_tensors(params, self.node, group)
 
     def mean(self, group: int, *, outer: bool) -> None:
         """Give all ranks the mean of the nodes and wait for it. Collective over all ranks."""
@@ -445,10 +432,8 @@ class NodeExchange:
 def average_buffers(module: nn.Module, comm: Communicator) -> None:
     """Give all ranks the mean of float buffers and rank 0's other ones. Collective."""
     buffers = list(module.buffers())
-    fractional = [x for x in buffers if x.is_floating_point() or x.is_complex()]
-    averaged = {id(x) for x in fractional}
-    average_tensors(fractional, comm)
-    broadcast_tensors([x for x in buffers if id(x) not in averaged], comm)
+    average_tensors([x for x in buffers if _has_mean(x)], comm)
+    broadcast_tensors([x for x in buffers if not _has_mean(x)], comm)
 
 
 def average_state(optimizer: Optimizer, comm: Communicator) -> None:
@@ -461,7 +446,7 @@ def average_state(optimizer: Optimizer, comm: Communicator) -> None:
         (i, name): value
         for i, param in enumerate(params)
         for name, value in optimizer.state.get(param, {}).items()
-        if isinstance(value, Tensor) and value.shape == param.shape and value.is_floating_point()
+        if isinstance(value, Tensor) and value.shape == param.shape and _has_mean(value)
     }
     shared = set.intersection(*map(set, comm.all_gather_object(sorted(own))))
     average_tensors([own[key] for key in sorted(shared)], comm)
@@ -475,9 +460,5 @@ def _is_finite(x: Tensor) -> bool:
     return bool(torch.isfinite(low) & torch.isfinite(high))
 
 
-def _trainable(module: nn.Module) -> list[tuple[str, Tensor]]:
-    return [(name, param) for name, param in module.named_parameters() if param.requires_grad]
-
-
-def _key(param: Tensor) -> tuple[object, ...]:
-    return id(param), param.device, param.dtype, param.shape
+def _has_mean(x: Tensor) -> bool:
+    return x.is_floating_point() or x.is_complex()

@@ -11,8 +11,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from unisono.errors import explain
-from unisono.expect import expect_choice, expect_float, expect_int
+from unisono.expect import expect_choice, expect_float, expect_int, refusal
 
 PATIENCE = 2
 """Cycling epochs without improvement before the skips change."""
@@ -160,13 +159,12 @@ class DetectMetricPlateau:
     def set_state(self, state: dict[str, object]) -> None:
         """Continue from a state that `get_state` gave."""
         if set(state) != set(_STATE):
-            raise ValueError(
-                explain(
-                    f"set_state of {sorted(state)}",
-                    f"missing {sorted(set(_STATE) - set(state))}, "
-                    f"unknown {sorted(set(state) - set(_STATE))}",
-                    hint="pass what get_state() returned",
-                )
+            raise refusal(
+                ValueError,
+                f"set_state of {sorted(state)}",
+                f"missing {sorted(set(_STATE) - set(state))}, "
+                f"unknown {sorted(set(state) - set(_STATE))}",
+                hint="pass what get_state() returned",
             )
         for name in _STATE:
             setattr(self, name, state[name])

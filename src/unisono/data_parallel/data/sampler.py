@@ -17,8 +17,8 @@ from torch import Tensor
 from unisono.comm import Communicator
 from unisono.data_parallel.data.dataset import DistributedDataset, home_of, local_rows
 from unisono.data_parallel.ranks import on_device
-from unisono.errors import PartitionError, explain
-from unisono.expect import expect, expect_choice
+from unisono.errors import PartitionError
+from unisono.expect import expect, expect_choice, refusal
 from unisono.topology import decompose
 
 
@@ -172,7 +172,7 @@ def create_train_val_split(
     expect("p", p, (float, int))
     expect("seed", seed, (int, type(None)))
     if not 0 < p < 1:
-        raise ValueError(explain(f"p={p}", arithmetic=f"not 0 < {p} < 1", hint="p=0.95"))
+        raise refusal(ValueError, f"p={p}", arithmetic=f"not 0 < {p} < 1", hint="p=0.95")
     home = home_of(X, comm)
     lengths = home.all_gather_ints([rows.shape[0], labels.shape[0]])
     unlike = [(rank, a, b) for rank, (a, b) in enumerate(lengths) if a != b]

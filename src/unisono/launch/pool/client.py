@@ -25,11 +25,14 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, Self
 
+from unisono.expect import number_in
 from unisono.launch.logs import FAILED, RankLog
 from unisono.launch.pool.cleanup import end_processes_of
 from unisono.launch.pool.payload import Parcel, nameless_file
-from unisono.launch.pool.protocol import MessageReader, RankState, read_available
+from unisono.launch.pool.protocol import RankState, read_available, take_messages
 
+IDLE_S = 300.0
+"""Without ranks for so long, the server leaves; `UNISONO_SERVER_IDLE_S` sets it."""
 ANSWER_S = 120.0
 """Longest wait for the warm server, which may have to load torch first."""
 _LEAVE_S = 10.0
@@ -72,13 +75,14 @@ class WarmServer:
     def __init__(self, preload: Sequence[str] = ()) -> None:
         self.owner_pid = os.getpid()
         self.key = _frozen_surroundings()
+        idle_s = number_in("UNISONO_SERVER_IDLE_S", IDLE_S)
         self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._errors = tempfile.TemporaryFile()  # noqa: SIM115  it lives as long as the server
         search_path = json.dumps([str(Path(entry).absolute()) for entry in sys.path])
         env = {k: v for k, v in os.environ.items() if k not in _OF_RUNS}
         env |= dict.fromkeys(_SINGLE_THREAD, "1")
         env.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # torch reads it once, when it is imported
-        own = json.dumps({"owner_pid": self.owner_pid, "preload": list(preload)})
+        own = json.dumps({"owner_pid": self.owner_pid, "preload": list(preload), "idle_s": idle_s})
         words = (search_path, own, str(theirs.fileno()))
         with theirs:
             self._process = subprocess.Popen(
@@ -181,12 +185,6 @@ def get_server() -> WarmServer:
         return _server
 
 
-def prepare(spawn_method: str) -> None:
-    """Start the server if this run will want it, and do not wait: it loads torch meanwhile."""
-    if why_not(spawn_method) is None:
-        get_server()
-
-
 def shutdown() -> None:
     """End the warm server of this process, if it has one; the next run starts a new one."""
     global _server
@@ -210,8 +208,8 @@ def why_not(spawn_method: str) -> str | None:
 
 def _frozen_surroundings() -> tuple[object, ...]:
     """Return what a server cannot take over after its start."""
-    variables = sorted((k, v) for k, v in os.environ.items() if k.startswith(_FROZEN))
-    return sys.executable, tuple(variables)
+    variables = [(k, v) for k, v in os.environ.items() if k.startswith(_FROZEN)]
+    return sys.executable, sorted(variables)
 
 
 def _renew_lock() -> None:
@@ -345,7 +343,7 @@ class RankProcess:
         self.is_running = True
         self.known = RankState(rank=rank, host=socket.gethostname())
         self.process = Process()
-        self._reader = MessageReader()
+        self._received = bytearray()
         self._ours = self.report, self.control, self.result, out, err
 
     def __enter__(self) -> Self:
@@ -380,7 +378,8 @@ class RankProcess:
         data = read_available(self.report)
         if data == b"":
             return None
-        messages = self._reader.feed(data or b"")
+        self._received += data or b""
+        messages = take_messages(self._received)
         for news in messages:
             if isinstance(news, dict):
                 self.known.take(news)
@@ -456,8 +455,11 @@ def fork_ranks(
                     rank.process = process
                 ranks.append(rank)
                 forked.append(process)
-            is_good = all(process.confirm(ANSWER_S) is None for process in forked)
-            return ranks if is_good else []
+            for process in forked:
+                if process.confirm(ANSWER_S) is not None:
+                    return []
+            is_good = True
+            return ranks
         except ServerGone:
             shutdown()
         finally:

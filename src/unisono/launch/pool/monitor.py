@@ -25,6 +25,8 @@ STANDING_S = 0.2
 """Longest wait, after that, for their latest collectives."""
 LEAVE_S = 10.0
 """Longest time a rank may take to leave after all have returned; closing a world may take 5 s."""
+LONGEST_S = 24 * 3600.0
+"""Longest single wait for news."""
 DRAIN_S = 1.0
 """Longest time to read what ended ranks have left in their pipes."""
 
@@ -69,7 +71,8 @@ class RankMonitor:
 
     def wait(self, timeout_s: float | None) -> bool:
         """Wait for news at most `timeout_s`, take all that has come, say whether there was any."""
-        events = self._selector.select(timeout_s)
+        # The system counts milliseconds in 31 bits; whoever waits longer asks again.
+        events = self._selector.select(None if timeout_s is None else min(timeout_s, LONGEST_S))
         for key, _ in events:
             callback, args = key.data
             if not callback(*args):

@@ -24,18 +24,23 @@ import pickle
 import struct
 import sys
 import tempfile
+import threading
 import types
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import cloudpickle
 
-from unisono.errors import PlatformError
+from unisono.errors import PlatformError, an
 from unisono.launch.console import warn
 from unisono.launch.job_files import appearing_whole
+
+if TYPE_CHECKING:
+    import torch
 
 LARGE_BYTES = 64 << 20
 """A call larger than this is worth a warning."""
@@ -50,6 +55,9 @@ _HEAD = struct.Struct("<2Q")
 _PART = struct.Struct("<?2Q")
 _MAX_DEPTH = 8
 _FINDERS = (importlib.machinery.PathFinder, importlib.machinery.FrozenImporter)
+_taken: Counter[str] = Counter()
+"""Modules that are taken by value at present, and by how many."""
+_registering = threading.Lock()
 
 
 class Pickler(cloudpickle.Pickler):
@@ -101,8 +109,18 @@ class _ValuePickler(Pickler):
     def reducer_override(self, obj: Any) -> Any:
         torch = sys.modules.get("torch")
         if torch is not None and isinstance(obj, torch.Tensor) and obj.device.type != "cpu":
-            return obj.cpu().__reduce_ex__(pickle.HIGHEST_PROTOCOL)
+            return on_cpu(obj).__reduce_ex__(pickle.HIGHEST_PROTOCOL)
         return super().reducer_override(obj)
+
+
+def on_cpu(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a copy of a tensor on the CPU that has no history; a parameter stays one."""
+    from torch.nn import Parameter
+
+    copy = tensor.detach().cpu()
+    if isinstance(tensor, Parameter):
+        return Parameter(copy, tensor.requires_grad)
+    return copy.requires_grad_(tensor.requires_grad)
 
 
 def dumps(value: object) -> bytes:
@@ -166,23 +184,19 @@ class Parcel:
         body = io.BytesIO()
         writer = pickler(body)
         writer.dump(value)
-        parts = [(False, body.getbuffer()), *writer.parts]
-        length = _HEAD.size + len(writer.parts) * _PART.size
-        places: list[int] = []
-        for _, raw in parts:
-            places.append(-(-length // _ALIGN) * _ALIGN)
-            length = places[-1] + raw.nbytes
-        head = _HEAD.pack(len(writer.parts), parts[0][1].nbytes) + b"".join(
-            _PART.pack(is_torch, place, raw.nbytes)
-            for (is_torch, raw), place in zip(parts[1:], places[1:], strict=True)
-        )
-        pieces = [(0, memoryview(head)), *zip(places, (raw for _, raw in parts), strict=True)]
         fd, offset = (nameless_file(), ROOM) if file is None else (file, 0)
         parcel = cls(fd, offset, is_owner=file is None)
         os.ftruncate(fd, 0)
-        for place, raw in pieces:
+        head = _HEAD.pack(len(writer.parts), body.tell())
+        end = _HEAD.size + len(writer.parts) * _PART.size
+        for number, (is_torch, raw) in enumerate([(False, body.getbuffer()), *writer.parts]):
+            place = -(-end // _ALIGN) * _ALIGN
+            end = place + raw.nbytes
+            if number:
+                head += _PART.pack(is_torch, place, raw.nbytes)
             _write(fd, raw, offset + place)
-        parcel.end = offset + length
+        _write(fd, memoryview(head), offset)
+        parcel.end = offset + end
         return parcel
 
     @classmethod
@@ -201,20 +215,16 @@ class Parcel:
 
     def load(self) -> Any:
         """Unpack the value; it shares no memory with the parcel."""
-        begin, length, parts = self._layout()
-        return pickle.loads(self._read(begin, length), buffers=map(self._part, parts))
+        count, length = _HEAD.unpack(self._read(0, _HEAD.size))
+        table = self._read(_HEAD.size, count * _PART.size)
+        begin = -(-(_HEAD.size + len(table)) // _ALIGN) * _ALIGN
+        parts = map(self._part, _PART.iter_unpack(table))
+        return pickle.loads(self._read(begin, length), buffers=parts)
 
     def close(self) -> None:
         """Let the file go."""
         if self._close is not None:
             self._close()
-
-    def _layout(self) -> tuple[int, int, list[tuple[Any, ...]]]:
-        """Return place and length of the pickle, and kind, place and length of each large part."""
-        count, length = _HEAD.unpack(self._read(0, _HEAD.size))
-        table = self._read(_HEAD.size, count * _PART.size)
-        begin = -(-(_HEAD.size + len(table)) // _ALIGN) * _ALIGN
-        return begin, length, list(_PART.iter_unpack(table))
 
     def _part(self, entry: tuple[Any, ...]) -> Any:
         """Return a large part when the unpickler asks for it, in memory of its own."""
@@ -298,7 +308,7 @@ def dump_call(
             path, culprit = first_unpicklable(parts) or (name, fn)
             raise PlatformError.because(
                 f"unisono.run({name}, ...) sends the function and its arguments to each rank",
-                f"{path} is a {type(culprit).__qualname__} that cannot be pickled",
+                f"{path} is {an(type(culprit).__qualname__)} that cannot be pickled",
                 f"{type(error).__name__}: {error}",
                 f"make {path} inside the function, or pass what it is made from",
             ) from error
@@ -334,7 +344,7 @@ def dump_value(value: object, file: int | None = None) -> Parcel:
     except Exception as error:
         path, culprit = first_unpicklable({"result": value}) or ("result", value)
         raise TypeError(
-            f"the return value cannot be pickled: {path} is a {type(culprit).__qualname__} "
+            f"the return value cannot be pickled: {path} is {an(type(culprit).__qualname__)} "
             f"({type(error).__name__}: {error})"
         ) from None
 
@@ -405,16 +415,27 @@ def _children(path: str, value: object) -> Iterator[tuple[str, object]]:
 
 @contextlib.contextmanager
 def taken_by_value(modules: Iterable[types.ModuleType]) -> Iterator[None]:
-    """Let cloudpickle take what is defined in these modules as code and not as a name."""
-    known = cloudpickle.list_registry_pickle_by_value()
-    ours = [module for module in modules if module.__name__ not in known]
+    """Let cloudpickle take what is defined in these modules as code and not as a name.
+
+    Several threads may want that at the same time: the last one ends it.
+    """
+    ours: list[types.ModuleType] = []
+    with _registering:
+        known = cloudpickle.list_registry_pickle_by_value().difference(_taken)
+        for module in modules:
+            if module.__name__ not in known:
+                cloudpickle.register_pickle_by_value(module)
+                _taken[module.__name__] += 1
+                ours.append(module)
     try:
-        for module in ours:
-            cloudpickle.register_pickle_by_value(module)
         yield
     finally:
-        for module in ours:
-            cloudpickle.unregister_pickle_by_value(module)
+        with _registering:
+            for module in ours:
+                _taken[module.__name__] -= 1
+                if not _taken[module.__name__]:
+                    del _taken[module.__name__]
+                    cloudpickle.unregister_pickle_by_value(module)
 
 
 def is_importable(module: types.ModuleType, finders: Sequence[Any] = _FINDERS) -> bool:

@@ -66,21 +66,30 @@ def payload_file(job: Job) -> int:
     begins with the place of what comes after the call: our search path, and the rest of the job.
     """
     fd, end = job.call.fd, job.call.end
-    search_path = b"\0".join(map(os.fsencode, sys.path))
     body = pickle.dumps(replace(job, call=Parcel(-1)), protocol=pickle.HIGHEST_PROTOCOL)
     os.pwrite(fd, end.to_bytes(8, "little"), 0)
-    os.pwrite(fd, len(search_path).to_bytes(8, "little") + search_path + body, end)
-    os.ftruncate(fd, end + 8 + len(search_path) + len(body))
+    _write_after_call(fd, end, sys.path, body)
     return fd
+
+
+def _write_after_call(fd: int, end: int, search_path: Sequence[str], body: bytes) -> None:
+    packed = b"\0".join(map(os.fsencode, search_path))
+    os.pwrite(fd, len(packed).to_bytes(8, "little") + packed + body, end)
+    os.ftruncate(fd, end + 8 + len(packed) + len(body))
+
+
+def _read_after_call(fd: int) -> tuple[int, list[str], bytes]:
+    """Return where the call ends, the search path, and the rest of the job."""
+    end = int.from_bytes(os.pread(fd, 8, 0), "little")
+    length = int.from_bytes(os.pread(fd, 8, end), "little")
+    search_path = os.fsdecode(os.pread(fd, length, end + 8)).split("\0")
+    return end, search_path, os.pread(fd, os.fstat(fd).st_size, end + 8 + length)
 
 
 def read_payload(payload_fd: int) -> tuple[list[str], Job]:
     """Return the launcher's search path and the job, whose call is not unpickled yet."""
-    end = int.from_bytes(os.pread(payload_fd, 8, 0), "little")
-    length = int.from_bytes(os.pread(payload_fd, 8, end), "little")
-    search_path = os.fsdecode(os.pread(payload_fd, length, end + 8)).split("\0")
-    skip, size = end + 8 + length, os.fstat(payload_fd).st_size
-    job: Job = pickle.loads(os.pread(payload_fd, size - skip, skip))
+    _, search_path, body = _read_after_call(payload_fd)
+    job: Job = pickle.loads(body)
     return search_path, replace(job, call=Parcel(payload_fd, ROOM, is_owner=True))
 
 
@@ -93,12 +102,8 @@ def replace_search_path(path: Path, search_path: Sequence[str]) -> None:
     """Have ranks that read the payload in `path` look for modules in these directories."""
     fd = os.open(path, os.O_RDWR | os.O_NOFOLLOW)
     try:
-        end = int.from_bytes(os.pread(fd, 8, 0), "little")
-        length = int.from_bytes(os.pread(fd, 8, end), "little")
-        body = os.pread(fd, os.fstat(fd).st_size, end + 8 + length)
-        packed = b"\0".join(map(os.fsencode, search_path))
-        os.pwrite(fd, len(packed).to_bytes(8, "little") + packed + body, end)
-        os.ftruncate(fd, end + 8 + len(packed) + len(body))
+        end, _, body = _read_after_call(fd)
+        _write_after_call(fd, end, search_path, body)
     finally:
         os.close(fd)
 
@@ -260,24 +265,16 @@ def tell(fd: int, **news: Any) -> None:
     send_message(fd, news)
 
 
-class MessageReader:
-    """Puts messages together from whatever pieces a pipe delivers."""
-
-    def __init__(self) -> None:
-        self._buffer = bytearray()
-
-    def feed(self, data: bytes) -> list[Any]:
-        """Take `data`; return the messages complete by now."""
-        self._buffer += data
-        messages: list[Any] = []
-        while len(self._buffer) >= _LENGTH.size:
-            (length,) = _LENGTH.unpack_from(self._buffer)
-            end = _LENGTH.size + length
-            if len(self._buffer) < end:
-                break
-            messages.append(pickle.loads(memoryview(self._buffer)[_LENGTH.size : end].tobytes()))
-            del self._buffer[:end]
-        return messages
+def take_messages(received: bytearray) -> list[Any]:
+    """Take the messages that are complete by now out of what has come; the rest stays."""
+    messages: list[Any] = []
+    while len(received) >= _LENGTH.size:
+        end = _LENGTH.size + _LENGTH.unpack_from(received)[0]
+        if len(received) < end:
+            break
+        messages.append(pickle.loads(received[_LENGTH.size : end]))
+        del received[:end]
+    return messages
 
 
 def read_available(fd: int) -> bytes | None:

@@ -30,8 +30,6 @@ PRELOAD_WHEN_IDLE = ("torch._dynamo",)
 """Loaded after the first job: the first optimizer of a rank would spend seconds on it."""
 PAUSE_S = 1.0
 """So long without ranks counts as idle."""
-IDLE_S = 300.0
-"""Without ranks for so long, the server leaves; `UNISONO_SERVER_IDLE_S` sets it."""
 _LOOK_S = 5.0
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
@@ -44,8 +42,9 @@ def serve(own: dict[str, Any], control_fd: int) -> NoReturn:
     Its life begins here, at the bottom of the stack, so it ends as any interpreter does.
 
     Args:
-        own: `owner_pid`, the parent of this process, without which the server ends, and `preload`,
-            more modules to load first; one that cannot be loaded is left out.
+        own: `owner_pid`, the parent of this process, without which the server ends, `preload`, more
+            modules to load first (one that cannot be loaded is left out), and `idle_s`, how long
+            it stays without ranks.
         control_fd: socket on which requests come, see `WarmServer.fork`.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the owner decides what Ctrl-C means
@@ -56,8 +55,7 @@ def serve(own: dict[str, Any], control_fd: int) -> NoReturn:
         with contextlib.suppress(Exception):  # then whoever wants it says so
             load((name,))
     later = () if own["preload"] else PRELOAD_WHEN_IDLE
-    idle_s = float(os.environ.get("UNISONO_SERVER_IDLE_S") or IDLE_S)
-    main = Server(socket.socket(fileno=control_fd), own["owner_pid"], idle_s, later).run()
+    main = Server(socket.socket(fileno=control_fd), own["owner_pid"], own["idle_s"], later).run()
     if main is not None:
         main()
     os._exit(0)

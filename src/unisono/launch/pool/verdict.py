@@ -5,13 +5,14 @@ from __future__ import annotations
 import os
 import re
 import signal
+import textwrap
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from unisono.errors import RankFailed, RankTimeout, RemoteError, name_ranks
+from unisono.errors import RankFailed, RankTimeout, RemoteError, name_ranks, ranks_by_text
 from unisono.launch.logs import tail
 from unisono.launch.pool.payload import load_exception
 from unisono.launch.pool.protocol import RankState, Standing
@@ -127,16 +128,17 @@ def failure(
         for state in others
         if state.failed and state.failed.is_consequence and state.failed.site
     }
-    waiting |= {s.rank: user_line(user_threads(s.stack)) for s in others if s.stack}
+    waiting |= {state.rank: user_line(state.stack) for state in others if state.stack}
     lines = [_headline(cause, len(states))]
     if cause.failed is None:
         if crash:
-            lines.append(f"It stood at:\n{_indent(crash)}")
+            lines.append(f"It stood at:\n{textwrap.indent(crash, '  ')}")
         if log_tail:
-            lines.append(f"Last lines of its output:\n{_indent(log_tail)}")
+            lines.append(f"Last lines of its output:\n{textwrap.indent(log_tail, '  ')}")
     elif original is not None:
         lines.append(cause.failed.traceback.rstrip())
-    lines += _different_calls(states) if _is_mismatch(cause) else []
+    if cause.failed is not None and cause.failed.is_mismatch:
+        lines += _different_calls(states)
     lines += _others(others, consequences, waiting)
     lines.append(f"HINT: {_hint(cause, log_tail)}{_logs_at(job_dir)}")
     message = "\n".join(lines)
@@ -196,30 +198,28 @@ def timeout(
     stacks = {state.rank: user_threads(state.stack) for state in states if state.stack}
     standings = {state.rank: state.standing for state in states if state.standing is not None}
     to_blame = suspect(late, standings, stacks)
+    calls = {rank: standing.call for rank, standing in standings.items()}
     lines = [headline(states, ending)]
-    by_call: dict[str, list[int]] = {}
-    for rank, standing in standings.items():
-        by_call.setdefault(standing.call, []).append(rank)
-    lines += [f"Latest collective of {name_ranks(ranks)}: {c}" for c, ranks in by_call.items()]
+    for call, ranks in ranks_by_text(calls).items():
+        lines.append(f"Latest collective of {name_ranks(ranks)}: {call}")
     if silent := [state.rank for state in states if state.rank not in stacks]:
         lines.append(f"No stack from {name_ranks(silent)}.")
     if stacks:
         lines.append(grouped(stacks, to_blame))
     lines.append(f"HINT: a longer timeout_s if this is only slow{_logs_at(job_dir)}")
-    calls = {rank: standing.call for rank, standing in standings.items()}
     return RankTimeout("\n".join(lines), stacks=stacks, rank=to_blame, last_collective=calls)
 
 
 def lost(states: Sequence[RankState], ending: Ending, job_dir: Path) -> RankFailed:
     """Build the error for ranks that have ended without a word, with that of who started them."""
-    late = _late(states, ending)
+    late = [state for state in states if state.rank in _late(states, ending)]
     output = tail(job_dir / STARTER_LOG).splitlines()[-LOG_LINES:]
     lines = [headline(states, ending), *(f"  {line}" for line in output)]
     lines.append(f"HINT: the host may have gone down{_logs_at(job_dir)}")
     return RankFailed(
         "\n".join(lines),
-        rank=late[0] if late else None,
-        host=states[late[0]].place if late else None,
+        rank=late[0].rank if late else None,
+        host=late[0].place if late else None,
         exit_code=ending.exit_code,
         job_dir=str(job_dir),
         attempt=ending.attempt,
@@ -261,37 +261,23 @@ def _others(
     stopped = [state.rank for state in others]
     if not stopped:
         return []
-    by_place: dict[str, list[int]] = {}
-    for rank in stopped:
-        if rank in waiting:
-            by_place.setdefault(f"at {waiting[rank]}", []).append(rank)
-        elif rank in consequences:
-            by_place.setdefault(consequences[rank].splitlines()[0], []).append(rank)
-    if len(by_place) == 1 and next(iter(by_place.values())) == stopped:
-        told = next(iter(by_place))
-    else:
-        told = "; ".join(f"{name_ranks(ranks)}: {place}" for place, ranks in by_place.items())
+    found = {rank: said.splitlines()[0] for rank, said in consequences.items()}
+    found |= {rank: f"at {place}" for rank, place in waiting.items()}
+    fates = {rank: found[rank] for rank in stopped if rank in found}
+    told = "; ".join(f"{name_ranks(r)}: {fate}" for fate, r in ranks_by_text(fates).items())
+    told = told.removeprefix(f"{name_ranks(stopped)}: ")  # all share one
     return [f"Stopped as a consequence: {name_ranks(stopped)}" + (f" ({told})" if told else "")]
-
-
-def _is_mismatch(state: RankState) -> bool:
-    return state.failed is not None and state.failed.is_mismatch
 
 
 def _different_calls(states: Sequence[RankState]) -> list[str]:
     """Name the line of every rank: which of them is wrong, only the user can tell."""
-    by_place: dict[str, list[int]] = {}
-    for state in states:
-        place = state.failed.site if state.failed else ""
-        if state.stack:
-            place = user_line(user_threads(state.stack))
-        by_place.setdefault(place, []).append(state.rank)
-    silent = by_place.pop("", [])
-    if not by_place:
-        return []
-    told = [f"  {name_ranks(ranks)}: {place}" for place, ranks in by_place.items()]
-    told += [f"  {name_ranks(silent)}: in no call of the group any more"] if silent else []
-    return ["The ranks do not make the same calls:", *told]
+    sites = {state.rank: state.failed.site if state.failed else "" for state in states}
+    sites |= {state.rank: user_line(state.stack) for state in states if state.stack}
+    by_site = ranks_by_text(sites)
+    if silent := by_site.pop("", []):
+        by_site["in no call of the group any more"] = silent
+    told = [f"  {name_ranks(ranks)}: {site}" for site, ranks in by_site.items()]
+    return ["The ranks do not make the same calls:", *told] if len(told) > bool(silent) else []
 
 
 def _hint(cause: RankState, log_tail: str) -> str:
@@ -330,7 +316,3 @@ def _hint(cause: RankState, log_tail: str) -> str:
 
 def _logs_at(job_dir: Path | None) -> str:
     return f"; logs are in {job_dir}" if job_dir else ""
-
-
-def _indent(text: str) -> str:
-    return "\n".join(f"  {line}" for line in text.splitlines())

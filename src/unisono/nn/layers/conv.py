@@ -10,30 +10,28 @@ from __future__ import annotations
 
 import itertools
 import math
+import operator
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, ClassVar
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, cast
 
 import torch
 from torch import Tensor, nn
 
 from unisono.errors import PartitionError
+from unisono.expect import expect_choice
 from unisono.nn.agreement import INPUTS, Cuts, Table
-from unisono.nn.layers.conv_space import (
-    ConvInSpace,
+from unisono.nn.module import Module
+from unisono.nn.parameters import Holding, Weights, check_weights, nothing, part, whole
+from unisono.nn.planned import collect_products, index_in
+from unisono.nn.split_tensors.convolution import (
     ConvSettings,
     Overlap,
-    Size,
     SpacePlan,
-    check_channels,
-    check_space,
-    conv_settings,
+    convolved_in_space,
     empty_output,
     space_plan,
 )
-from unisono.nn.module import Module
-from unisono.nn.parameters import Holding, Weights, check_weights, nothing, part
-from unisono.nn.planned import collect_products, index_in, is_plain
 from unisono.nn.state import HoldingModule
 from unisono.operators.halo import HaloExchange, HaloOnGroup
 from unisono.operators.partitioned import FanPlan, fan_plan, spread
@@ -41,6 +39,43 @@ from unisono.topology import Partition, halo
 from unisono.topology.decompose import Interval, block
 from unisono.topology.fanout import broadcast_groups, reduce_groups
 from unisono.topology.halo import Box, HaloPlan, Message, Piece
+from unisono.topology.window import PADDING_MODES, padding_pairs, per_dim
+
+Size = int | Sequence[int]
+
+
+def conv_settings(
+    name: str,
+    dims: int,
+    in_channels: int,
+    out_channels: int,
+    kernel_size: Size,
+    stride: Size,
+    padding: Size | str,
+    padding_mode: str,
+    dilation: Size,
+    groups: int,
+) -> ConvSettings:
+    """Return the settings for `dims` spatial dims; refuse what torch would refuse."""
+    kernel = per_dim(kernel_size, dims, "kernel_size")
+    strides = per_dim(stride, dims, "stride")
+    dilations = per_dim(dilation, dims, "dilation")
+    expect_choice("padding_mode", padding_mode, PADDING_MODES, error=PartitionError)
+    for what, count in (("in_channels", in_channels), ("out_channels", out_channels)):
+        if count < 1 or groups < 1 or count % groups:
+            raise PartitionError.because(
+                f"{name}({what}={count}, groups={groups})",
+                "channels must be a positive multiple of groups",
+                f"{count} / {groups} = {count / groups:g}" if groups else None,
+                "groups=1",
+            )
+    pads = padding_pairs(
+        cast("int | str | Sequence[int | tuple[int, int]]", padding), kernel, strides, dilations
+    )
+    return ConvSettings(
+        operator.index(in_channels), operator.index(out_channels), kernel, strides, pads, dilations,
+        operator.index(groups), padding_mode,
+    )  # fmt: skip
 
 
 def _as_torch(pairs: Sequence[tuple[int, int]]) -> tuple[int, ...] | tuple[tuple[int, int], ...]:
@@ -216,6 +251,8 @@ class _GeneralConv(HoldingModule[_GeneralPlan | SpacePlan]):
     weight: nn.Parameter
     bias: nn.Parameter | None
     dims: ClassVar[int]
+    output_padding: tuple[int, ...] | None = None
+    """Of a transposed convolution alone."""
 
     def __init__(
         self,
@@ -239,10 +276,11 @@ class _GeneralConv(HoldingModule[_GeneralPlan | SpacePlan]):
     ) -> None:
         super().__init__()
         name = type(self).__name__
-        s = self.settings = conv_settings(
+        s = conv_settings(
             name, self.dims, in_channels, out_channels, kernel_size, stride, padding,
             padding_mode, dilation, groups,
         )  # fmt: skip
+        s = self.settings = replace(s, output_padding=self.output_padding)
         if overlap not in ("auto", True, False):
             raise PartitionError(f'{name}(overlap={overlap!r})\n  HINT: "auto", True or False')
         self.in_channels, self.out_channels, self.groups = s.in_channels, s.out_channels, s.groups
@@ -287,16 +325,18 @@ class _GeneralConv(HoldingModule[_GeneralPlan | SpacePlan]):
 
     def _own_blocks(self) -> tuple[Holding, Holding | None]:
         """Return which blocks of weight and bias this rank holds."""
-        shape, index = self.settings.weight_shape, self._index
-        own, own_bias = nothing(shape), nothing(shape[:1])
+        shape, biases, index = self.settings.weight_shape, (self.out_channels,), self._index
+        own, own_bias = nothing(shape), nothing(biases)
         if index is not None and self._channels is not None:
-            outs = self._channels.outs
-            used = part(shape, {0: outs, 1: self._channels.depth})
-            self._shapes = used.shape, used.shape[:1]
+            outs = {0: self._channels.outs}
+            spatial = self._is_spatial
+            used = whole(shape) if spatial else part(shape, {**outs, 1: self._channels.depth})
+            used_bias = part(biases, outs)
+            self._shapes = used.shape, used_bias.shape
             if self.weights == "replicated" or not any((index[0], *index[3:])):
                 own = used
                 if index[2] == 0:
-                    own_bias = part(shape[:1], {0: outs})
+                    own_bias = used_bias
         return own, own_bias if self.use_bias else None
 
     def _users(self, name: str) -> Partition | None:  # noqa: ARG002
@@ -309,12 +349,16 @@ class _GeneralConv(HoldingModule[_GeneralPlan | SpacePlan]):
         (table,) = tables
         dtype = table.dtype(self.P_x)
         cuts = table.cuts(self.P_x)
-        check_channels(type(self).__name__, self.in_channels, cuts)
-        root = self.P_x.root
+        found, root = cuts[1][-1], self.P_x.root
+        if found != self.in_channels:
+            raise PartitionError.because(
+                f"{type(self).__name__}(in_channels={self.in_channels})",
+                f"an input of global shape {[own[-1] for own in cuts]}",
+                f"{found} channels != {self.in_channels}",
+                f"in_channels={found}",
+            )
         if self._is_spatial:
-            window = self._halo_at(cuts, index_in(self.P_x))
-            exchange = HaloOnGroup(root, window, self.P_x.ranks, 0.0)
-            return space_plan(self.settings, exchange, self.overlap)
+            return self._space_plan(cuts)
         batch, outs, _ins, *space = self._grid.shape
         few_x = self.P_x.reshape((batch, 1, self.P_x.shape[1], *space))
         few_y = self.P_y.reshape((batch, outs, 1, *space))
@@ -345,6 +389,11 @@ class _GeneralConv(HoldingModule[_GeneralPlan | SpacePlan]):
             windows.get(root.rank), to_weights, fetch, to_outputs, partials.get(root.rank, (0,))
         )
 
+    def _space_plan(self, cuts: Cuts) -> SpacePlan:
+        window = self._halo_at(cuts, index_in(self.P_x))
+        exchange = HaloOnGroup(self.P_x.root, window, self.P_x.ranks, 0.0)
+        return space_plan(self.settings, exchange, self.overlap)
+
     def _halo_at(self, cuts: Cuts, index: Sequence[int]) -> HaloPlan:
         s = self.settings
         return halo.plan(
@@ -365,7 +414,8 @@ class _GeneralConv(HoldingModule[_GeneralPlan | SpacePlan]):
         plan = self._plan
         if isinstance(plan, SpacePlan):
             weight, *bias = self._used(self._names, self._shapes)
-            return self._in_space(input, weight, bias[0] if bias else None, plan)
+            tied = self._tied(input, least=INPUTS)
+            return convolved_in_space(tied, weight, bias[0] if bias else None, plan)
         held = self._window(input)
         if plan.to_weights is not None:
             held = spread(held, plan.to_weights)
@@ -377,22 +427,12 @@ class _GeneralConv(HoldingModule[_GeneralPlan | SpacePlan]):
             held = self._convolved(held, plan.partial_shape, self._channels)
         return collect_products(held, plan.to_outputs)
 
-    def _in_space(self, x: Tensor, weight: Tensor, bias: Tensor | None, plan: SpacePlan) -> Tensor:
-        """Return the own share of a convolution that is split in space alone."""
-        if is_plain(x):
-            return ConvInSpace.apply(self._tied(x, least=INPUTS), weight, bias, plan)
-        window = self._window(x, least=INPUTS)
-        shape = plan.output_shape(weight)
-        if 0 in shape:
-            return empty_output(window, weight, bias, shape)
-        return self.settings.convolved(window, weight, bias)
-
     def _convolved(self, window: Tensor, shape: tuple[int, ...], own: Channels) -> Tensor:
         """Convolve with the own weight block; groups that a rank border cuts, one by one."""
         weight, *held = self._used(self._names, self._shapes)
         bias = held[0] if held else None
         if 0 in shape or 0 in weight.shape:
-            y = empty_output(window, weight, bias, shape)
+            y = empty_output(window, weight, shape)
             return y if bias is None else y + bias.reshape(1, -1, *(1,) * self.dims)
         if self.settings.groups == 1:
             return self.settings.convolved(window, weight, bias)
@@ -405,7 +445,7 @@ class _GeneralConv(HoldingModule[_GeneralPlan | SpacePlan]):
         return parts[0] if len(parts) == 1 else torch.cat(parts, 1)
 
 
-class _FeatureConv(_GeneralConv):
+class FeatureConv(_GeneralConv):
     """A convolution whose input and output are split in batch and space, not in channels."""
 
     def __init__(
@@ -426,7 +466,13 @@ class _FeatureConv(_GeneralConv):
         dtype: torch.dtype | None = None,
         weights: Weights = "replicated",
     ) -> None:
-        check_space(type(self).__name__, P_x, self.dims)
+        if P_x.dim != self.dims + 2 or P_x.shape[1] != 1:
+            raise PartitionError.because(
+                f"{type(self).__name__} on {P_x!r}",
+                f"{P_x.dim} dims, {P_x.shape[1] if P_x.dim > 1 else '?'} in channels",
+                f"needs {self.dims + 2} dims with 1 in dim 1",
+                f"Partition([1, 1, {', '.join(['2'] * self.dims)}])",
+            )
         batch, channels, *space = P_x.shape
         super().__init__(
             P_x, P_x, P_x.reshape((batch, channels, channels, *space)), in_channels, out_channels,
@@ -435,19 +481,19 @@ class _FeatureConv(_GeneralConv):
         )  # fmt: skip
 
 
-class DistributedFeatureConv1d(_FeatureConv):
+class DistributedFeatureConv1d(FeatureConv):
     """`torch.nn.Conv1d` of a tensor `(N, C, L)` split in N and L."""
 
     dims = 1
 
 
-class DistributedFeatureConv2d(_FeatureConv):
+class DistributedFeatureConv2d(FeatureConv):
     """`torch.nn.Conv2d` of a tensor `(N, C, H, W)` split in N, H and W."""
 
     dims = 2
 
 
-class DistributedFeatureConv3d(_FeatureConv):
+class DistributedFeatureConv3d(FeatureConv):
     """`torch.nn.Conv3d` of a tensor `(N, C, D, H, W)` split in N, D, H and W."""
 
     dims = 3

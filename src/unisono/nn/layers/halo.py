@@ -10,7 +10,7 @@ from torch import Tensor
 from unisono.errors import PartitionError
 from unisono.expect import expect_choice
 from unisono.nn.agreement import Cuts, Table
-from unisono.nn.layers.conv_space import Size
+from unisono.nn.layers.conv import Size
 from unisono.nn.planned import PlannedModule, index_in
 from unisono.topology import Partition, halo
 from unisono.topology.decompose import split_cuts

@@ -17,7 +17,8 @@ from unisono.comm import Communicator
 from unisono.errors import PartitionError, UnisonoError
 from unisono.expect import expect_choice
 from unisono.nn.agreement import Table
-from unisono.nn.planned import PlannedModule, check_dims, wide
+from unisono.nn.planned import PlannedModule, check_dims, sum_dtype, wide
+from unisono.nn.split_tensors.pointwise import label_weights
 from unisono.operators import sum_to_replicated
 from unisono.topology import Partition
 
@@ -69,16 +70,10 @@ class _Loss(PlannedModule[_LossPlan]):
         elements = self._function(self._tied(input), target, reduction="none", **options)
         if self.reduction == "none":
             return elements
-        total = sum_to_replicated(summed(elements), comm=self._plan.comm)
+        total = sum_to_replicated(elements.sum(dtype=sum_dtype(elements)), comm=self._plan.comm)
         if self.reduction != "sum":
             total = total / (self._plan.count if self.reduction == "mean" else self._plan.batch)
         return total.to(elements.dtype)
-
-
-def summed(elements: Tensor) -> Tensor:
-    """Return the sum of elements; that of 16-bit ones in float32, where their mean is finite."""
-    is_short = elements.dtype in (torch.float16, torch.bfloat16)
-    return elements.sum(dtype=torch.float32 if is_short else None)
 
 
 class DistributedL1Loss(_Loss):
@@ -253,9 +248,9 @@ class DistributedNLLLoss(_Loss):
         if self.reduction == "none":
             return losses.to(dtype)
         comm = self._plan.comm
-        total = sum_to_replicated(summed(losses), comm=comm)
+        total = sum_to_replicated(losses.sum(dtype=sum_dtype(losses)), comm=comm)
         if self.reduction == "mean":
-            total = total / comm.all_reduce(summed(weights))
+            total = total / comm.all_reduce(weights.sum(dtype=sum_dtype(weights)))
         return total.to(dtype)
 
     def _positions(
@@ -265,10 +260,7 @@ class DistributedNLLLoss(_Loss):
         picked = self._picked(-x, target, self._classes.start)
         if normaliser is not None:
             picked = picked + normaliser
-        counted = target != self.ignore_index
-        weights = counted.to(picked.dtype)
-        if self.weight is not None:
-            weights = weights * self.weight.to(picked)[target.masked_fill(~counted, 0)]
+        weights = label_weights(target, self.weight, self.ignore_index, picked)
         return torch.where(weights != 0, picked * weights, torch.zeros_like(picked)), weights
 
     def _picked(self, values: Tensor, target: Tensor, start: int) -> Tensor:

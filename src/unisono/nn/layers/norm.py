@@ -27,10 +27,9 @@ from unisono.nn.parameters import (
     part,
     summed_gradients,
 )
-from unisono.nn.planned import balanced_in, check_dims, index_in, is_plain, recut, wide
-from unisono.nn.split_tensors.norms import Normalize, Over, composed, statistics
+from unisono.nn.planned import balanced_in, check_dims, index_in, recut, wide
+from unisono.nn.split_tensors.norms import Over, by_groups, normalized, rms_normed, track
 from unisono.nn.state import HoldingModule, current_state_mode
-from unisono.operators import all_sum_reduce
 from unisono.operators.halo import HaloExchange, HaloOnGroup
 from unisono.operators.linear import identity
 from unisono.topology import Partition
@@ -49,11 +48,6 @@ class _NormPlan:
     halo: HaloPlan | None
     """Moves points to balanced blocks, those of the parameters; None where they are."""
     back: HaloOnGroup | None
-
-    @property
-    def own(self) -> int:
-        """Values behind one statistic here."""
-        return self.counts[self.comm.rank]
 
     @property
     def total(self) -> int:
@@ -188,19 +182,14 @@ class _Tracking(_Norm):
         """Return the block, normalised with the running statistics."""
         given = wide(self._tied(x))
         if x.numel() == 0:  # torch takes no empty block; backwards of any order run all the same
-            return _scaled(identity(given), weight, bias).to(x.dtype)
+            shape = (1, -1, *(1,) * (x.dim() - 2))
+            y = identity(given) if weight is None else given * weight.view(shape)
+            return (y if bias is None else y + bias.view(shape)).to(x.dtype)
         mean, var, scale, shift = (
             _like(t, given) for t in (self.running_mean, self.running_var, weight, bias)
         )
         y = F.batch_norm(given, mean, var, scale, shift, training=False, eps=self.eps)
         return y.to(x.dtype)
-
-    @torch.no_grad()
-    def _track(self, mean: Tensor, variance: Tensor, factor: float) -> None:
-        """Move the running statistics towards these."""
-        for running, new in ((self.running_mean, mean), (self.running_var, variance)):
-            if running is not None:
-                running.lerp_(new.flatten().to(running.dtype), factor)
 
 
 class DistributedBatchNorm(_Tracking):
@@ -269,14 +258,15 @@ class DistributedBatchNorm(_Tracking):
         shape = (1, -1, *(1,) * (x.dim() - 2))
         w, b = (None if t is None else t.view(shape) for t in (weight, bias))
         over = Over((0, *range(2, x.dim())), plan.total, plan.comm)
-        y, mean, variance = Normalize.apply(self._tied(x), w, b, over, self.eps, is_summed)
+        y, mean, variance = normalized(self._tied(x), w, b, over, self.eps, is_summed)
         if self.training and self.track_running_stats:
             factor = 0.0 if self.momentum is None else self.momentum
             if self.num_batches_tracked is not None:
                 self.num_batches_tracked.add_(1)
                 if self.momentum is None:
                     factor = 1.0 / float(self.num_batches_tracked)
-            self._track(mean, variance * (plan.total / (plan.total - 1)), factor)
+            unbiased = variance * (plan.total / (plan.total - 1))
+            track(self.running_mean, self.running_var, mean, unbiased, factor)
         return y
 
     def _save_to_state_dict(
@@ -367,11 +357,9 @@ class DistributedGroupNorm(_Norm):
 
     def _by_groups(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return the own block; mean and variance of whole groups, `N * g` of them."""
-        given = wide(self._tied(x))
-        groups = x.shape[0] * (x.shape[1] // max(self._width, 1))
-        rows = given.reshape(groups, self._plan.own)
-        y, mean, variance = _by_rows(rows, self._plan, self.eps)
-        return _scaled(y.view(x.shape), *self._scale_and_shift()).to(x.dtype), mean, variance
+        plan, groups = self._plan, x.shape[1] // max(self._width, 1)
+        held = self._scale_and_shift()
+        return by_groups(self._tied(x), groups, *held, plan.total, plan.comm, self.eps)
 
 
 class DistributedInstanceNorm(DistributedGroupNorm, _Tracking):
@@ -426,7 +414,8 @@ class DistributedInstanceNorm(DistributedGroupNorm, _Tracking):
             if batch.size > 1:
                 sums = batch.comm.all_reduce(sums)
             mean, variance = sums / samples
-            self._track(mean, variance, 0.0 if self.momentum is None else self.momentum)
+            momentum = 0.0 if self.momentum is None else self.momentum
+            track(self.running_mean, self.running_var, mean, variance, momentum)
         return y
 
 
@@ -486,18 +475,15 @@ class DistributedLayerNorm(_Norm):
             )
 
     def _normalised(self, x: Tensor) -> Tensor:
-        given = wide(self._tied(x))
-        rows = math.prod(x.shape[: -len(self._dims)])
-        y = self._unscaled(given.reshape(rows, self._plan.own)).view(x.shape)
         weight, bias = self._scale_and_shift()
-        y = y if weight is None else y * weight
-        return (y if bias is None else y + bias).to(x.dtype)
-
-    def _unscaled(self, rows: Tensor) -> Tensor:
-        eps = self.eps or 0.0
-        if self._plan.comm.size == 1 and rows.numel():  # nothing to merge: torch's own is fastest
-            return F.layer_norm(rows, rows.shape[1:], eps=eps)
-        return _by_rows(rows, self._plan, eps)[0]
+        plan, tied = self._plan, self._tied(x)
+        if plan.comm.size == 1 and x.numel():  # nothing to merge: torch's own is fastest
+            given = wide(tied)
+            scale, shift = _like(weight, given), _like(bias, given)
+            own = x.shape[-len(self._dims) :]
+            return F.layer_norm(given, own, scale, shift, self.eps or 0.0).to(x.dtype)
+        over = Over(self._dims, plan.total, plan.comm)
+        return normalized(tied, weight, bias, over, self.eps or 0.0)[0]
 
 
 class DistributedRMSNorm(DistributedLayerNorm):
@@ -527,31 +513,11 @@ class DistributedRMSNorm(DistributedLayerNorm):
         )  # fmt: skip
         self.eps = eps
 
-    def _unscaled(self, rows: Tensor) -> Tensor:
-        eps = torch.finfo(rows.dtype).eps if self.eps is None else self.eps
-        squares = all_sum_reduce(rows.square().sum(1, keepdim=True), comm=self._plan.comm)
-        return rows * torch.rsqrt(squares / max(self._plan.total, 1) + eps)
-
-
-def _scaled(y: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
-    """Return a normalised block with scale and shift of its channels, as far as there are."""
-    shape = (1, -1, *(1,) * (y.dim() - 2))
-    y = y if weight is None else y * weight.view(shape)
-    return y if bias is None else y + bias.view(shape)
+    def _normalised(self, x: Tensor) -> Tensor:
+        weight, _ = self._scale_and_shift()
+        over = Over(self._dims, self._plan.total, self._plan.comm)
+        return rms_normed(self._tied(x), weight, over, self.eps)
 
 
 def _like(t: Tensor | None, other: Tensor) -> Tensor | None:
     return None if t is None else t.to(other.dtype)
-
-
-def _by_rows(x: Tensor, plan: _NormPlan, eps: float) -> tuple[Tensor, Tensor, Tensor]:
-    """Normalise each row of a matrix; also return mean and variance of the rows on all ranks.
-
-    Rows are taken as the channels of one sample, for which torch has the fastest way.
-    """
-    rows, over = x.unsqueeze(0), Over((0, 2), plan.total, plan.comm)
-    if is_plain(x):
-        return Normalize.apply(rows, None, None, over, eps)
-    with torch.no_grad():
-        mean, variance = statistics(rows, over)
-    return composed(rows, None, None, over, eps), mean, variance

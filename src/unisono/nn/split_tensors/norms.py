@@ -13,7 +13,7 @@ from torch import Tensor
 
 from unisono.comm import Communicator
 from unisono.nn.parameters import summed_gradients
-from unisono.nn.planned import wide
+from unisono.nn.planned import is_plain, wide
 from unisono.nn.split_tensors.blocks import fitted
 from unisono.nn.split_tensors.reductions import added
 from unisono.nn.split_tensors.tensor import (
@@ -204,8 +204,81 @@ def composed(
     return (y if bias is None else y + bias).to(x.dtype)
 
 
-def _per_channel(t: Tensor | None, x: Split, shape: Sequence[int]) -> Tensor | None:
-    return None if t is None else own_copy(t, x.cuts.values(), x.run).view(shape)
+def normalized(
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    over: Over,
+    eps: float,
+    is_summed: bool = False,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the block, normalised; mean and variance of all ranks. See `Normalize`."""
+    if is_plain(x) or torch.is_autocast_enabled(x.device.type):
+        return Normalize.apply(x, weight, bias, over, eps, is_summed)
+    with torch.no_grad():
+        mean, variance = statistics(wide(x), over)
+    return composed(x, weight, bias, over, eps), mean, variance
+
+
+def by_groups(
+    x: Tensor,
+    groups: int,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    count: int,
+    comm: Communicator | None,
+    eps: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Normalise each group of own channels in each sample; also return their mean and variance.
+
+    `count` are the values of all ranks in one group, `comm` the ranks that share them.
+    """
+    samples, channels, *space = x.shape
+    ones = [1] * len(space)
+    if groups == channels:  # each is a channel of its own, of one sample: torch has kernels for it
+        rows, dims, shape = x.reshape(1, samples * channels, *space), (0,), [1, -1, *ones]
+        weight, bias = (None if t is None else t.repeat(samples) for t in (weight, bias))
+    else:
+        rows, dims, shape = x.unflatten(1, (groups, -1)), (), [1, groups, -1, *ones]
+    w, b = (None if t is None else t.view(shape) for t in (weight, bias))
+    over = Over((*dims, *range(2, rows.ndim)), count, comm)
+    y, mean, variance = normalized(rows, w, b, over, eps)
+    return y.reshape(x.shape), mean, variance
+
+
+def rms_normed(x: Tensor, weight: Tensor | None, over: Over, eps: float | None) -> Tensor:
+    """Return the block, divided by the root of the mean square over dims and ranks."""
+    given = wide(x)
+    squares = given.square().sum(over.dims, True)
+    if over.comm is not None:
+        squares = all_sum_reduce(squares, comm=over.comm)
+    least = torch.finfo(given.dtype).eps if eps is None else eps
+    y = given * torch.rsqrt(squares / max(over.count, 1) + least)
+    return (y if weight is None else y * weight).to(x.dtype)
+
+
+@torch.no_grad()
+def track(
+    running_mean: Tensor | None, running_var: Tensor | None, mean: Tensor, variance: Tensor,
+    factor: float,
+) -> None:  # fmt: skip
+    """Move running statistics towards these."""
+    for running, new in ((running_mean, mean), (running_var, variance)):
+        if running is not None:
+            running.lerp_(new.flatten().to(running.dtype), factor)
+
+
+# -- the rules ------------------------------------------------------------------------------------
+
+
+Affine = tuple[Tensor | None, Tensor | None]
+"""Scale and shift."""
+
+
+def _held(x: Split, *affine: Tensor | None) -> Affine:
+    """Return scale and shift for own work."""
+    weight, bias = (None if t is None else own_copy(t, x.cuts.values(), x.run) for t in affine)
+    return weight, bias
 
 
 @rule("batch_norm")
@@ -223,25 +296,18 @@ def _batch_norm(
     x = input
     if 1 in x.cuts:
         raise NeedsWhole(1, "channels are cut")
+    held = _held(x, weight, bias)
     if not training:
-        own = [None if t is None else own_copy(t, x.cuts.values(), x.run) for t in (weight, bias)]
-        return like(x, func(x.local, running_mean, running_var, *own, False, momentum, eps))
-    dims = tuple(d for d in range(x.ndim) if d != 1)
+        return like(x, func(x.local, running_mean, running_var, *held, False, momentum, eps))
     count = x.numel() // x.shape[1]
     if count == 1:
         raise ValueError(
             f"Expected more than 1 value per channel when training, got {list(x.shape)}"
         )
-    shape = [1, -1] + [1] * (x.ndim - 2)
-    w, b = _per_channel(weight, x, shape), _per_channel(bias, x, shape)
-    y, mean, variance = Normalize.apply(
-        x.local, w, b, Over(dims, count, x.run.ranks_of(x.cuts.values())), eps
-    )
-    if running_mean is not None and running_var is not None:
-        with torch.no_grad():
-            unbiased = variance.flatten() * (count / (count - 1))
-            running_mean.lerp_(mean.flatten().to(running_mean.dtype), momentum)
-            running_var.lerp_(unbiased.to(running_var.dtype), momentum)
+    w, b = (None if t is None else t.view(1, -1, *[1] * (x.ndim - 2)) for t in held)
+    over = Over((0, *range(2, x.ndim)), count, x.run.ranks_of(x.cuts.values()))
+    y, mean, variance = normalized(x.local, w, b, over, eps)
+    track(running_mean, running_var, mean, variance * (count / (count - 1)), momentum)
     return like(x, y)
 
 
@@ -260,32 +326,19 @@ def _instance_norm(
     x = input
     if 1 in x.cuts:
         raise NeedsWhole(1, "channels are cut")
-    inside = [cut for d, cut in x.cuts.items() if d >= 2]
+    held = _held(x, weight, bias)
     if not use_input_stats:
-        own = [None if t is None else own_copy(t, x.cuts.values(), x.run) for t in (weight, bias)]
-        return like(x, func(x.local, running_mean, running_var, *own, False, momentum, eps))
-    dims = list(range(2, x.ndim))
+        return like(x, func(x.local, running_mean, running_var, *held, False, momentum, eps))
     count = math.prod(x.shape[2:])
     if count == 1:
         raise ValueError(f"more than 1 point per channel is needed to train, got {list(x.shape)}")
-    # Each channel of each sample is a channel of its own; the batch has one sample.
-    shape, samples = [1, -1] + [1] * (x.ndim - 2), x.local.shape[0]
-    w, b = (
-        None if t is None else own_copy(t, x.cuts.values(), x.run).repeat(samples).view(shape)
-        for t in (weight, bias)
-    )
-    folded = x.local.reshape(1, -1, *x.local.shape[2:])
-    y, mean, variance = Normalize.apply(
-        folded, w, b, Over((0, *dims), count, x.run.ranks_of(inside)), eps
-    )
-    y = y.view(x.local.shape)
+    ranks = x.run.ranks_of([cut for d, cut in x.cuts.items() if d >= 2])
+    y, mean, variance = by_groups(x.local, x.shape[1], *held, count, ranks, eps)
     if running_mean is not None and running_var is not None:
         over_batch = [cut for d, cut in x.cuts.items() if d == 0]
-        with torch.no_grad():
-            both = torch.stack([mean, variance * (count / (count - 1))])
-            both = added(both.view(2, -1, x.shape[1]).sum(1), over_batch, x.run) / x.shape[0]
-            running_mean.lerp_(both[0].to(running_mean.dtype), momentum)
-            running_var.lerp_(both[1].to(running_var.dtype), momentum)
+        both = torch.stack([mean, variance * (count / (count - 1))]).view(2, -1, x.shape[1])
+        mean, variance = added(both.sum(1), over_batch, x.run) / x.shape[0]
+        track(running_mean, running_var, mean, variance, momentum)
     return like(x, y)
 
 
@@ -301,17 +354,26 @@ def _group_norm(
     x = input
     if 1 in x.cuts:
         raise NeedsWhole(1, "channels are cut")
-    inside = [cut for d, cut in x.cuts.items() if d >= 2]
-    if not inside:
-        own = [None if t is None else own_copy(t, x.cuts.values(), x.run) for t in (weight, bias)]
-        return like(x, func(x.local, num_groups, *own, eps))
-    grouped = x.local.unflatten(1, (num_groups, -1))
-    shape = [1, num_groups, -1] + [1] * (x.ndim - 2)
-    w, b = _per_channel(weight, x, shape), _per_channel(bias, x, shape)
+    held = _held(x, weight, bias)
+    ranks = x.run.ranks_of([cut for d, cut in x.cuts.items() if d >= 2])
+    if ranks is None:
+        return like(x, func(x.local, num_groups, *held, eps))
     count = x.numel() // x.shape[0] // num_groups
-    over = Over(tuple(range(2, grouped.ndim)), count, x.run.ranks_of(inside))
-    y, _, _ = Normalize.apply(grouped, w, b, over, eps)
-    return like(x, y.flatten(1, 2))
+    return like(x, by_groups(x.local, num_groups, *held, count, ranks, eps)[0])
+
+
+def _over_last(
+    x: Split, normalized_shape: Sequence[int], *affine: Tensor | None
+) -> tuple[Over, Affine]:
+    """Return what a norm of the last dims is taken over; scale and shift as the block is cut."""
+    first = x.ndim - len(normalized_shape)
+    inside = [cut for d, cut in x.cuts.items() if d >= first]
+    if any(cut.outer != 1 for cut in inside):
+        raise NoRule("the cut lies inside merged dims")
+    layout = {d - x.ndim: cut for d, cut in x.cuts.items()}
+    weight, bias = (None if t is None else fitted(t, layout, x.run) for t in affine)
+    dims, count = tuple(range(first, x.ndim)), math.prod(normalized_shape)
+    return Over(dims, count, x.run.ranks_of(inside)), (weight, bias)
 
 
 @rule("layer_norm")
@@ -323,20 +385,10 @@ def _layer_norm(
     bias: Tensor | None = None,
     eps: float = 1e-5,
 ) -> Tensor:
-    x = input
-    first = x.ndim - len(normalized_shape)
-    inside = {d: cut for d, cut in x.cuts.items() if d >= first}
-    if not inside:
-        own = [None if t is None else own_copy(t, x.cuts.values(), x.run) for t in (weight, bias)]
-        return like(x, func(x.local, normalized_shape, *own, eps))
-    if any(cut.outer != 1 for cut in inside.values()):
-        raise NoRule("the cut lies inside merged dims")
-    layout = {d - x.ndim: cut for d, cut in x.cuts.items()}
-    w, b = (None if t is None else fitted(t, layout, x.run) for t in (weight, bias))
-    dims, count = tuple(range(first, x.ndim)), math.prod(normalized_shape)
-    over = Over(dims, count, x.run.ranks_of(inside.values()))
-    y, _, _ = Normalize.apply(x.local, w, b, over, eps)
-    return like(x, y)
+    over, held = _over_last(input, normalized_shape, weight, bias)
+    if over.comm is None:
+        return like(input, func(input.local, normalized_shape, *held, eps))
+    return like(input, normalized(input.local, *held, over, eps)[0])
 
 
 @rule("rms_norm")
@@ -347,8 +399,7 @@ def _rms_norm(
     weight: Tensor | None = None,
     eps: float | None = None,
 ) -> Tensor:
-    for dim in range(input.ndim - len(normalized_shape), input.ndim):
-        if dim in input.cuts:
-            raise NeedsWhole(dim, "over the cut")
-    own = None if weight is None else own_copy(weight, input.cuts.values(), input.run)
-    return like(input, func(input.local, normalized_shape, own, eps))
+    over, (held, _) = _over_last(input, normalized_shape, weight, None)
+    if over.comm is None:
+        return like(input, func(input.local, normalized_shape, held, eps))
+    return like(input, rms_normed(input.local, held, over, eps))

@@ -7,9 +7,9 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
+from unisono.nn.planned import sum_dtype
 from unisono.nn.split_tensors.blocks import Layout, fitted, pointwise
 from unisono.nn.split_tensors.reductions import added, reduced
 from unisono.nn.split_tensors.tensor import (
@@ -193,7 +193,7 @@ def _loss(
     if reduction == "none":
         return terms
     if reduction == "batchmean":
-        return reduced(terms, "sum") / input.shape[0]
+        return reduced(terms, "mean") * (terms.numel() / input.shape[0])
     return reduced(terms, reduction)
 
 
@@ -216,8 +216,8 @@ def _class_loss(
         or isinstance(weight, Split)
     ):
         raise NoRule("arguments of an unusual form")
-    if label_smoothing or target.is_floating_point():
-        raise NoRule("smoothed labels, or labels that are probabilities")
+    if target.is_floating_point():
+        raise NoRule("labels that are probabilities")
     layout: Layout = {}
     run: Run | None = None
     # Labels have no dim of classes: dims behind it count from the end, the batch from the start.
@@ -234,16 +234,21 @@ def _class_loss(
     of_input = {(-input.ndim if place == -spatial - 1 else place): c for place, c in layout.items()}
     logits, labels = fitted(input, of_input, run), fitted(target, layout, run)
     scale = None if weight is None else own_copy(weight, layout.values(), run)
-    result_cuts = {target.ndim + place: cut for place, cut in layout.items()}
+    smooth = {"label_smoothing": label_smoothing} if label_smoothing else {}
+    logits = logits.contiguous()  # torch cannot differentiate single terms of others
+    terms = func(logits, labels, scale, ignore_index=ignore_index, reduction="none", **smooth)
     if reduction == "none":
-        terms = func(logits, labels, scale, ignore_index=ignore_index, reduction="none")
-        return Split(terms, result_cuts, run)
-    total = func(logits, labels, scale, ignore_index=ignore_index, reduction="sum")
+        return Split(terms, {target.ndim + place: cut for place, cut in layout.items()}, run)
+    total = terms.sum(dtype=sum_dtype(terms))
     if reduction == "mean":
-        # The weights of all labels that count, as torch itself adds them up.
-        with torch.no_grad():
-            ones = torch.full_like(logits, -1.0)
-            count = F.nll_loss(ones, labels, scale, ignore_index=ignore_index, reduction="sum")
-        total = torch.stack([total, count.to(total.dtype)])
+        counts = label_weights(labels, scale, ignore_index, total).sum().detach()
+        total = torch.stack([total, counts])
     total = added(total, [*layout.values()], run)
-    return total[0] / total[1] if reduction == "mean" else total
+    return (total[0] / total[1] if reduction == "mean" else total).to(terms.dtype)
+
+
+def label_weights(labels: Tensor, weight: Tensor | None, ignore_index: int, like: Tensor) -> Tensor:
+    """Return how much each label counts, in the dtype of `like`: the weight of its class, or 0."""
+    counted = labels != ignore_index
+    weights = counted.to(like.dtype)
+    return weights if weight is None else weights * weight.to(like)[labels * counted]

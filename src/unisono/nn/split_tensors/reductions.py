@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from unisono.nn.planned import sum_dtype, wide
 from unisono.nn.split_tensors.blocks import pointwise
 from unisono.nn.split_tensors.tensor import (
     Cut,
@@ -28,6 +29,12 @@ def _dims(x: Tensor, dim: int | Sequence[int] | None) -> list[int]:
     if dim is None or (not isinstance(dim, int) and len(dim) == 0):
         return list(range(x.ndim))
     return sorted({d % x.ndim for d in ([dim] if isinstance(dim, int) else dim)})
+
+
+def _check_numbers(x: Tensor) -> None:
+    """Leave to torch what it refuses: statistics of integers."""
+    if not (x.dtype.is_floating_point or x.dtype.is_complex):
+        raise NoRule("integers")
 
 
 def _left(x: Split, dims: Sequence[int], keepdim: bool) -> dict[int, Cut]:
@@ -52,10 +59,11 @@ def reduced(
     dims = _dims(x, dim)
     if not isinstance(x, Split):
         return (torch.mean if how == "mean" else torch.sum)(x, dims, keepdim)
-    total = x.local.sum(dims, keepdim)
+    total = x.local.sum(dims, keepdim, dtype=sum_dtype(x.local))
     total = added(total, [cut for d, cut in x.cuts.items() if d in dims], x.run)
     if how == "mean":
         total = total / math.prod(x.shape[d] for d in dims)
+    total = total.to(x.dtype) if x.dtype.is_floating_point else total
     return like(x, total, _left(x, dims, keepdim))
 
 
@@ -68,8 +76,8 @@ def _sum(
     *,
     dtype: torch.dtype | None = None,
 ) -> Tensor:
-    if func.__name__ == "mean" and not (input.dtype.is_floating_point or input.dtype.is_complex):
-        raise NoRule("a mean of integers")
+    if func.__name__ == "mean" and dtype is None:
+        _check_numbers(input)
     x = like(input, input.local.to(dtype)) if dtype is not None else input
     return reduced(x, func.__name__, dim, keepdim)
 
@@ -84,21 +92,19 @@ def _var(
     *,
     correction: float | None = None,
 ) -> Tensor:
+    _check_numbers(input)
     if isinstance(dim, bool):
         dim, unbiased = None, dim
     taken = correction if correction is not None else 0 if unbiased is False else 1
     dims = _dims(input, dim)
     inside = [cut for d, cut in input.cuts.items() if d in dims]
-    count = math.prod(input.shape[d] for d in dims)
-    mean = own_copy(
-        added(input.local.sum(dims, True), inside, input.run) / count, inside, input.run
-    )
-    squares = (input.local - mean).abs().square().sum(dims, keepdim)
-    squares = added(squares, inside, input.run)
+    count, local = math.prod(input.shape[d] for d in dims), wide(input.local)
+    mean = own_copy(added(local.sum(dims, True), inside, input.run) / count, inside, input.run)
+    squares = added((local - mean).abs().square().sum(dims, keepdim), inside, input.run)
     result = squares / max(0.0, count - taken)
-    return like(
-        input, result.sqrt() if func.__name__ == "std" else result, _left(input, dims, keepdim)
-    )
+    result = result.sqrt() if func.__name__ == "std" else result
+    result = result.to(input.dtype) if input.dtype.is_floating_point else result
+    return like(input, result, _left(input, dims, keepdim))
 
 
 @rule("max", "min", "amax", "amin", "argmax", "argmin", "prod", "any", "all", "logsumexp", "median",
@@ -146,12 +152,13 @@ def _vector_norm(
     if ord != 2 or x.is_complex():
         raise NoRule("a norm along the cut that is not Euclidean")
     local = x.local if dtype is None else x.local.to(dtype)
+    _check_numbers(local)
     inside = [cut for d, cut in x.cuts.items() if d in dims]
-    total = added(local.square().sum(dims, keepdim), inside, x.run)
+    total = added(wide(local).square().sum(dims, keepdim), inside, x.run)
     # Where all points are 0, the derivative is 0, as torch's is; that of a root is infinite.
     is_zero = total == 0
     norm = total.masked_fill(is_zero, 1.0).sqrt().masked_fill(is_zero, 0.0)
-    return like(x, norm, _left(x, dims, keepdim))
+    return like(x, norm.to(local.dtype), _left(x, dims, keepdim))
 
 
 @rule("norm")
@@ -199,12 +206,14 @@ def _softmax(
     cut = input.cuts.get(dim)
     if cut is None:
         return like(input, getattr(torch, name)(local, dim))
+    _check_numbers(local)
     # The largest value only keeps exp in range; it has no part in the derivative.
     with torch.no_grad():
         top = cut.comm.all_reduce(local.detach().amax(dim, keepdim=True), "max")
-    shifted = local - top
+    shifted = wide(local - top)
     total = own_copy(added(shifted.exp().sum(dim, True), [cut], input.run), [cut], input.run)
-    return like(input, shifted.exp() / total if name == "softmax" else shifted - total.log())
+    result = shifted.exp() / total if name == "softmax" else shifted - total.log()
+    return like(input, result.to(local.dtype))
 
 
 @rule("adaptive_avg_pool1d", "adaptive_avg_pool2d", "adaptive_avg_pool3d", "adaptive_max_pool1d",

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 
 from unisono.comm import Communicator
 from unisono.errors import CollectiveMismatch, PartitionError, UnisonoError
+from unisono.nn.agreement import cuts_of_blocks
 from unisono.operators import concat_replicated, copy, move_cut, slice_replicated
 from unisono.topology import Partition
 from unisono.topology.decompose import flat_index, split_sizes
@@ -422,26 +423,15 @@ def entered(x: Tensor | None, partition: Partition, run: Run, numbers: Sequence[
 def agreed_cuts(shapes: Sequence[Sequence[int]], partition: Partition) -> dict[int, Cut]:
     """Return the cuts that follow from the blocks of all ranks."""
     cuts: dict[int, Cut] = {}
-    ranks = range(partition.comm.size)
-    places = [partition.index_of(r) for r in ranks]
-    for dim, parts in enumerate(partition.shape):
-        sizes = [shapes[next(r for r in ranks if places[r][dim] == i)][dim] for i in range(parts)]
-        wrong = [r for r in ranks if shapes[r][dim] != sizes[places[r][dim]]]
-        if wrong:
-            raise PartitionError.because(
-                f"blocks of an input over {partition}",
-                f"rank {wrong[0]} has shape {list(shapes[wrong[0]])}",
-                f"dim {dim}: {shapes[wrong[0]][dim]} != {sizes[places[wrong[0]][dim]]}, "
-                f"which ranks at the same place along dim {dim} have",
-                "blocks that follow from one cut per dim: Split.cut(x, partition).local",
-            )
+    for dim, own in enumerate(cuts_of_blocks(shapes, partition)):
+        sizes = tuple(b - a for a, b in itertools.pairwise(own))
         if min(sizes) == 0:
             raise PartitionError.because(
-                f"blocks of an input over {partition}", f"sizes {sizes} along dim {dim}",
-                f"{sum(sizes)} points for {parts} ranks", "fewer ranks, or a larger input",
+                f"blocks of an input over {partition}", f"sizes {list(sizes)} along dim {dim}",
+                f"{own[-1]} points for {len(sizes)} ranks", "fewer ranks, or a larger input",
             )  # fmt: skip
-        if parts > 1:
-            cuts[dim] = Cut(tuple(sizes), partition.sub(dim).comm)
+        if len(sizes) > 1:
+            cuts[dim] = Cut(sizes, partition.sub(dim).comm)
     return cuts
 
 

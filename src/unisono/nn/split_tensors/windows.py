@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
 from typing import Any
@@ -14,18 +13,17 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from unisono.errors import PartitionError
-from unisono.nn.layers.conv_space import (
+from unisono.nn.layers.halo import PAD_MODES
+from unisono.nn.layers.upsampling import MODES, Taps, taps_of
+from unisono.nn.split_tensors.blocks import balanced, span, window
+from unisono.nn.split_tensors.convolution import (
     ConvSettings,
     SpacePlan,
     convolved_in_space,
     space_plan,
+    transposed_plan,
 )
-from unisono.nn.layers.conv_transpose import TransposePlan, transposed_plan
-from unisono.nn.layers.halo import PAD_MODES
-from unisono.nn.layers.pooling import Pool, leading_fill, lowest, off_padding
-from unisono.nn.layers.upsampling import MODES, Taps, taps_of
-from unisono.nn.planned import is_plain
-from unisono.nn.split_tensors.blocks import balanced, span, window
+from unisono.nn.split_tensors.pooling import PoolNumbers, PoolPlan, pool_plan
 from unisono.nn.split_tensors.tensor import (
     Cut,
     Cuts,
@@ -33,22 +31,20 @@ from unisono.nn.split_tensors.tensor import (
     NeedsWhole,
     NoRule,
     Split,
-    call,
     like,
     own_copy,
     resized,
     rule,
     without_runs,
 )
-from unisono.operators.halo import HaloExchange, HaloOnGroup
+from unisono.operators.halo import HaloOnGroup
 from unisono.topology import HaloPlan, halo
 from unisono.topology.decompose import split_sizes
-from unisono.topology.resample import resample_needed
+from unisono.topology.resample import Resampling
 from unisono.topology.window import (
     output_length,
     padding_pairs,
     per_dim,
-    pool_counts,
     transposed_length,
     transposed_window,
 )
@@ -92,22 +88,13 @@ def _fixed(value: Any) -> Any:
     return tuple(value) if isinstance(value, list) else value
 
 
-@dataclass(frozen=True)
-class _Convolution:
-    """How one rank convolves its block, and how the result is cut."""
-
-    cuts: Cuts
-    space: SpacePlan
-    transposed: TransposePlan | None = None
-
-
 def _in_space(
     func: Callable[..., Any],
     x: Tensor,
     weight: Tensor,
     bias: Tensor | None,
     channels: int,
-    plan_of: Callable[..., _Convolution | None],
+    plan_of: Callable[..., tuple[Cuts, SpacePlan] | None],
     numbers: tuple[Any, ...],
 ) -> Tensor:
     if not isinstance(x, Split) or isinstance(weight, Split):
@@ -123,14 +110,8 @@ def _in_space(
     plan = plan_of(local.shape, *_where(x, count), weight.shape, numbers)
     if plan is None:
         return like(x, func(local, w, b, *numbers))
-    if at == 0:
-        local = local[None]
-    share = plan.transposed
-    after = share is not None and share.extends  # then the bias stands where nothing else does
-    y = _convolved(local, w, None if after else b, plan.space)
-    y = y if share is None else share.share(y)
-    y = y + b.view(-1, *[1] * count) if after and b is not None else y
-    return like(x, y[0] if at == 0 else y, plan.cuts)
+    y = convolved_in_space(local[None] if at == 0 else local, w, b, plan[1])
+    return like(x, y[0] if at == 0 else y, plan[0])
 
 
 def _where(
@@ -164,13 +145,6 @@ def _refuse_channels(x: Split, dim: int, wanted: int, name: str) -> None:
     )
 
 
-def _convolved(x: Tensor, weight: Tensor, bias: Tensor | None, plan: SpacePlan) -> Tensor:
-    if is_plain(x):
-        return convolved_in_space(x, weight, bias, plan)
-    window = x if plan.exchange.halo.is_identity else HaloExchange.apply(x, plan.exchange)
-    return plan.settings.convolved(window, weight, bias, padding=plan.padding)
-
-
 @lru_cache(4096)
 def _conv_plan(
     shape: Sequence[int],
@@ -179,8 +153,8 @@ def _conv_plan(
     grid: Grid | None,
     weight: Sequence[int],
     numbers: tuple[Any, Any, Any, int],
-) -> _Convolution | None:
-    """Return the plan of a convolution, given the cuts of its input; None if no halo is needed.
+) -> tuple[Cuts, SpacePlan] | None:
+    """Return the cuts of the result and the plan of a convolution; None if no halo is needed.
 
     `places` are those of this rank: communicators of the same ranks are equal, whichever rank they
     are seen from (on paper, one process sees them from all).
@@ -215,7 +189,7 @@ def _conv_plan(
         )
         left = tuple(0 if i in mine else low for i, (low, _) in enumerate(pads))
         space = SpacePlan(settings, HaloOnGroup(comm, plan, ranks, 0.0), None, left)
-    return _Convolution(later, space)
+    return later, space
 
 
 @lru_cache(4096)
@@ -226,7 +200,7 @@ def _transposed_plan(
     grid: Grid | None,
     weight: Sequence[int],
     numbers: tuple[Any, Any, Any, int, Any],
-) -> _Convolution | None:
+) -> tuple[Cuts, SpacePlan] | None:
     """Return the plan of a transposed convolution; see `_conv_plan`."""
     count, kernel, groups = len(weight) - 2, tuple(weight[2:]), numbers[3]
     names = ("stride", "padding", "output_padding", "dilation")
@@ -249,10 +223,7 @@ def _transposed_plan(
         weight[0], weight[1] * groups, kernel, steps, tuple((n, n) for n in pads), spread, groups,
         "zeros", more,
     )  # fmt: skip
-    plan = transposed_plan(settings, bounds, index)
-    comm, ranks = grid or (cuts[0][1].comm, None)
-    exchange = HaloOnGroup(comm, plan.halo, ranks, 0.0)
-    return _Convolution(later, SpacePlan(plan.settings, exchange, None, plan.padding), plan)
+    return later, transposed_plan(settings, bounds, index, *(grid or (cuts[0][1].comm, None)))
 
 
 def _cut_space(
@@ -298,7 +269,8 @@ def _torch_pads(plan: HaloPlan, pads: Sequence[tuple[int, int]], mine: set[int])
 # -- pooling --------------------------------------------------------------------------------------
 
 
-@rule("max_pool1d", "max_pool2d", "max_pool3d")
+@rule("max_pool1d", "max_pool2d", "max_pool3d", "max_pool1d_with_indices",
+      "max_pool2d_with_indices", "max_pool3d_with_indices")  # fmt: skip
 def _max_pool(
     func: Callable[..., Any],
     input: Split,
@@ -308,10 +280,11 @@ def _max_pool(
     dilation: Any = 1,
     ceil_mode: bool = False,
     return_indices: bool = False,
-) -> Tensor:
-    if return_indices:
-        raise NoRule("indices")
-    return _pooled(func, input, kernel_size, stride, padding, dilation, ceil_mode)
+) -> Any:
+    wants_indices = return_indices or func.__name__.endswith("indices")
+    numbers = _pool_numbers(func, kernel_size, stride, padding, dilation)
+    y, indices = _pooled(input, PoolNumbers(*numbers, ceil_mode, is_mean=False), wants_indices)
+    return (y, indices) if wants_indices else y
 
 
 @rule("avg_pool1d", "avg_pool2d", "avg_pool3d")
@@ -325,71 +298,29 @@ def _avg_pool(
     count_include_pad: bool = True,
     divisor_override: int | None = None,
 ) -> Tensor:
-    more = (count_include_pad, divisor_override)
-    y = _pooled(func, input, kernel_size, stride, padding, 1, ceil_mode, more)
-    if divisor_override is not None or not isinstance(y, Split):
-        return y
-    # Where the image is cut, torch has seen windows that are full of points. Those that hang over
-    # its ends are means of fewer.
-    count = int(func.__name__[-2])
-    kernel, steps, pads, _ = _pool_numbers(count, kernel_size, stride, padding, 1)
-    for dim in y.cuts:
-        if (i := dim - y.ndim + count) < 0:
-            continue
-        points = pool_counts(0, y.shape[dim], input.shape[dim], kernel[i], steps[i], pads[i],
-                             count_include_pad)  # fmt: skip
-        if set(points) == {kernel[i]}:
-            continue
-        if not y.dtype.is_floating_point:
-            raise NoRule("means of integers over windows of unlike sizes")
-        factor = torch.tensor([kernel[i] / n for n in points], dtype=y.dtype, device=y.device)
-        y = call(torch.mul, y, factor.view(-1, *[1] * (count - 1 - i)))
-    return y
+    numbers = _pool_numbers(func, kernel_size, stride, padding, 1)
+    means = ceil_mode, True, count_include_pad, divisor_override
+    return _pooled(input, PoolNumbers(*numbers, *means))[0]
 
 
 def _pool_numbers(
-    count: int, kernel_size: Any, stride: Any, padding: Any, dilation: Any
+    func: Callable[..., Any], kernel_size: Any, stride: Any, padding: Any, dilation: Any
 ) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
     """Return kernel, stride, padding and dilation of each dim."""
+    count = int(func.__name__[8])
     kernel = per_dim(kernel_size, count, "kernel_size")
     steps = kernel if stride is None or stride == [] else per_dim(stride, count, "stride")
     return kernel, steps, per_dim(padding, count, "padding"), per_dim(dilation, count, "dilation")
 
 
-def _pooled(
-    func: Callable[..., Any],
-    x: Split,
-    kernel_size: Any,
-    stride: Any,
-    padding: Any,
-    dilation: Any,
-    ceil_mode: bool,
-    of_means: tuple[bool, int | None] | None = None,
-) -> Tensor:
-    """Return the largest points of windows, or the means, as if no window hung over an end."""
-    count = int(func.__name__[-2])
-    numbers = *_pool_numbers(count, kernel_size, stride, padding, dilation), ceil_mode
-    fill = 0.0 if of_means is not None else lowest(x.dtype)
-    exchange, cuts, pads, lead = _pool_plan(x.local.shape, *_where(x, count), numbers, fill)
-    kernel, steps, _, spread, _ = numbers
-    # Windows end where blocks end, so rounding up changes nothing in a cut dim.
-    last = (spread, ceil_mode) if of_means is None else (ceil_mode, *of_means)
-    settings = kernel, steps, pads, *last
-    if exchange is None or exchange.halo.is_identity:
-        return like(x, func(x.local, *settings[: 5 if count == 1 else 6]), cuts)
+def _pooled(x: Split, numbers: PoolNumbers, wants_indices: bool = False) -> tuple[Tensor, Any]:
+    count = len(numbers.kernel)
+    cuts, plan = _pool_plan(x.local.shape, *_where(x, count), numbers, x.dtype)
     is_single = x.ndim == count + 1
-    window = HaloExchange.apply(x.local[None] if is_single else x.local, exchange)
-    indices = None
-    if count > 1 and is_plain(window):
-        name = f"{'max' if of_means is None else 'avg'}_pool{count}d"
-        y, indices = Pool.apply(window, name, settings)
-    elif of_means is None:
-        y, indices = func(window, *settings, return_indices=True)
-    else:
-        y = func(window, *settings[: 5 if count == 1 else 6])
-    if indices is not None and lead is not None:
-        y, _ = off_padding(window, y, indices, fill, lead)
-    return like(x, y[0] if is_single else y, cuts)
+    local = x.local[None] if is_single else x.local
+    y, indices = plan.pooled(local, wants_indices=wants_indices)
+    found = [like(x, t[0] if is_single else t, cuts) for t in (y, indices) if t is not None]
+    return found[0], found[-1]
 
 
 @lru_cache(4096)
@@ -398,33 +329,14 @@ def _pool_plan(
     cuts: tuple[tuple[int, Cut], ...],
     places: tuple[int, ...],
     grid: Grid | None,
-    numbers: tuple[Any, ...],
-    fill: float,
-) -> tuple[HaloOnGroup | None, Cuts, tuple[int, ...], Tensor | None]:
-    """Return how windows are filled, how the result is cut, and padding that torch adds.
-
-    And where padding of ours comes before points of the image, see `leading_fill`.
-    """
-    kernel, steps, pads, spread, ceil_mode = numbers
-
-    def length(i: int, n: int) -> int:
-        return output_length(n, kernel[i], steps[i], pads[i], spread[i], ceil_mode)
-
-    bounds, index, later = _cut_space(shape, cuts, places, len(kernel), length)
-    mine = [len(own) > 2 for own in bounds[2:]]
-    if not any(mine):
-        return None, later, pads, None
-    k, s, p, d = (
-        [number if is_cut else other for number, is_cut in zip(each, mine, strict=True)]
-        for each, other in ((kernel, 1), (steps, 1), (pads, 0), (spread, 1))
-    )
-    plan = halo.plan(bounds, index, k, s, p, d, fill=fill, ceil_mode=ceil_mode)
-    left = tuple(0 if is_cut else p for p, is_cut in zip(pads, mine, strict=True))
+    numbers: PoolNumbers,
+    dtype: torch.dtype,
+) -> tuple[Cuts, PoolPlan]:
+    """Return how the result is cut, and the plan; see `_conv_plan`."""
+    count = len(numbers.kernel)
+    bounds, index, later = _cut_space(shape, cuts, places, count, numbers.length)
     comm, ranks = grid or (cuts[0][1].comm, None)
-    sizes = [own[-1] for own in bounds[2:]]
-    dims = [i for i, is_cut in enumerate(mine) if is_cut]
-    lead = leading_fill(plan, dims, sizes, steps, pads, spread)
-    return HaloOnGroup(comm, plan, ranks, fill), later, left, lead if bool(lead.any()) else None
+    return later, pool_plan(bounds, index, comm, ranks, numbers, dtype)
 
 
 # -- padding --------------------------------------------------------------------------------------
@@ -490,6 +402,8 @@ def _interpolate(
         return like(x, local)
     if antialias or mode not in MODES:
         raise NoRule(f"mode {mode!r}" if not antialias else "antialias")
+    if not x.is_floating_point() and not mode.startswith("nearest"):
+        raise NoRule("weighted sums of integers")
     kind = MODES[mode]
     scales: list[float | None] = [None] * count
     if size is not None:
@@ -507,14 +421,13 @@ def _interpolate(
             continue
         cut = without_runs(x, dim)
         out = resized(cut, balanced(sizes[i], x, dim, "interpolate"))
-        options = {"scale": scales[i], "align_corners": bool(align_corners),
-                   "double": x.dtype == torch.float64}  # fmt: skip
-        needed = [resample_needed(a, b, cut.length, sizes[i], kind, **options)
-                  for a, b in pairwise(out.bounds)]  # fmt: skip
+        double = x.dtype == torch.float64
+        how = Resampling(cut.length, sizes[i], kind, scales[i], bool(align_corners), double)
+        needed = [how.needed(a, b) for a, b in pairwise(out.bounds)]
         wanted[dim] = cut, [span(a, b) for a, b in needed]
         low, high = out.bounds[cut.comm.rank : cut.comm.rank + 2]
         start = needed[cut.comm.rank][0]
-        taps[dim] = taps_of(low, high, cut.length, sizes[i], start, kind, *options.values())
+        taps[dim] = taps_of(how, low, high, start)
         cuts[dim] = out
     local = window(x, wanted)
     for dim, own in taps.items():

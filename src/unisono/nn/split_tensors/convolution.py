@@ -11,17 +11,17 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from operator import index
-from typing import Any, Literal, cast
+from functools import cached_property, partial
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from unisono.comm import Communicator
 from unisono.comm.perform import Pending
-from unisono.errors import PartitionError
-from unisono.expect import expect_choice
 from unisono.nn.agreement import Cuts
+from unisono.nn.planned import is_plain
 from unisono.operators.halo import (
     HaloAdd,
     HaloExchange,
@@ -35,13 +35,17 @@ from unisono.operators.halo import (
     post,
     start_exchange,
 )
-from unisono.topology import Partition
 from unisono.topology.cover import Cover, Patch, cover
-from unisono.topology.halo import Box, HaloPlan
-from unisono.topology.window import PADDING_MODES, padding_pairs, per_dim
+from unisono.topology.decompose import block, split_cuts
+from unisono.topology.halo import Axis, Box, plan_windows
+from unisono.topology.window import (
+    copied,
+    transposed_cover,
+    transposed_length,
+    transposed_window,
+)
 
 Overlap = Literal["auto"] | bool
-Size = int | Sequence[int]
 MOST_PATCHED = 1 / 16
 """With `overlap="auto"`, patches may give at most this share of the outputs, ..."""
 LEAST_WORK = 1 << 26
@@ -77,6 +81,8 @@ class ConvSettings:
     @property
     def weight_shape(self) -> tuple[int, ...]:
         """Shape of torch's weight."""
+        if self.output_padding is not None:
+            return (self.in_channels, self.out_channels // self.groups, *self.kernel_size)
         return (self.out_channels, self.in_channels // self.groups, *self.kernel_size)
 
     def convolved(
@@ -118,63 +124,6 @@ class ConvSettings:
         )  # fmt: skip
 
 
-def check_space(name: str, P_x: Partition, dims: int) -> None:
-    """Raise unless a partition splits a tensor of `dims` spatial dims in batch and space alone."""
-    if P_x.dim != dims + 2 or P_x.shape[1] != 1:
-        raise PartitionError.because(
-            f"{name} on {P_x!r}",
-            f"{P_x.dim} dims, {P_x.shape[1] if P_x.dim > 1 else '?'} in channels",
-            f"needs {dims + 2} dims with 1 in dim 1",
-            f"Partition([1, 1, {', '.join(['2'] * dims)}])",
-        )
-
-
-def check_channels(name: str, wanted: int, cuts: Cuts) -> None:
-    """Raise unless an input has as many channels as a convolution was made for."""
-    found = cuts[1][-1]
-    if found != wanted:
-        raise PartitionError.because(
-            f"{name}(in_channels={wanted})",
-            f"an input of global shape {[own[-1] for own in cuts]}",
-            f"{found} channels != {wanted}",
-            f"in_channels={found}",
-        )
-
-
-def conv_settings(
-    name: str,
-    dims: int,
-    in_channels: int,
-    out_channels: int,
-    kernel_size: Size,
-    stride: Size,
-    padding: Size | str,
-    padding_mode: str,
-    dilation: Size,
-    groups: int,
-) -> ConvSettings:
-    """Return the settings for `dims` spatial dims; refuse what torch would refuse."""
-    kernel = per_dim(kernel_size, dims, "kernel_size")
-    strides = per_dim(stride, dims, "stride")
-    dilations = per_dim(dilation, dims, "dilation")
-    expect_choice("padding_mode", padding_mode, PADDING_MODES, error=PartitionError)
-    for what, count in (("in_channels", in_channels), ("out_channels", out_channels)):
-        if count < 1 or groups < 1 or count % groups:
-            raise PartitionError.because(
-                f"{name}({what}={count}, groups={groups})",
-                "channels must be a positive multiple of groups",
-                f"{count} / {groups} = {count / groups:g}" if groups else None,
-                "groups=1",
-            )
-    pads = padding_pairs(
-        cast("int | str | Sequence[int | tuple[int, int]]", padding), kernel, strides, dilations
-    )
-    return ConvSettings(
-        index(in_channels), index(out_channels), kernel, strides, pads, dilations, index(groups),
-        padding_mode,
-    )  # fmt: skip
-
-
 Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]
 """Of own block, weight and bias."""
 
@@ -185,20 +134,46 @@ class SpacePlan:
 
     settings: ConvSettings
     exchange: HaloOnGroup
-    cover: Cover | None
+    cover: Cover | None = None
     """The pass over the own block and its patches; None: all of it from a window."""
     padding: tuple[int, ...] | None = None
-    """Zeros that the window does not hold, on both sides of each dim; None: it holds them all."""
+    """Zeros that the window does not hold, on both sides of each dim; None: it holds them all.
+    Of a transposed convolution, outputs that torch's kernel leaves out."""
+    crops: tuple[tuple[int, int], ...] = ()
+    """Of a transposed convolution, for each dim in space, points to add (or, negative, to cut)
+    before and after what the window reaches."""
 
-    @property
-    def halo(self) -> HaloPlan:
-        """How the window is filled."""
-        return self.exchange.halo
-
-    def output_shape(self, weight: Tensor) -> tuple[int, ...]:
-        """Return the shape of the own share."""
+    @cached_property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of the own share."""
         batch, _, *space = self.exchange.halo.output_shape
-        return (batch, weight.shape[0], *space)
+        return (batch, self.settings.out_channels, *space)
+
+    @cached_property
+    def is_void(self) -> bool:
+        """Whether there is nothing to convolve: no outputs, or no input that reaches them."""
+        return 0 in self.shape or 0 in self.exchange.halo.window_shape
+
+    @cached_property
+    def extends(self) -> bool:
+        """Whether the share may have points that no input reaches: the bias alone stands there."""
+        return self.is_void or any(n > 0 for crop in self.crops for n in crop)
+
+    def cropped(self, y: Tensor) -> Tensor:
+        """Return the own share of what the window reaches; zeros where nothing does."""
+        for dim, (before, after) in enumerate(self.crops, 2):
+            if before < 0 or after < 0:
+                length = y.shape[dim] + min(before, 0) + min(after, 0)
+                y = y.narrow(dim, max(-before, 0), length)
+        if self.extends:
+            y = F.pad(y, [max(n, 0) for crop in reversed(self.crops) for n in crop])
+        return y
+
+    def of_window(self, window: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """Return the convolution of a window, from operations that autograd differentiates."""
+        if self.is_void:
+            return empty_output(window, weight, self.shape)
+        return self.settings.convolved(window, weight, bias, padding=self.padding)
 
 
 def space_plan(settings: ConvSettings, exchange: HaloOnGroup, overlap: Overlap) -> SpacePlan:
@@ -215,6 +190,44 @@ def space_plan(settings: ConvSettings, exchange: HaloOnGroup, overlap: Overlap) 
         is_large = math.prod(halo.output_shape) * taps >= LEAST_WORK
         overlap = is_large and found.patched_share <= MOST_PATCHED
     return SpacePlan(settings, exchange, found if overlap else None)
+
+
+def transposed_plan(
+    settings: ConvSettings,
+    cuts: Cuts,
+    index: Sequence[int],
+    comm: Communicator,
+    ranks: tuple[int, ...] | None,
+) -> SpacePlan:
+    """Return the plan of the rank at `index`, given the settings of the whole."""
+    axes = [Axis(split_cuts(own[-1], len(own) - 1), copied) for own in cuts[:2]]
+    pads = [low for low, _ in settings.padding]
+    more = list(settings.output_padding or [0] * settings.dims)
+    crops: list[tuple[int, int]] = []
+    for i, own in enumerate(cuts[2:]):
+        x, parts = own[-1], len(own) - 1
+        k, s, d = settings.kernel_size[i], settings.stride[i], settings.dilation[i]
+        y = transposed_length(x, k, s, pads[i], d, more[i])
+        if parts == 1:  # nothing is cut here: torch does it
+            axes.append(Axis((0, y), lambda _, __, x=x: copied(0, x)))
+            crops.append((0, 0))
+            continue
+        reads = partial(transposed_window, x=x, k=k, s=s, p=pads[i], d=d)
+        axes.append(Axis(split_cuts(y, parts), reads))
+        y0, y1 = block(y, parts, index[i + 2])
+        needed = reads(y0, y1)
+        c0, c1 = transposed_cover(needed[0].source if needed else (0, 0), k, s, pads[i], d)
+        low, high = (y0 - c0, c1 - y1) if needed else (0, y0 - y1)
+        # The kernel leaves out as much on both sides, and may go on a little at the end: to the
+        # end of the share, or to a multiple of the stride, for which it is twice as fast.
+        pads[i] = max(0, min(low, high))
+        more[i] = -(c1 - c0 - 2 * pads[i]) % s
+        if low >= 0 and 0 <= low - high < max(s, d):
+            pads[i], more[i] = low, low - high
+        crops.append((pads[i] - low, pads[i] - more[i] - high))
+    exchange = HaloOnGroup(comm, plan_windows(cuts, index, axes), ranks, 0.0)
+    local = replace(settings, output_padding=tuple(more))
+    return SpacePlan(local, exchange, None, tuple(pads), tuple(crops))
 
 
 class ConvInSpace(torch.autograd.Function):
@@ -251,10 +264,21 @@ _recorded: Any = super(torch.autograd.Function, ConvInSpace).apply  # type: igno
 
 
 def convolved_in_space(x: Tensor, weight: Tensor, bias: Tensor | None, plan: SpacePlan) -> Tensor:
-    """Return the own share, for tensors on which nothing but autograd looks (`is_plain`)."""
-    if torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad):
-        return _recorded(x, weight, bias, plan)
-    return _convolved(x, weight, bias, plan)[0]
+    """Return the own share of a convolution of the own block."""
+    inside = None if plan.extends else bias
+    if not is_plain(x):
+        moves = not plan.exchange.halo.is_identity
+        window = HaloExchange.apply(x, plan.exchange) if moves else x
+        y = plan.of_window(window, weight, inside)
+    elif torch.is_grad_enabled():
+        y = _recorded(x, weight, inside, plan)
+    else:
+        y, _ = _convolved(x, weight, inside, plan)
+    if plan.crops and not plan.is_void:
+        y = plan.cropped(y)
+    if inside is bias or bias is None:
+        return y
+    return y + bias.to(y.dtype).view(-1, *[1] * plan.settings.dims)
 
 
 def _convolved(
@@ -270,8 +294,8 @@ def _convolved(
             y[_in_space(patch.output)] += plan.settings.convolved(window, weight, None)
         return y, received
     received = exchanged(x, plan.exchange)
-    if 0 in plan.exchange.halo.output_shape:
-        return x.new_empty(plan.output_shape(weight)), received
+    if plan.is_void:
+        return x.new_zeros(plan.shape), received
     window = _whole_window(plan, x, received)
     return plan.settings.convolved(window, weight, bias, padding=plan.padding), received
 
@@ -299,8 +323,8 @@ def _by_window(
     plan: SpacePlan, dy: Tensor, window: Tensor, weight: Tensor, wanted: Sequence[bool]
 ) -> Gradients:
     """Return the gradients of a convolution of a whole window."""
-    if 0 in plan.output_shape(weight):
-        dw, db = torch.zeros_like(weight), weight.new_zeros(weight.shape[0])
+    if plan.is_void:
+        dw, db = torch.zeros_like(weight), weight.new_zeros(plan.settings.out_channels)
         dwindow = torch.zeros_like(window)
     else:
         mask = (wanted[0], wanted[1], wanted[2])
@@ -373,27 +397,18 @@ def _composed(
         if not plan.exchange.halo.is_identity:
             landed = replace(plan.exchange, landed=received)
             window = HaloExchange.apply(x, landed)
-        shape = plan.output_shape(weight)
-        if 0 in shape:
-            y = empty_output(window, weight, bias, shape)
-        else:
-            y = plan.settings.convolved(window, weight, bias, padding=plan.padding)
+        y = plan.of_window(window, weight, bias)
     found = iter(torch.autograd.grad(y, held, dy, create_graph=True, allow_unused=True))
     return [next(found) if t is not None and t.requires_grad else None for t in inputs]
 
 
-def empty_output(
-    window: Tensor, weight: Tensor, bias: Tensor | None, shape: tuple[int, ...]
-) -> Tensor:
-    """Return a share without elements that runs the backwards which other ranks' shares run.
+def empty_output(window: Tensor, weight: Tensor, shape: tuple[int, ...]) -> Tensor:
+    """Return a share of zeros that runs the backwards which other ranks' shares run.
 
     As with a convolution, every gradient depends on window and weight: second derivatives send
     what they send elsewhere.
     """
-    tie = (window.sum() + weight.sum()).square() * 0
-    if bias is not None:
-        tie = tie + bias.sum() * 0
-    return tie.expand(shape)
+    return ((window.sum() + weight.sum()).square() * 0).expand(shape)
 
 
 def _in_space(box: Box) -> tuple[slice, ...]:
