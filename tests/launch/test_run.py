@@ -5,11 +5,13 @@ from __future__ import annotations
 import atexit
 import os
 import re
+import resource
 import signal
 import subprocess
 import sys
 import threading
 import time
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -89,6 +91,14 @@ def test_a_closure_gets_its_place_threads_directory_and_arguments(monkeypatch, t
     ]
     assert sorted(shown.err.splitlines()) == ["[0] err", "[1] err"]
     assert sorted(results.log(1).splitlines()) == ["err", "from C", "out of rank 1"]
+
+
+@pytest.mark.skipif(resource.getrlimit(resource.RLIMIT_NOFILE)[0] < 2000, reason="too few files")
+def test_a_program_with_a_thousand_open_files_runs_ranks():
+    with ExitStack() as files:
+        for _ in range(1100):
+            files.enter_context(Path(os.devnull).open())
+        assert list(unisono.run(len, "ab", on="cpu", ranks=2, logs=QUIET)) == [2, 2]
 
 
 def test_deadlines_may_be_longer_than_the_system_can_wait_at_once():

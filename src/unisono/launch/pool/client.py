@@ -243,6 +243,8 @@ class ForkedProcess(Process):
 
     def __init__(self, status_fd: int) -> None:
         self.end_fd = self._status_fd = status_fd
+        self._news = select.poll()  # `select` knows no descriptor from 1024 on
+        self._news.register(status_fd, select.POLLIN)
         self._rest = b""
 
     def confirm(self, timeout_s: float) -> str | None:
@@ -268,10 +270,8 @@ class ForkedProcess(Process):
         end = None if timeout_s is None else time.monotonic() + timeout_s
         while b"\n" not in self._rest:
             left = None if end is None else max(0.0, end - time.monotonic())
-            if not select.select([self._status_fd], [], [], left)[0]:
-                return None
-            data = os.read(self._status_fd, 4096)
-            if not data:
+            has_news = self._news.poll(None if left is None else 1000 * left)
+            if not has_news or not (data := os.read(self._status_fd, 4096)):
                 return None
             self._rest += data
         line, _, self._rest = self._rest.partition(b"\n")
