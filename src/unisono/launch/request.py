@@ -352,8 +352,11 @@ def checked_request(
     grows = None
     if least is not None or chaos is not None:
         grows = checked(place, platform, least, chaos, invite, join)
-    if grows is not None:  # members meet at their coordinator, and nowhere else
-        platform = platform.but(ipc_groups=None)
+    if grows is not None:
+        # Members meet at their coordinator, and nowhere else. MKL is to take the same way through
+        # a sum at any address.
+        variables = {"MKL_CBWR": "AUTO", **(platform.env or {})}
+        platform = platform.but(ipc_groups=None, env=variables)
     decided = ""
     if configuration.path is not None:
         known = {*asked, *fields}
