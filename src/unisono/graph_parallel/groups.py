@@ -16,7 +16,8 @@ from torch import Tensor
 from unisono.comm import Communicator, transports, world
 from unisono.comm import groups as cache
 from unisono.comm.backends import choose_backend
-from unisono.errors import MeshError, PartitionError, an
+from unisono.errors import MeshError, PartitionError
+from unisono.expect import expect
 from unisono.launch import run
 from unisono.topology import Mesh
 
@@ -195,13 +196,8 @@ class use_groups:
 
     def __init__(self, groups: GraphGroups | Mesh, *, gp: str = "gp", dp: str = "dp") -> None:
         global _installed
-        if not isinstance(groups, GraphGroups | Mesh):
-            raise MeshError.because(
-                f"use_groups({groups!r:.60})",
-                f"{an(type(groups).__name__)}, neither GraphGroups nor a Mesh",
-                None,
-                "use_groups(graph_groups(2)), or use_groups(Mesh(dp=2, gp=2))",
-            )
+        hint = "use_groups(graph_groups(2)), or use_groups(Mesh(dp=2, gp=2))"
+        expect("groups", groups, (GraphGroups, Mesh), hint)
         if isinstance(groups, Mesh):
             world_rank, first = groups.comm().ranks, groups.ranks_along(gp)[0]
             rows = (groups.ranks_along(gp, rank=r) for r in groups.ranks_along(dp, rank=first))
