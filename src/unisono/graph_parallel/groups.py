@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, is_dataclass, replace
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch.distributed as dist
 from torch import Tensor
@@ -76,12 +76,11 @@ def _laid_out(size: int, backend: str | None, whole: Communicator, asked: str) -
 
 def _group(whole: Communicator, ranks: tuple[int, ...], backend: str | None) -> Communicator:
     """Return the communicator of some ranks of `whole`, the own one among them."""
-    if len(ranks) == whole.size and backend in (None, whole.backend):
-        return Communicator.of(whole)
-    if backend in (None, whole.backend) and (part := whole.sub(ranks)) is not None:
-        return part
+    if backend is None or backend == whole.backend:
+        is_whole = len(ranks) == whole.size
+        return whole if is_whole else cast("Communicator", whole.sub(ranks))  # None outside only
     chosen = None
-    if backend is not None and len(ranks) > 1:
+    if len(ranks) > 1:
         nccl = "ok" if dist.is_nccl_available() else "this torch was built without NCCL"
         here = {**transports.available(), "nccl": nccl}
         device = whole.device.type
