@@ -402,6 +402,8 @@ def _interpolate(
         return like(x, local)
     if antialias or mode not in MODES:
         raise NoRule(f"mode {mode!r}" if not antialias else "antialias")
+    if not x.is_floating_point() and not mode.startswith("nearest"):
+        raise NoRule("weighted sums of integers")
     kind = MODES[mode]
     scales: list[float | None] = [None] * count
     if size is not None:
