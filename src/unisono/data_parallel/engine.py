@@ -369,7 +369,8 @@ class GradientEngine:
             self.wait(self.buckets[index])
             self._launch(self.buckets[index])
         for index in sorted(self._handles):
-            self._handles[index].proceed()
+            if (proceed := self._handles[index].proceed) is not None:
+                proceed()
         if not self.averaging.carries_flags and self.buckets:
             self._add_flags()
         self.averaging.steps += 1
