@@ -76,11 +76,6 @@ def test_scaling_goes_there_and_back():
     assert np.allclose(Normalizer.max_min_unnorm_std(1.0, top, low), top - low)
 
 
-def test_a_falling_value_has_a_floor():
-    assert bayes.exponential_scheduler(2.0, 0.1, 0.5, 2) == 0.5
-    assert bayes.exponential_scheduler(2.0, 0.1, 0.5, 99) == 0.1
-
-
 def test_rolling_windows_of_some_columns():
     series = np.arange(20.0).reshape(10, 2)
     x, y = Utils().create_rolling_window(series, [1], 3, 2, 2, 2)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import operator
 import os
 from dataclasses import dataclass, replace
@@ -247,8 +248,7 @@ class DDPSequential:
         if self.cap_batch == "global":
             cap = CAPS[cap_class(int(total))]
         else:
-            tightest = max(n for n in range(len(CAPS)) if classes[n])
-            cap = CAPS[tightest]
+            cap = max(itertools.compress(CAPS, classes))  # the tightest bound present
         self.model.apply_deltas(cap)
 
     def _refuse_nan(self, problem: str) -> NoReturn:

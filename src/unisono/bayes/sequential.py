@@ -396,7 +396,9 @@ class Sequential:
             count as those of one row at least. And where a NaN was met since the last step.
         """
         rows, problem = self._pending, self._problem
-        if self.arena.take_written():
+        arena = self.arena
+        if arena.deltas_written:
+            arena.forget_written()
             rows = max(rows, 1)
             if not problem and (found := self._nan_in_deltas()):
                 problem = f"step: {found}"
