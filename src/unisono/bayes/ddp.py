@@ -211,7 +211,9 @@ class DDPSequential:
         finally:
             self.model.tells_at_step = False
 
-    __call__ = forward
+    def __call__(self, mu_x: Input, var_x: ArrayLike | None = None) -> tuple[Output, Output]:
+        """As `forward`."""
+        return self.forward(mu_x, var_x)
 
     def backward(self) -> None:
         """Carry this rank's deltas to all layers. Local."""
@@ -275,7 +277,8 @@ class DDPSequential:
         values = averages.split(sizes)
         for norm, mean, var in zip(self._norms, values[0::2], values[1::2], strict=True):
             norm.running_mean, norm.running_var = mean.clone(), var.clone()
-            norm.has_statistics = True
+            if not norm.has_statistics:  # of other ranks' rows, or of nobody's
+                norm.note_loaded_statistics()
 
     def predict(self, x: ArrayLike, batch_size: int | None = None) -> tuple[Output, Output]:
         """Return mean and standard deviation `[samples, outputs]` in eval mode. Local."""
