@@ -33,7 +33,7 @@ from unisono.data_parallel import DataParallel, PowerSGD
 from unisono.errors import CheckpointError, RankFailed
 from unisono.launch.pool import monitor
 from unisono.train import Checkpoint
-from unisono.train.checkpoint import saving
+from unisono.train.checkpoint import folder, saving
 
 
 def model(seed=0, width=4):
@@ -273,6 +273,23 @@ def test_a_damaged_checkpoint_is_passed_over_with_a_warning(tmp_path, harm):
     harm(tmp_path / "step-00000001")
     with pytest.raises(CheckpointError, match="no checkpoint is whole"):
         checkpoint.restore(model=net)
+
+
+@pytest.mark.ranks(2, timeout=60)
+def test_a_file_that_one_rank_cannot_read_is_damage_for_all(tmp_path, monkeypatch):
+    net, checkpoint = model(), Checkpoint(tmp_path)
+    checkpoint.save(1, model=net)
+    checkpoint.save(2, model=net)
+    measured = folder._measured
+
+    def fails(path):
+        if world().rank == 1 and path.parent.name == "step-00000002":
+            raise OSError(errno.EIO, "Input/output error")
+        return measured(path)
+
+    monkeypatch.setattr(folder, "_measured", fails)
+    with pytest.warns(UserWarning, match="cannot be read: .*Input/output error"):
+        assert checkpoint.restore(model=net).step == 1
 
 
 def test_leftovers_of_killed_runs_are_swept_by_the_next_save(tmp_path):

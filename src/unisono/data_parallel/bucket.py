@@ -119,6 +119,8 @@ class GradientBucket:
         """Members whose gradient came in this backward."""
         self.before: dict[int, Tensor | None] = {}
         """What `.grad` was, for members that got no gradient on this rank."""
+        self.sent_version = 0
+        """`version` when it left."""
         self.idle: set[int] = set()
         """Members that had no gradient on any rank in the last reduction, nor one of before."""
 

@@ -125,11 +125,13 @@ class GradientEngine:
         """Who uses gradients that arrive after backward; None in blocking mode."""
         self.weigh: Callable[[], float] | None = None
         """Gives the weight of this rank's gradients in a backward; None: all ranks' are equal."""
-        self.options: tuple[object, ...] = (bucket_mb, compression, broadcast_buffers, find_unused)
-        """What ranks must agree on."""
+        self.options: Mapping[str, object] = {}
+        """What else ranks must agree on when buckets are made again; set by the wrapper."""
         self.buckets: list[GradientBucket] = []
         """In the order in which they travel."""
         self.in_backward = False
+        self.was_cleared = False
+        """Whether all gradients were cleared since `Weights` has last asked."""
         self._handles: dict[int, Handle] = {}  # of buckets under way, by index
         self._bucket_mb = bucket_mb
         self._broadcasts_buffers = broadcast_buffers
@@ -259,8 +261,10 @@ class GradientEngine:
             return
         tensors = [x for x in _tensors_in(outputs, _OBJECTS, set()) if x.requires_grad]
         for x in tensors:
-            # Heard in the outermost backward, so that one inside a checkpoint does not end it.
-            x.register_hook(self._on_output)
+            # Heard in the outermost backward, so that one inside a checkpoint does not end it. A
+            # leaf, such as a parameter that is returned, would keep the hook for ever.
+            if x.grad_fn is not None:
+                x.register_hook(self._on_output)
         if self.find_unused and self.require_sync:
             reached = _reached_leaves(tensors)
             for bucket in self.buckets:
@@ -353,8 +357,7 @@ class GradientEngine:
         self._costs.bytes += bucket.nbytes
         if handle is not None:
             self._handles[bucket.index] = handle
-            if self.updates is not None:
-                self.updates.launched(bucket)
+            bucket.sent_version = bucket.version
         elif bucket.before:
             bucket.resolve_unused()
 
@@ -444,11 +447,13 @@ class GradientEngine:
         owed with it: then it is cleared right after that.
         """
         rest = {id(p): p for group in optimizer.param_groups for p in group["params"]}
+        self.was_cleared = True
         for bucket in self.buckets:
             is_owed = self.updates is not None and self.updates.owes_with(bucket)
             if not is_owed:
                 self.wait(bucket)
             if not all(id(p) in rest for p in bucket.params):
+                self.was_cleared = False
                 continue
             if self.updates is not None and is_owed and not set_to_none:
                 self.updates.clear_later(bucket)

@@ -114,7 +114,7 @@ class DataParallel(nn.Module):
             "broadcast_buffers": broadcast_buffers,
             "find_unused": find_unused,
         }
-        options = [self.blocking_parameter_updates, *_option_texts(self)]
+        options = {"blocking": self.blocking_parameter_updates, **self._options}
         check_same_module(module, self.communicator, options)
         if reset_parameters:
             reset_module(module, self.communicator)
@@ -129,7 +129,7 @@ class DataParallel(nn.Module):
             blocking=self.blocking_parameter_updates,
             **self._options,
         )
-        engine.options = tuple(_option_texts(self))
+        engine.options = self._options
         for optimizer in self._dp_optimizers:
             optimizer.blocking_parameter_updates = self.blocking_parameter_updates
             optimizer.attach(engine)
@@ -364,16 +364,6 @@ class DataParallel(nn.Module):
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         self.comm = self.communicator = communicator_of(None)
-
-
-def _option_texts(model: DataParallel) -> list[str]:
-    """Return the options as text that is the same in every process."""
-    return [
-        f"{name}={getattr(value, '__qualname__', type(value).__name__)}"
-        if callable(value)
-        else f"{name}={value!r}"
-        for name, value in model._options.items()
-    ]
 
 
 def _leave(engine: GradientEngine) -> None:

@@ -7,7 +7,7 @@ defaults are gp_utils' where it has them.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Any, TypeVar
 
 import torch.distributed as dist
@@ -335,6 +335,9 @@ def _detached(value: Any) -> Any:
         return value.detach()
     if isinstance(value, dict):
         return {key: _detached(item) for key, item in value.items()}
+    if is_dataclass(value) and not isinstance(value, type):
+        changed = {f.name: _detached(getattr(value, f.name)) for f in fields(value) if f.init}
+        return replace(value, **changed)
     if isinstance(value, tuple | list):
         items = [_detached(item) for item in value]
         return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)

@@ -163,7 +163,7 @@ class GraphPlan:
 
     def extend(self, x: Tensor) -> Tensor:
         """Return own and halo rows joined, `[num_local + num_halo, ...]`. Collective."""
-        return torch.cat([x, self.exchange(x)])
+        return _joined(x, self.exchange(x))
 
     def start(self, x: Tensor) -> RowsUnderWay:
         """Begin to fetch the halo rows; `wait()` of the result returns them. Collective.
@@ -202,7 +202,7 @@ class GraphPlan:
             return tagged(
                 self._add_messages(total, (halo, x), self._outer, message, outer), "sharded", 0
             )
-        both = torch.cat([x, halo])
+        both = _joined(x, halo)
         total = self._add_messages(total, (both, both), self._outer, message, outer)
         return tagged(self.close(total), "sharded", 0)
 
@@ -340,6 +340,17 @@ class GraphPlan:
                 f"{x.shape[0] if x.dim() else 0} != {rows} rows",
                 hint,
             )
+
+
+def _joined(own: Tensor, halo: Tensor) -> Tensor:
+    """Return rows one after the other; a rank without any stays part of every derivative.
+
+    The derivative of `torch.cat` leaves out flat tensors without elements, and the rank with them
+    would not join the backward of its own backward.
+    """
+    if own.dim() > 1:
+        return torch.cat([own, halo])
+    return torch.cat([own[:, None], halo[:, None]])[:, 0]
 
 
 def _checksum(numbers: Tensor) -> int:

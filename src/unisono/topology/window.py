@@ -14,8 +14,10 @@ from typing import Any, Literal, NamedTuple
 from unisono.errors import PartitionError
 from unisono.topology.decompose import Interval
 
-Kind = Literal["copy", "flip", "repeat", "fill"]
-"""How the points of a segment are made: as they are, reversed, one point many times, a constant."""
+Kind = Literal["copy", "flip", "repeat", "fill", "wrap left", "wrap right"]
+"""How the points of a segment are made: as they are, reversed, one point many times, a constant; or
+as they are, but left or right of the tensor and from its other end."""
+WRAPS: tuple[Kind, Kind] = ("wrap left", "wrap right")
 
 PADDING_MODES: tuple[str, ...] = ("zeros", "reflect", "replicate", "circular")
 """What may stand outside the tensor."""
@@ -357,7 +359,7 @@ def _outside(start: int, stop: int, x: int, mode: str) -> tuple[Interval, Kind]:
     if mode == "replicate":
         return ((0, 1) if start < 0 else (x - 1, x)), "repeat"
     if mode == "circular":
-        shift = x if start < 0 else -x
-        return (start + shift, stop + shift), "copy"
+        shift, kind = (x, WRAPS[0]) if start < 0 else (-x, WRAPS[1])
+        return (start + shift, stop + shift), kind
     mirror = 0 if start < 0 else 2 * (x - 1)
     return (mirror - stop + 1, mirror - start + 1), "flip"

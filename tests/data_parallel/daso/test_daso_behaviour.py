@@ -341,6 +341,7 @@ INNER = torch.optim.SGD(MODEL.parameters(), 0.1)
     [
         ({"local_optimizer": "sgd"}, TypeError),
         ({"total_epochs": "5"}, TypeError),
+        ({"total_epochs": 2.5}, TypeError),
         ({"total_epochs": True}, TypeError),
         ({"total_epochs": 0}, ValueError),
         ({"warmup_epochs": -1}, ValueError),

@@ -360,8 +360,11 @@ def test_the_handle_of_a_record_comes_back_from_ranks_as_its_report(here):
     assert "srcdoc" not in Report(here).__repr__()
 
 
-def test_a_copy_of_output_can_be_looked_at_before_it_is_made():
+def test_a_copy_of_output_has_all_lines_and_can_be_looked_at_before_it_is_made(here):
     assert not hasattr(_Tee.__new__(_Tee), "anything")
+    with record("lines") as run:
+        sys.stdout.writelines(["one\n", "two\n"])
+    assert (run.dir / "rank-0.log").read_text() == "one\ntwo\n"
 
 
 def test_run_records_and_hands_out_the_report(here, capsys):

@@ -11,7 +11,6 @@ import os
 import shutil
 import zlib
 from collections.abc import Iterable, Mapping
-from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -144,14 +143,16 @@ def damage(saved: Saved, names: Iterable[str]) -> str | None:
     expected: Mapping[str, Any] = saved.manifest.files
     for name in names:
         size, crc = expected[name]
-        with suppress(FileNotFoundError):
+        try:
             there, sum_there = _measured(saved.path / name)
-            if there != size:
-                return f"{name} has {there} bytes of {size}"
-            if sum_there != crc:
-                return f"{name} has other content than was written"
-            continue
-        return f"{name} is missing"
+        except FileNotFoundError:
+            return f"{name} is missing"
+        except OSError as error:  # on one rank perhaps, and all must come to the same verdict
+            return f"{name} cannot be read: {error}"
+        if there != size:
+            return f"{name} has {there} bytes of {size}"
+        if sum_there != crc:
+            return f"{name} has other content than was written"
     return None
 
 
