@@ -144,8 +144,8 @@ class DDPSequential:
     def _place_deltas(self) -> None:
         """Let the deltas live where the ranks add them up without a copy.
 
-        Collective only where the bucket does not fit, as after a change of the dtype, which all
-        ranks make: a rank whose layers were in another net meanwhile has but a new arena.
+        Collective only where the bucket does not fit, as after a change of dtype, which all ranks
+        make. A single rank may have a new arena: it has used a layer in another net, too.
         """
         arena = self.model.arena
         extra = sum(2 * norm.num_features for norm in self._norms) if self._averages_running else 0

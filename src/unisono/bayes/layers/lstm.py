@@ -200,7 +200,7 @@ class LSTM(BaseLayer):
         gain_bias: factor on the start standard deviation of biases.
         init_method: `"He"` or `"Xavier"`.
         stateful: True carries the state from call to call, False starts every call at zero, None
-            carries it in online use (one step, one sample a call).
+            carries it in online use (one step, one sample per call).
     """
 
     info = "{name}({0.input_size},{0.output_size})"
