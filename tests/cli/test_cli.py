@@ -235,6 +235,9 @@ def test_words_are_read_as_python_where_they_can_be():
         (["run", "--set", "mpiexec=mpirun", "os:getpid"], "HINT: --on mpi\n"),
         (["doctor", "--on", "moon"], "'mpi', 'ssh', 'ray', 'slurm', 'inline'"),
         (["job", "status", "nothing-here"], "no such job"),
+        (["run", "os:"], "no name of a function"),
+        (["run", ":train"], "no name of a module or file"),
+        (["topo", "--graph", "nothere.npz"], "nothere.npz"),
     ],
 )
 def test_bad_usage_is_exit_code_2_with_a_message(words, message, capsys):
@@ -275,7 +278,7 @@ def test_a_dry_run_and_a_check_start_nothing(capsys):
     assert main(["run", "--ranks", "2", "--check", *words]) == 0
     assert "2 ranks on cpu can be started" in capsys.readouterr().out
     assert main(["run", "--on", "cpu", "--gpus", "2", "--check", *words]) == 0
-    assert "--gpus 2 counts ranks here" in capsys.readouterr().err
+    assert "--gpus 2 only counts ranks" in capsys.readouterr().err
 
 
 def test_fields_variables_and_other_libraries_names_reach_the_ranks(tmp_path, unisono_here):
@@ -444,6 +447,7 @@ def test_a_job_that_is_done_is_exit_code_0(tmp_path, capsys):
         ["frobnicate"],
         ["run", "--ranks", "two", "x.py"],
         ["run", "--rank", "2", "x.py"],  # options have their whole names only
+        ["run", "--to", "nowhere", "x.py"],
         ["job"],
         ["job", "logs"],
     ],

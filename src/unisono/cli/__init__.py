@@ -27,8 +27,8 @@ def build_parser() -> argparse.ArgumentParser:
     parser = _Parser(
         prog="unisono",
         description="Many ranks, one model: run a PyTorch function on any number of ranks.",
-        epilog="Exit codes: 0 ok, 1 the function or a check failed, 2 bad usage, 124 deadline, "
-        "130 Ctrl-C.",
+        epilog="Exit codes: 0 success, 1 the function or a check failed, 2 wrong usage, "
+        "124 deadline passed, 130 Ctrl-C.",
     )
     parser.add_argument("--version", action="version", version=f"unisono {unisono.__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
@@ -55,10 +55,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _with_dashes(words: list[str], parser: argparse.ArgumentParser) -> list[str]:
-    """Return the words with `--` behind a script whose own options follow it without one.
+    """Return the words with `--` after a script that is followed by options of its own.
 
-    Where all that follows the script are options of ours, they stay ours; where only some are,
-    nobody can know whose they are meant to be.
+    If only options of ours follow the script, they stay ours; if they are mixed with others, they
+    could be meant for either.
     """
     if words[:1] != ["run"] or "--" in words or {"-h", "--help"} & set(words):
         return words
@@ -70,11 +70,11 @@ def _with_dashes(words: list[str], parser: argparse.ArgumentParser) -> list[str]
     if args.module and args.target in words[:cut]:
         return words  # a script and a module
     if parser.parse_known_args(words[:cut])[1]:
-        return words  # not understood before the script already
+        return words  # wrong options before the script
     options = _options(parser, "run")
     if ours := [word for word in words[cut:] if word.partition("=")[0] in options]:
         parser.error(
-            f"{' '.join(words[cut:])} stands behind {target}, and {ours[0]} is an option of "
+            f"{' '.join(words[cut:])} comes after {target}, and {ours[0]} is an option of "
             f"unisono run, too\nHINT: unisono run {ours[0]} ... {target} for unisono; "
             f"unisono run ... {target} -- {' '.join(words[cut:])} for the script"
         )
@@ -87,7 +87,7 @@ def _explanation(
     words: list[str],
     parser: argparse.ArgumentParser,
 ) -> str:
-    """Say what was not understood; words of a script belong behind `--`."""
+    """Say what was not understood; arguments of a script belong after `--`."""
     text = f"unrecognized arguments: {' '.join(unknown)}"
     word = next((word.partition("=")[0] for word in unknown if word.startswith("-")), "")
     near = difflib.get_close_matches(word, _options(parser, words[0]), n=1, cutoff=0.8)
@@ -98,7 +98,7 @@ def _explanation(
     if args.execute is run.execute and target is not None and not is_ours:
         how = "-m " if args.target is None else ""
         text += f"\nHINT: unisono run ... {how}{target} -- {' '.join(unknown)}"
-        text += "  (what follows -- is for the script)"
+        text += "  (everything after -- goes to the script)"
     return text
 
 

@@ -1,7 +1,7 @@
 """`unisono bench`: the benchmarks on this machine, every figure a ratio to its reference.
 
-The scripts are those of `benchmarks/`: in a checkout they also renew its page of results, in an
-installed package, which carries them along, nothing is written.
+The scripts are those of `benchmarks/`, which an installed package contains too. In a checkout they
+also update its page of results.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     """Add this command to the command line."""
     parser = commands.add_parser(
         "bench",
-        help="measure the ratios of unisono on this machine",
-        description="Run benchmarks: each compares unisono with what one would use otherwise, in "
-        "the same run. Best on a machine that does nothing else.",
+        help="run the benchmarks on this machine",
+        description="Run benchmarks: each compares unisono with an alternative in the same run. "
+        "Best on a machine that does nothing else.",
     )
     parser.add_argument("names", nargs="*", metavar="NAME", help="which ones (default: all)")
-    parser.add_argument("--list", action="store_true", help="name them and stop")
+    parser.add_argument("--list", action="store_true", help="only list their names")
     parser.add_argument("--quick", action="store_true", help="few rounds, nothing written")
     parser.add_argument("--json", action="store_true", help="print one JSON list of rows")
     parser.set_defaults(execute=execute)

@@ -1,7 +1,7 @@
 """`unisono demo`: something to look at within two minutes, on the cores of this machine.
 
-Each is a program of `examples/`, which an installed package carries along, but for the batch script
-of a cluster.
+Each is a program of `examples/`, which an installed package contains too, except for the batch
+script of a cluster.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ DEMOS = {
     "forces": Demo("forces_graph_parallel.py", "forces from an energy; atoms split over ranks"),
     "flow": Demo("flow_domain_parallel.py", "a field in space, its grid split over ranks"),
     "error-bars": Demo("bayes_regression.py", "predictions with error bars, without sampling"),
-    "elastic": Demo("elastic_digits.py", "a rank is killed every two seconds: one curve, one hash"),
+    "elastic": Demo("elastic_digits.py", "a rank is killed every two seconds: the result is equal"),
     "daso": Demo("daso_two_nodes.py", "DASO against DDP over a slow network between nodes"),
-    SLURM: Demo("", "the batch script of a SLURM job, shown and not sent"),
+    SLURM: Demo("", "the batch script of a SLURM job, shown but not submitted"),
 }
 
 
@@ -51,7 +51,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         "write a report. `unisono demo --list` names the other demos.",
     )
     parser.add_argument("name", nargs="?", default=DIGITS, help="which demo (digits)")
-    parser.add_argument("--list", action="store_true", help="name the demos and stop")
+    parser.add_argument("--list", action="store_true", help="only list the demos")
     parser.add_argument("--on", default="cpu", help="cpu (default), gpu or another place")
     parser.add_argument("--ranks", type=int, metavar="N", help="number of ranks (2 to 4, by cores)")
     parser.add_argument("--epochs", type=int, default=16, metavar="N", help="passes over the data")
@@ -102,16 +102,16 @@ def execute(args: argparse.Namespace) -> int:
 
 
 def example_path(script: str) -> Path:
-    """Return where an example lies: in a checkout, or in the installed package."""
+    """Return the path of an example in a checkout or in the installed package."""
     return carried("examples", script) / script
 
 
 def _show_batch_script(ranks: int) -> int:
-    """Print what would be sent to a cluster."""
+    """Print what would be submitted to a cluster."""
     from unisono.launch import dry_run
 
     print(dry_run(print, on="slurm", nodes=2, ranks=ranks))
-    print("\nunisono run --on slurm --nodes 2 train.py would send such a job and wait for it")
+    print("\nunisono run --on slurm --nodes 2 train.py submits such a job and waits for it")
     return OK
 
 

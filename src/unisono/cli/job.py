@@ -9,7 +9,7 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from unisono.cli.outcome import DEADLINE, FAILED, OK
-from unisono.errors import PlatformError
+from unisono.errors import UnisonoError
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -17,8 +17,6 @@ if TYPE_CHECKING:
     from unisono.launch import Job
 
 _COLUMNS = ("id", "state", "ranks", "submitted", "directory")
-_FIRST = -1
-"""Rank 0, because nobody said which."""
 _PAUSE_S = 0.1
 
 
@@ -26,11 +24,11 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     """Add this command to the command line."""
     parser = commands.add_parser(
         "job",
-        help="list jobs, look at one, end it",
-        description="Look at jobs that `unisono run --detach` or `unisono.submit` started.",
+        help="list, inspect or cancel jobs in the background",
+        description="Inspect jobs that `unisono run --detach` or `unisono.submit` started.",
     )
     actions = parser.add_subparsers(title="actions", metavar="ACTION", required=True)
-    listing = actions.add_parser("list", help="all jobs of this user: state, ranks, time, place")
+    listing = actions.add_parser("list", help="list all jobs of this user")
     listing.add_argument("--json", action="store_true", help="print a JSON list")
     listing.set_defaults(execute=_list)
     for name, (function, words) in _ACTIONS.items():
@@ -38,32 +36,27 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         action.add_argument("id", help="what --detach printed, or the job's directory")
         action.set_defaults(execute=function)
         if name == "logs":
-            action.add_argument(
-                "--rank", type=_rank, default=_FIRST, metavar="R", help="a rank (0), or all"
-            )
-            action.add_argument("--follow", action="store_true", help="go on to the job's end")
+            action.add_argument("--rank", type=_rank, metavar="R", help="a rank (0), or all")
+            action.add_argument("--follow", action="store_true", help="continue until the job ends")
             action.add_argument("--tail", type=_count, metavar="N", help="only the last N lines")
         elif name == "resize":
-            action.add_argument("ranks", type=_count, metavar="N", help="how many")
+            action.add_argument("ranks", type=_count, metavar="N", help="number of ranks")
         elif name == "wait":
             action.add_argument("--timeout-s", type=float, metavar="S", help="longest wait")
 
 
-def _rank(text: str) -> int | None:
-    """Read a rank; None is all of them."""
-    if text == "all":
-        return None
-    return _count(text)
+def _rank(text: str) -> int | str:
+    return text if text == "all" else _count(text)
 
 
 def _count(text: str) -> int:
     if not text.isdigit():
-        raise argparse.ArgumentTypeError(f"{text!r} is no number from 0 on")
+        raise argparse.ArgumentTypeError(f"{text!r} is not an integer >= 0")
     return int(text)
 
 
 def _list(args: argparse.Namespace) -> int:
-    """Print one line a job, the latest last."""
+    """Print one line per job, the latest last."""
     from unisono.launch.job_files import directories
 
     rows = sorted((_row(path) for path in directories().values()), key=lambda r: r["submitted"])
@@ -84,7 +77,6 @@ def _list(args: argparse.Namespace) -> int:
 
 def _row(directory: Path) -> dict[str, Any]:
     """Return what is known of the job in `directory`."""
-    from unisono.errors import UnisonoError
     from unisono.launch import Job, job_files
 
     try:
@@ -111,41 +103,27 @@ def _status(args: argparse.Namespace) -> int:
 
 
 def _logs(args: argparse.Namespace) -> int:
-    """Print what one rank has printed, or all of them, now or to the end of the job."""
-    job = _attached(args)
-    if args.rank == _FIRST:
-        args.rank = 0
-        if job.ranks > 1:
-            text = f"unisono: rank 0 of {job.ranks}; --rank all shows every rank"
-            print(text, file=sys.stderr)
-    elif args.rank is not None and args.rank >= job.ranks:
-        raise PlatformError.because(
-            f"unisono job logs {args.id} --rank {args.rank}",
-            f"a job of {job.ranks} rank{'s' if job.ranks > 1 else ''}",
-            f"ranks of a world of {job.ranks} are 0 to {job.ranks - 1}",
-            f"--rank {job.ranks - 1}, or --rank all",
-        )
-    ranks = range(job.ranks) if args.rank is None else [args.rank]
-    if args.follow:
-        _follow(job, ranks, args)
-        return OK
-    for rank in ranks:
-        for line in job.logs(rank, tail=args.tail).splitlines():
-            print(f"[{rank}] {line}" if args.rank is None else line)
-    return OK
-
-
-def _follow(job: Job, ranks: range | list[int], args: argparse.Namespace) -> None:
-    """Show the lines of some ranks as they come, to the end of the job."""
+    """Print what one rank has printed, or all of them, now or until the job ends."""
     from unisono.launch.console import Console
     from unisono.launch.logs import LogFollower
 
-    console = Console(ranks, prefix=args.rank is None)
+    job = _attached(args)
+    if args.rank is None and job.ranks > 1:
+        print(f"unisono: rank 0 of {job.ranks}; --rank all shows every rank", file=sys.stderr)
+    ranks = range(job.ranks) if args.rank == "all" else [args.rank or 0]
+    texts = [job.logs(rank, tail=args.tail) for rank in ranks]
+    if not args.follow:
+        for rank, text in zip(ranks, texts, strict=True):
+            for line in text.splitlines():
+                print(f"[{rank}] {line}" if args.rank == "all" else line)
+        return OK
+    console = Console(ranks, prefix=args.rank == "all")
     follower = LogFollower(job.dir, console, ranks, tail=args.tail, tracebacks=True)
     while not job.done():
         follower.look()
         time.sleep(_PAUSE_S)
     follower.close()
+    return OK
 
 
 def _stacks(args: argparse.Namespace) -> int:
@@ -163,7 +141,7 @@ def _cancel(args: argparse.Namespace) -> int:
     job.cancel()
     print(job.status())
     if not job.done():
-        text = f"unisono: the order is in {job.dir}, but nobody has followed it yet"
+        text = f"unisono: cancellation was requested in {job.dir}, but has not happened yet"
         print(text, file=sys.stderr)
         return FAILED
     return OK
@@ -187,10 +165,10 @@ def _wait(args: argparse.Namespace) -> int:
 
 
 _ACTIONS = {
-    "status": (_status, "its state in one line"),
-    "logs": (_logs, "what its ranks have printed"),
-    "stacks": (_stacks, "where each of its ranks stands now"),
+    "status": (_status, "show its state in one line"),
+    "logs": (_logs, "show the output of its ranks"),
+    "stacks": (_stacks, "show what each of its ranks is executing now"),
     "cancel": (_cancel, "end all its ranks"),
-    "resize": (_resize, "another number of ranks, for a job with --elastic"),
+    "resize": (_resize, "change the number of ranks of a job with --elastic"),
     "wait": (_wait, "wait for its end; exit code 0 if it is done, 1 if it failed"),
 }

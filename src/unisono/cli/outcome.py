@@ -1,6 +1,6 @@
 """How a command ends: its exit code, and one block on stderr when something went wrong.
 
-Messages of the library are told in the words of the command line: `--ranks 2` instead of
+Messages of the library are shown in the terms of the command line: `--ranks 2` instead of
 `ranks=2`.
 """
 
@@ -62,6 +62,8 @@ def exit_code_of(command: Callable[[], int], *, name: str = "run", debug: bool =
         match error:
             case PlatformError() | MissingExtra():
                 return USAGE
+            case ValueError() if name != "run":  # sizes, meshes and files that do not fit
+                return USAGE
             case RankTimeout():
                 return DEADLINE
             case _:
@@ -105,7 +107,7 @@ def as_typed(message: str, command: str = "run") -> str:
         'unisono run --ranks 0'
     """
     first, *rest = message.split("\n")
-    if _OF_A_SCRIPT in message:  # what the script did is told in its own words
+    if _OF_A_SCRIPT in message:  # what the script did keeps its own words
         return "\n".join([first, *(_pairs(x) if x.startswith("HINT:") else x for x in rest)])
     lines = [_asked(first, command)]
     lines += [_pairs(line) if line.lstrip().startswith("HINT:") else line for line in rest]

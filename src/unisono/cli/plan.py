@@ -1,4 +1,4 @@
-"""`unisono plan`: what a training step would cost on a machine that is not here."""
+"""`unisono plan`: what a training step would cost on another machine."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ if TYPE_CHECKING:
 _EXAMPLES = """\
 examples:
   unisono plan --calibrate                     measure links and cores of this machine
-  unisono plan --model cnn                     this machine
+  unisono plan --model cnn                     predict for this machine
   unisono plan --model train.py:make --ranks 1024 --nodes 128 --link 10GB/s --plot scaling.png
 
-MODEL is mlp, cnn, transformer, graph, bayes, or a function without arguments that returns a model
-and the batch of one rank.
+MODEL is mlp, cnn, transformer, graph, potential, bayes, or file.py:function: a function without
+arguments that returns a model and the batch of one rank.
 """
 
 
@@ -31,46 +31,44 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     parser = commands.add_parser(
         "plan",
         help="predict step time and memory on a larger machine",
-        description="Predict step time, waiting for communication and memory of each way to split "
-        "a model, from measured times of the model on one core here and a latency-bandwidth model "
-        "of the links.",
+        description="Predict step time, waiting and memory for each way to split a model, from "
+        "measured times of the model on one core here and a latency-bandwidth model of the links.",
         epilog=_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--model", metavar="MODEL", help="a preset or file.py:function")
-    parser.add_argument("--batch", type=float, metavar="N", help="samples a rank (as given)")
+    parser.add_argument("--batch", type=float, metavar="N", help="samples per rank")
     there = parser.add_argument_group("the machine")
-    there.add_argument("-n", "--ranks", type=int, metavar="N", help="ranks in all (cores here)")
-    there.add_argument("--nodes", type=int, default=1, metavar="N", help="nodes (1)")
-    there.add_argument("--link", metavar="RATE", help="of a node's network, as 10GB/s, 100Gbit/s")
-    there.add_argument("--latency", default="2us", metavar="T", help="of a message there (2us)")
-    there.add_argument("--node-link", metavar="RATE", help="inside a node (measured here)")
-    there.add_argument("--node-latency", default="2us", metavar="T", help="of --node-link (2us)")
-    there.add_argument("--cores", type=int, metavar="N", help="of a node (one for each rank)")
+    there.add_argument("-n", "--ranks", type=int, metavar="N", help="ranks in total (cores here)")
+    there.add_argument("--nodes", type=int, default=1, metavar="N", help="number of nodes (1)")
+    there.add_argument("--link", metavar="RATE", help="network of a node: 10GB/s, 100Gbit/s, ...")
+    there.add_argument("--latency", default="2us", metavar="T", help="latency of --link (2us)")
+    there.add_argument("--node-link", metavar="RATE", help="inside a node (as measured here)")
+    there.add_argument("--node-latency", default="2us", metavar="T", help="its latency (2us)")
+    there.add_argument("--cores", type=int, metavar="N", help="cores of a node (one per rank)")
     there.add_argument(
-        "--rank-speed", type=float, default=1.0, metavar="X", help="of a rank, in cores of here (1)"
+        "--rank-speed", type=float, default=1.0, metavar="X", help="a rank is X cores of here (1)"
     )
     there.add_argument(
-        "--overlap", type=float, default=1.0, metavar="0..1", help="what --link hides (1)"
+        "--overlap", type=float, default=1.0, metavar="0..1", help="share of --link hidden (1)"
     )
     there.add_argument("--team", type=int, metavar="N", help="ranks that share a sample (a node)")
     there.add_argument(
-        "--algorithm", default="auto", help="of gradients: auto, ring, tree, hierarchical"
+        "--algorithm", default="auto", help="sum of gradients: auto, ring, tree, hierarchical"
     )
     out = parser.add_argument_group("output")
     out.add_argument("--json", action="store_true", help="print one JSON object")
-    out.add_argument("--plot", type=Path, metavar="FILE", help="strong and weak scaling")
-    out.add_argument("--max-ranks", type=int, default=10_000, metavar="N", help="of the plot")
+    out.add_argument("--plot", type=Path, metavar="FILE", help="draw strong and weak scaling")
+    out.add_argument("--max-ranks", type=int, default=10_000, metavar="N", help="end of the plot")
     kept = parser.add_argument_group("calibration")
-    kept.add_argument("--calibrate", action="store_true", help="measure with ranks, and keep it")
-    kept.add_argument("--calibration", type=Path, metavar="FILE", help="the file to write or read")
+    kept.add_argument("--calibrate", action="store_true", help="measure with ranks, and save")
+    kept.add_argument("--calibration", type=Path, metavar="FILE", help="file to write or read")
     parser.set_defaults(execute=execute)
 
 
 def execute(args: argparse.Namespace) -> int:
     """Measure what is asked for, then print what each way would cost."""
-    check_sizes(args)
-    check_words(args)
+    _check(args)
     if args.calibrate:
         _calibrate(args)
     if args.model is None:
@@ -82,7 +80,7 @@ def execute(args: argparse.Namespace) -> int:
 
     calibration = read_calibration(args.calibration)
     subject = load_subject(args.model)
-    cluster = cluster_of(args, calibration, subject.name)
+    cluster = _cluster(args, calibration, subject.name)
     workload = profile(subject)
     batch = args.batch or float(subject.samples)
     found = compare(workload, cluster, batch, team=args.team)
@@ -104,8 +102,12 @@ def _refuse(words: str, found: str, hint: str, arithmetic: str | None = None) ->
     raise PlatformError.because(f"unisono plan {words}".rstrip(), found, arithmetic, hint)
 
 
-def check_sizes(args: argparse.Namespace) -> None:
-    """Refuse ranks that do not fill the nodes, and nodes without a network."""
+def _check(args: argparse.Namespace) -> None:
+    """Refuse what would fail after minutes of measuring."""
+    from unisono.plan.cluster import ALGORITHMS
+    from unisono.plan.quantities import read_rate, read_time
+    from unisono.plan.report import check_picture
+
     ranks, nodes, team = args.ranks, args.nodes, args.team
     asked = f"--ranks {ranks} --nodes {nodes}"
     for name in ("ranks", "nodes", "cores", "team", "max_ranks"):
@@ -117,11 +119,11 @@ def check_sizes(args: argparse.Namespace) -> None:
     if nodes > 1 and ranks is None:
         _refuse(asked, "no number of ranks", f"--ranks {8 * nodes}")
     if ranks is not None and ranks % nodes:
-        found, fits = "nodes hold the same number of ranks", nodes * (ranks // nodes + 1)
+        found, fits = "nodes must have equal numbers of ranks", nodes * (ranks // nodes + 1)
         arithmetic = f"{ranks} = {nodes} * {ranks // nodes} + {ranks % nodes}"
         _refuse(asked, found, f"--ranks {fits}", arithmetic)
     if ranks is not None and team is not None and ranks % team:
-        found, fits = "teams hold the same number of ranks", math.gcd(ranks, team)
+        found, fits = "teams must have equal numbers of ranks", math.gcd(ranks, team)
         arithmetic = f"{ranks} = {team} * {ranks // team} + {ranks % team}"
         _refuse(f"--ranks {ranks} --team {team}", found, f"--team {fits}", arithmetic)
     if not 0 <= args.overlap <= 1:
@@ -129,17 +131,9 @@ def check_sizes(args: argparse.Namespace) -> None:
     for name, value in (("--rank-speed", args.rank_speed), ("--batch", args.batch)):
         if value is not None and not 0 < value < math.inf:
             _refuse(f"{name} {value:g}", "not a finite number above 0", f"{name} 32")
-
-
-def check_words(args: argparse.Namespace) -> None:
-    """Refuse what could not be read or written after minutes of measuring."""
-    from unisono.plan.cluster import ALGORITHMS
-    from unisono.plan.quantities import read_rate, read_time
-    from unisono.plan.report import check_picture
-
     if args.algorithm not in ALGORITHMS:
         hint = f"one of {', '.join(ALGORITHMS)}"
-        _refuse(f"--algorithm {args.algorithm}", "no such way to add gradients", hint)
+        _refuse(f"--algorithm {args.algorithm}", "no such algorithm", hint)
     for word in (args.latency, args.node_latency):
         read_time(word)
     for word in filter(None, (args.link, args.node_link)):
@@ -148,7 +142,7 @@ def check_words(args: argparse.Namespace) -> None:
         check_picture(args.plot)
 
 
-def cluster_of(args: argparse.Namespace, calibration: Calibration, model: str) -> Cluster:
+def _cluster(args: argparse.Namespace, calibration: Calibration, model: str) -> Cluster:
     """Return the machine that the options describe; without a network, this one."""
     from dataclasses import replace
 
@@ -197,7 +191,7 @@ def _calibrate(args: argparse.Namespace) -> None:
 
     makers = [PRESETS[name] for name in ("mlp", "cnn")]
     if args.model is not None and args.model not in ("mlp", "cnn"):
-        load_subject(args.model)  # what is wrong with it is said here, not by a rank
+        load_subject(args.model)  # so that an error is raised here and not by a rank
         makers.append(partial(load_subject, args.model))
     print("unisono: measuring on 1, 2 and 4 ranks, about half a minute", file=sys.stderr)
     found = calibrate(makers)

@@ -1,4 +1,4 @@
-"""`unisono report`: the page of a recorded run, made again and opened."""
+"""`unisono report`: rebuild and open the page of a recorded run."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     """Add this command to the command line."""
     parser = commands.add_parser(
         "report",
-        help="make and open the report of a recorded run",
-        description="Make the report of a run that `unisono run --record` or `train.record` wrote "
-        "again from what its ranks left, and open it. Works while the run is under way, too.",
+        help="build and open the report of a recorded run",
+        description="Rebuild the report of a run that `unisono run --record` or `train.record` "
+        "recorded from what its ranks wrote, and open it. Also works during the run.",
     )
-    parser.add_argument("directory", type=Path, metavar="DIR", help="as runs/NAME")
+    parser.add_argument("directory", type=Path, metavar="DIR", help="such as runs/NAME")
     parser.add_argument(
-        "--against", type=Path, nargs="+", metavar="DIR", help="other runs to draw beside it"
+        "--against", type=Path, nargs="+", metavar="DIR", help="other runs to compare it with"
     )
-    parser.add_argument("--no-open", action="store_true", help="only make it")
+    parser.add_argument("--no-open", action="store_true", help="only build it")
     parser.set_defaults(execute=execute)
 
 
 def execute(args: argparse.Namespace) -> int:
-    """Make the page, say where it is, show it."""
+    """Build the page, print its path, open it."""
     from unisono.train.recording.report import build_report
 
     path = build_report(args.directory, against=args.against)

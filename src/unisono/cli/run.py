@@ -32,7 +32,7 @@ examples:
   unisono run --ranks 2 -m package.train --epochs 3
   unisono run --ranks 2 package.module:train 3 lr=0.1
 
-What follows the script is for the script; after -- it is so whatever it looks like.
+Arguments after the script go to the script; everything after -- does in any case.
 """
 
 _ONLY_AT = {
@@ -43,14 +43,12 @@ _ONLY_AT = {
     "ray_init": ("ray",),
     "console_logs": ("slurm", "mpi"),
 }
-"""Fields that mean something at some places only."""
+"""Fields that only some places use."""
 _ABOUT_RANKS = (
     *("on", "ranks", "nodes", "hosts", "gpus", "partition", "timeout_s", "max_restarts", "logs"),
-    *("console", "script"),
-    "record",
-    "to",
+    *("console", "script", "record", "to"),
 )
-"""Options that are for ranks which the command starts."""
+"""Options for ranks that the command starts."""
 
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -71,17 +69,17 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         "--ranks",
         type=_ranks,
         metavar="N",
-        help="number of ranks (2 on cpu and mpi); 2:8 are fewest and most of an elastic job",
+        help="number of ranks (2 on cpu and mpi); 2:8 for 2 to 8 ranks of an elastic job",
     )
     places.add_argument("--nodes", type=int, metavar="N", help="number of hosts (1)")
     places.add_argument("--hosts", metavar="A,B", help="the hosts of --on ssh")
-    places.add_argument("--gpus", type=int, metavar="N", help="GPUs, and ranks, of each node")
-    places.add_argument("--partition", metavar="NAME", help="partition of the cluster")
+    places.add_argument("--gpus", type=int, metavar="N", help="GPUs per node, with one rank each")
+    places.add_argument("--partition", metavar="NAME", help="partition or queue of the cluster")
     places.add_argument(
-        "--set", action="append", default=[], metavar="FIELD=VALUE", help="a field of Platform"
+        "--set", action="append", default=[], metavar="FIELD=VALUE", help="any field of Platform"
     )
     places.add_argument(
-        "--env", action="append", default=[], metavar="K=V", help="a variable for the ranks"
+        "--env", action="append", default=[], metavar="K=V", help="environment variable of ranks"
     )
     places.add_argument("--no-detect", action="store_true", help="do not join an existing world")
     places.add_argument(
@@ -89,49 +87,49 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         action="append",
         default=[],
         choices=list(LIBRARIES),
-        help="let `import NAME` find unisono's own; may be given several times",
+        help="let `import NAME` find unisono's version; repeatable",
     )
     places.add_argument(
-        "--as-cpu", action="store_true", help="take the CPU for CUDA (with --compat pytagi)"
+        "--as-cpu", action="store_true", help="pretend that CUDA is there (with --compat pytagi)"
     )
-    how = parser.add_argument_group("how")
+    how = parser.add_argument_group("deadlines, restarts, elastic jobs")
     how.add_argument("--timeout-s", type=float, metavar="S", help="deadline in seconds")
     how.add_argument("--max-restarts", type=int, metavar="N", help="new attempts after a failure")
     how.add_argument(
         "--elastic", action="store_true", help="ranks may die and join (unisono.train.elastic)"
     )
     how.add_argument(
-        "--chaos", metavar="WORDS", help="kill ranks of an elastic job: seed=7,kills=20,every_s=0.5"
+        "--chaos", metavar="HOW", help="kill ranks of an elastic job: seed=7,kills=20,every_s=0.5"
     )
     how.add_argument("--invite", metavar="FILE", help="let other hosts join this elastic job")
-    how.add_argument("--join", metavar="FILE", help="join the job that wrote FILE, from here")
-    how.add_argument("--logs", metavar="DIR", help="keep the logs of all ranks below DIR")
-    how.add_argument("--console", metavar="WHO", help="auto, all, rank0, none, or ranks as 0,2")
-    how.add_argument(
+    how.add_argument("--join", metavar="FILE", help="join the job that wrote FILE")
+    out = parser.add_argument_group("output")
+    out.add_argument("--logs", metavar="DIR", help="keep the logs of all ranks below DIR")
+    out.add_argument("--console", metavar="WHO", help="whose output: auto, all, rank0, none, 0,2")
+    out.add_argument(
         "--record",
         nargs="?",
         const="",
         metavar="NAME",
-        help="write runs/NAME with a report.html; a NAME with a slash is a path of its own",
+        help="record the run in runs/NAME, with a report.html; a NAME with a slash is a path",
     )
-    how.add_argument(
+    out.add_argument(
         "--to",
         action="append",
-        metavar="TRACKER",
-        help="send what --record keeps to mlflow, wandb or tensorboard when it has ended",
+        choices=("mlflow", "wandb", "tensorboard"),
+        help="send the record to this tracker when the run has ended; repeatable",
     )
-    how.add_argument("--watch", action="store_true", help="serve a page that shows it, and record")
-    how.add_argument(
-        "--no-command", action="store_true", help="record without the words of the command line"
+    out.add_argument("--watch", action="store_true", help="show the run in a browser, and record")
+    out.add_argument(
+        "--no-command", action="store_true", help="leave the command line out of the record"
     )
-    how.add_argument(
-        "--script", choices=("pbs", "lsf"), help="print a batch script for it, start nothing"
-    )
-    how.add_argument("--dry-run", action="store_true", help="show the ranks, start nothing")
-    how.add_argument("--check", action="store_true", help="check the request, start nothing")
-    how.add_argument("--detach", action="store_true", help="run in the background, print the id")
-    how.add_argument("--supervise", action="store_true", help=argparse.SUPPRESS)
-    how.add_argument("--debug", action="store_true", help="show the launcher's own traceback")
+    out.add_argument("--debug", action="store_true", help="show the launcher's own traceback")
+    other = parser.add_argument_group("instead of running now")
+    other.add_argument("--dry-run", action="store_true", help="only show the ranks")
+    other.add_argument("--check", action="store_true", help="only check the request")
+    other.add_argument("--script", choices=("pbs", "lsf"), help="only print a batch script")
+    other.add_argument("--detach", action="store_true", help="run in the background, print the id")
+    other.add_argument("--supervise", action="store_true", help=argparse.SUPPRESS)
     parser.set_defaults(execute=execute)
 
 
@@ -189,7 +187,7 @@ def _execute(args: argparse.Namespace) -> int:
     with _recording(args, request) as (request, directory):
         if args.detach:  # to a scheduler, which supervises it
             job = submit_request(request)
-            _tell(job.id, str(job.dir))
+            _print_job(job.id, str(job.dir))
             return 0
         if args.supervise:
             return _supervise(submit_request(request))
@@ -212,14 +210,13 @@ def _execute(args: argparse.Namespace) -> int:
 
 
 def _starts_its_own_ranks(args: argparse.Namespace) -> bool:
-    """Whether to leave ranks to the script: DDPW's are told to it, unless the command is told."""
+    """Whether to leave that to the script: DDPW's do it, unless an option is about ranks."""
     from unisono.launch.request import is_in_world
 
-    is_told = any(
-        getattr(args, name) for name in ("set", "env", "no_detect", "detach", "supervise")
-    )
-    is_told |= any(getattr(args, name) is not None for name in _ABOUT_RANKS)
-    return "ddpw" in args.compat and not is_told and not is_in_world()
+    flags = ("set", "env", "no_detect", "detach", "supervise")
+    is_about_ranks = any(getattr(args, name) for name in flags)
+    is_about_ranks |= any(getattr(args, name) is not None for name in _ABOUT_RANKS)
+    return "ddpw" in args.compat and not is_about_ranks and not is_in_world()
 
 
 def _request(
@@ -231,11 +228,10 @@ def _request(
     from unisono.launch.request import checked_request
 
     fields = _fields(args)
-    directory = args.logs
     console = _console("none" if args.supervise else args.console)
     logs = None
-    if directory is not None or console != "auto" or args.supervise:
-        logs = Logs(dir=directory, console=console)
+    if args.logs is not None or console != "auto":
+        logs = Logs(dir=args.logs, console=console)
     request = checked_request(
         function,
         (),
@@ -277,9 +273,9 @@ def _fields(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def _check_uses(fields: Mapping[str, Any], request: Request) -> None:
-    """Refuse a field that nobody would look at; files and variables may have it for other places.
+    """Refuse a field that the place ignores; files and variables may have it for other places.
 
-    A world that is there already and UNISONO_FORCE_ON decide the place in the user's stead.
+    In an existing world, or with UNISONO_FORCE_ON, the place is not the user's choice.
     """
     if os.environ.get("UNISONO_FORCE_ON") or request.joins_world:
         return
@@ -327,13 +323,10 @@ def _print_script(args: argparse.Namespace) -> int:
 
 
 def _note_missing_gpus(args: argparse.Namespace, request: Request) -> None:
-    """Say so where `--gpus` only counts ranks, since they run on cores."""
+    """Say so if `--gpus` only counts ranks, because they run on cores."""
     if args.gpus is not None and request.place == "cpu" and not args.supervise:
-        print(
-            f"unisono: --gpus {args.gpus} counts ranks here: they run on cpu, without a GPU "
-            "(--on gpu insists on GPUs)",
-            file=sys.stderr,
-        )
+        text = f"--gpus {args.gpus} only counts ranks: they run on cpu, without a GPU"
+        print(f"unisono: {text} (--on gpu requires GPUs)", file=sys.stderr)
 
 
 def _pairs(words: Sequence[str], usage: str) -> list[tuple[str, str]]:
@@ -389,7 +382,7 @@ def _literal(text: str) -> object:
 
 
 def _setting(name: str, text: str) -> object:
-    """Read a value of `--set`: as Python or as TOML writes it; a word as it stands."""
+    """Read a value of `--set` as Python or TOML, else as a plain string."""
     from unisono.launch.platform import KINDS
 
     value = _literal(text)
@@ -401,7 +394,7 @@ def _setting(name: str, text: str) -> object:
 
 
 def _console(text: str | None) -> Any:
-    """Read `--console`; `Logs` says which words it knows."""
+    """Read `--console`; `Logs` checks it."""
     if text is None:
         return "auto"
     if all(part.strip().isdigit() for part in text.split(",")):
@@ -424,7 +417,7 @@ def _detach(args: argparse.Namespace) -> int:
     env = {name: value for name, value in os.environ.items() if name != "UNISONO_RUN_ID"}
     process = subprocess.Popen(
         [sys.executable, "-m", "unisono", "run", "--supervise", *logs, *words],
-        env=env,  # so that it does not end with a rank that starts it
+        env=env,  # without the id: it must not end with a rank that starts it
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -435,11 +428,11 @@ def _detach(args: argparse.Namespace) -> int:
     if not line:
         _, errors = process.communicate()
         raise RankFailed(f"the job did not start\n{errors}", exit_code=process.returncode)
-    _tell(*line.strip().split(" ", 1))
+    _print_job(*line.strip().split(" ", 1))
     return 0
 
 
-def _tell(job: str, directory: str) -> None:
+def _print_job(job: str, directory: str) -> None:
     """Print the id for programs, and for people what to do with it."""
     print(job, flush=True)
     text = f"unisono: in {directory}; unisono job logs {job} --follow shows its output"
@@ -447,7 +440,7 @@ def _tell(job: str, directory: str) -> None:
 
 
 def _supervise(job: Job) -> int:
-    """Be the supervising process: print the id, let go of the terminal, wait for the end."""
+    """Supervise the job in this process: print the id, detach from the terminal, wait."""
     from unisono.launch.stopping import signals_of_launcher
 
     print(job.id, job.dir, flush=True)

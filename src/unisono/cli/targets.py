@@ -32,6 +32,12 @@ def named_call(
 ) -> Callable[[], object]:
     """Return the call of a function named on the command line, as ranks make it."""
     place, _, function = target.rpartition(":")
+    if not (place and function):
+        raise PlatformError.because(
+            f"unisono run {target}",
+            "no name of a " + ("function" if place else "module or file"),
+            hint="unisono run package.module:function, or file.py:function",
+        )
     if place.endswith(".py"):
         place = check_script(place)
         source = Path(place)

@@ -1,4 +1,4 @@
-"""`unisono topo`: this machine, who would be which rank, and a mesh or partition as a picture."""
+"""`unisono topo`: this machine, where ranks would run, and a drawing of a mesh or partition."""
 
 from __future__ import annotations
 
@@ -24,21 +24,21 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     """Add this command to the command line."""
     parser = commands.add_parser(
         "topo",
-        help="show nodes, cores, devices and who holds what",
-        description="Show this machine and who would be which rank. With --mesh, draw a grid of "
-        "ranks; with --shape, the block of a tensor that each rank holds; with --image, as a "
-        "picture.",
+        help="show cores, devices, ranks, and which rank holds what",
+        description="Show this machine and where each rank would run. With --mesh, draw a grid of "
+        "ranks; with --shape, the block of a tensor that each rank holds; with --image, write it "
+        "as a picture.",
     )
     parser.add_argument("--on", default="auto", help="cpu, gpu, mps, mpi, slurm or a profile")
-    parser.add_argument("--ranks", type=int, metavar="N", help="how many ranks")
-    parser.add_argument("--nodes", type=int, metavar="N", help="how many nodes (mpi, slurm)")
+    parser.add_argument("--ranks", type=int, metavar="N", help="number of ranks")
+    parser.add_argument("--nodes", type=int, metavar="N", help="number of nodes (mpi, slurm)")
     parser.add_argument("--mesh", metavar="2x2", help="draw this grid of ranks")
-    parser.add_argument("--shape", metavar="64x64", help="a tensor split over the mesh")
-    parser.add_argument("--kernel", metavar="3x3", help="draw the halos of this convolution too")
-    parser.add_argument("--circular", action="store_true", help="let these halos wrap around")
-    parser.add_argument("--image", metavar="FILE", help="write it as .png, .svg or .pdf too")
-    parser.add_argument("--graph", metavar="FILE.npz", help="a graph: what each partition costs")
-    parser.add_argument("--parts", type=int, default=4, metavar="N", help="parts of --graph")
+    parser.add_argument("--shape", metavar="64x64", help="draw a tensor split over the mesh")
+    parser.add_argument("--kernel", metavar="3x3", help="also draw the halos of this convolution")
+    parser.add_argument("--circular", action="store_true", help="with periodic boundaries")
+    parser.add_argument("--image", metavar="FILE", help="also write a .png, .svg or .pdf")
+    parser.add_argument("--graph", metavar="FILE.npz", help="compare partitions of this graph")
+    parser.add_argument("--parts", type=int, default=4, metavar="N", help="parts of --graph (4)")
     parser.set_defaults(execute=execute)
 
 
@@ -48,24 +48,19 @@ def execute(args: argparse.Namespace) -> int:
         from unisono.graph_parallel.partition import graph_file_report
 
         print(graph_file_report(args.graph, args.parts))
-        return OK
-    if args.mesh:
+    elif args.mesh:
         print(_picture(args))
-        return OK
-    if args.shape or args.kernel or args.image:
-        raise PlatformError.because(
-            "--shape, --kernel or --image",
-            "no --mesh",
-            hint="unisono topo --mesh 2x2 --shape 64x64",
-        )
-    ranks = _ranks(args)
-    print(_machine())
-    print(ranks)
+    elif args.shape or args.kernel or args.image:
+        found, hint = "no --mesh", "unisono topo --mesh 2x2 --shape 64x64"
+        raise PlatformError.because("--shape, --kernel or --image", found, hint=hint)
+    else:
+        ranks = _ranks(args)  # refuses before anything is printed
+        print(_machine(), ranks, sep="\n")
     return OK
 
 
 def _machine() -> str:
-    """Return the facts of this machine, one a line."""
+    """Return the facts of this machine, one per line."""
     from unisono.cores import usable_cores
     from unisono.launch.platform import has_mps, visible_gpus
 

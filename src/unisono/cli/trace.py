@@ -17,11 +17,11 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     parser = commands.add_parser(
         "trace",
         help="summarise a trace of collectives",
-        description="Print calls, bytes, time and wait of every collective in a trace that "
-        "UNISONO_TRACE=FILE or comm.trace(FILE) has written.",
+        description="Print calls, bytes, time and waiting time of every collective in a trace that "
+        "UNISONO_TRACE=FILE or comm.trace(FILE) wrote.",
     )
-    parser.add_argument("path", type=Path, help="a trace file, or a directory that holds some")
-    parser.add_argument("--chrome", type=Path, metavar="OUT", help="write all events to one file")
+    parser.add_argument("path", type=Path, help="a trace file, or a directory with some")
+    parser.add_argument("--chrome", type=Path, metavar="OUT", help="merge all events into a file")
     parser.add_argument("--json", action="store_true", help="print the events as JSON")
     parser.set_defaults(execute=execute)
 
@@ -34,7 +34,7 @@ def execute(args: argparse.Namespace) -> int:
     elif events:
         print(trace_file.table(events))
     else:
-        print("the trace holds no collective")
+        print("the trace has no collectives")
     if args.chrome:
         trace_file.write(args.chrome, events)
         print(f"wrote {args.chrome}: open it at ui.perfetto.dev or chrome://tracing")

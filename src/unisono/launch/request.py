@@ -170,7 +170,7 @@ def check_call(
 ) -> None:
     """Raise `PlatformError` if `fn(*args, **kwargs)` cannot be called.
 
-    Nor if one of the keywords `of_run`, given to `run` itself, is a parameter of `fn` that is still
+    Also if a keyword in `of_run`, given to `run` itself, names a parameter of `fn` that is still
     open: nobody can know which of the two is meant.
     """
     if not callable(fn):
