@@ -56,11 +56,9 @@ class Logs:
 
 def checked_logs(logs: str | Path | Logs | None, ranks: int) -> Logs:
     """Return `logs` as a `Logs`, or raise `PlatformError` if it makes no sense for `ranks`."""
-    if logs is None:
-        logs = Logs()
-    elif isinstance(logs, (str, Path)):
-        logs = Logs(dir=logs)
-    elif not isinstance(logs, Logs):
+    if logs is None or isinstance(logs, (str, Path)):
+        return Logs(dir=logs)
+    if not isinstance(logs, Logs):
         raise PlatformError.because(
             f"unisono.run(..., logs={logs!r})",
             an(type(logs).__name__),
