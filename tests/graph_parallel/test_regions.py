@@ -111,21 +111,6 @@ def test_both_conventions_have_the_derivatives_of_one_process():
     gp.cleanup_gp()
 
 
-@pytest.mark.ranks(2)
-def test_the_worked_example_of_the_documentation():
-    comm = world()
-    for kind, wanted in (("slice", [6.0, 10.0]), ("sum", [12.0, 20.0])):
-        x = torch.ones(1, dtype=torch.float64, requires_grad=True)
-        whole = gp.gather(x, grad=kind, comm=comm)
-        (3 * whole[0] ** 2 + 5 * whole[1] ** 2).backward()
-        assert x.grad.item() == wanted[comm.rank]
-    for kind, wanted in (("slice", [1.0, 2.0]), ("sum", [3.0, 3.0])):
-        x = torch.ones(1, dtype=torch.float64, requires_grad=True)
-        whole = gp.gather(x, grad=kind, comm=comm)
-        ((1 + comm.rank) * whole[0] * whole[1]).backward()
-        assert x.grad.item() == wanted[comm.rank]
-
-
 def pairs(comm):
     """Each region beside its adjoint, with the spaces of both, and a point of each."""
     ranks, rank = comm.size, comm.rank

@@ -42,10 +42,11 @@ def test_stacks_show_the_users_code_and_not_ours():
 
 
 def test_the_innermost_user_line_skips_installed_packages():
-    site, package = sysconfig.get_path("purelib"), Path(unisono.__file__).parent
-    dump = DUMP.replace("/env/", f"{site}/")
-    for home in ("/home/me", f"{package}-of-mine", f"{package}/_examples"):
-        assert user_line(dump.replace("/home/me", home)) == "train.py:12 in step"
+    package = Path(unisono.__file__).parent
+    for site in (sysconfig.get_path("purelib"), "/usr/lib/python3/dist-packages"):
+        dump = DUMP.replace("/env/", f"{site}/")
+        for home in ("/home/me", f"{package}-of-mine", f"{package}/_examples"):
+            assert user_line(dump.replace("/home/me", home)) == "train.py:12 in step"
     assert user_line("") == "no Python code"
 
 

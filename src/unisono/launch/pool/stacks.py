@@ -39,11 +39,11 @@ _OWN = f"{Path(__file__).resolve().parents[2]}{os.sep}"
 _SHIPPED = (f"{_OWN}_examples", f"{_OWN}_benchmarks")
 """Programs that an installed package carries along: users run them as they run their own."""
 _FOLDED = "<frames of unisono>"
-_LIBRARIES = tuple(
-    f"{Path(path).resolve()}{os.sep}"
-    for key in ("stdlib", "platstdlib", "purelib", "platlib")
-    if (path := sysconfig.get_path(key))
+_STDLIB = tuple(
+    f"{Path(sysconfig.get_path(key)).resolve()}{os.sep}" for key in ("stdlib", "platstdlib")
 )
+_INSTALLED = frozenset(("site-packages", "dist-packages"))
+"""Folders of packages, which need not be those of this environment: it may add to another one."""
 ANSWER_S = 2.0
 """Longest wait for the stacks of ranks that another process supervises."""
 _LOOK_S = 0.05
@@ -196,8 +196,9 @@ def is_user_file(file: str) -> bool:
     """Whether a file is neither ours, nor Python's, nor of an installed package."""
     if file.startswith("<"):
         return not file.startswith("<frozen")
-    path = str(Path(file).resolve())
-    return path.startswith(_SHIPPED) or not path.startswith((_OWN, *_LIBRARIES))
+    path = Path(file).resolve()
+    is_installed = not _INSTALLED.isdisjoint(path.parts) or str(path).startswith((_OWN, *_STDLIB))
+    return not is_installed or str(path).startswith(_SHIPPED)
 
 
 def is_own_file(file: str) -> bool:
