@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 
@@ -117,19 +116,13 @@ def test_the_page_opens_with_a_summary_and_what_missed(summary):
     ]
 
 
-def test_an_installed_package_is_not_written_to(tmp_path):
+def test_an_installed_package_is_not_written_to(interpreter, tmp_path):
     installed = tmp_path / "site-packages" / "unisono" / "_benchmarks"
     installed.mkdir(parents=True)
     for name in ("harness.py", "summary.py", "RESULTS.md"):
         shutil.copy(BENCHMARKS / name, installed / name)
     before = (installed / "RESULTS.md").read_bytes()
     code = "import harness; harness.publish('Transports', 'other words')"
-    done = subprocess.run(
-        [sys.executable, "-B", "-c", code],
-        cwd=installed,
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    assert "other words" in done.stdout
+    done = interpreter.run(["-c", code], cwd=installed)
+    assert "other words" in done.stdout, done.stderr
     assert (installed / "RESULTS.md").read_bytes() == before
