@@ -190,8 +190,8 @@ def test_linear_layers_equal_torch():
     y = two(torch.relu(one(own(x, everybody))))
     torch.testing.assert_close(y, own(second(torch.relu(first(x))), everybody))
     for kind in (distdl.nn.DistributedLinearAllGather, distdl.nn.DistributedLinearReduceScatter):
-        with pytest.raises(TypeError, match=r"(?s)no argument num_heads, num_vars.*out_features"):
-            kind(everybody, 7, 8, num_vars=3, num_heads=2)
+        with pytest.raises(TypeError, match=r"(?s)out_features.*unexpected.*num_heads"):
+            kind(everybody, 7, 8, num_heads=2)
 
 
 @pytest.mark.ranks(4)
@@ -277,7 +277,7 @@ def test_norms_and_embeddings_keep_their_parameters_on_first_ranks():
         (distdl.nn.DistributedLayerNorm, (3,)),
         (distdl.nn.DistributedEmbedding, (5, 6)),
     ):
-        with pytest.raises(TypeError, match="no argument P_store"):
+        with pytest.raises(TypeError, match=r"unexpected.*P_store"):
             kind(P_x, *sizes, P_store=1)
 
 

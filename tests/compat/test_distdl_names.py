@@ -16,7 +16,6 @@ from unisono.compat.distdl.nn import mixins
 from unisono.compat.distdl.utilities import dtype, slicing
 from unisono.compat.distdl.utilities import tensor_decomposition as decomposition
 from unisono.compat.distdl.utilities import torch as structures
-from unisono.compat.distdl.utilities.index_tricks import cartesian_index_c, cartesian_index_f
 from unisono.compat.distdl.utilities.misc import Bunch, DummyContext
 from unisono.nn.agreement import current_mode
 
@@ -83,16 +82,6 @@ def test_blocks_of_ten_by_seven_points_over_three_by_two_workers():
     assert box == (slice(1, 4), slice(2, 8))
     assert slicing.compute_nd_slice_shape(box).tolist() == [3, 6]
     assert slicing.compute_nd_slice_volume(box) == 18
-
-
-def test_walks_over_a_grid_of_workers():
-    assert list(slicing.range_index((2, 3))) == [(i, j) for i in range(2) for j in range(3)]
-    assert slicing.worker_layout((2, 3)).tolist() == [[0, 1, 2], [3, 4, 5]]
-    assert list(slicing.filtered_range_index((2, 3), (None, 2))) == [(0, 2), (1, 2)]
-    assert slicing.assemble_index_filter((4, 3, 2), (0, 2)) == (4, None, 2)
-    assert slicing.assemble_index_filter((4, 3, 2), (0, 2), invert=True) == (None, 3, None)
-    assert (cartesian_index_c((2, 3), (1, 2)), cartesian_index_f((2, 3), (1, 2))) == (5, 5)
-    assert (cartesian_index_c((2, 3), (1, 0)), cartesian_index_f((2, 3), (1, 0))) == (3, 1)
 
 
 def test_blocks_of_all_workers_as_one_array():

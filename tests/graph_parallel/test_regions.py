@@ -16,7 +16,18 @@ from unisono import graph_parallel as gp
 from unisono.comm import check, trace, world
 from unisono.compat import gp_utils
 from unisono.errors import CollectiveMismatch, PartitionError, UnisonoError
+from unisono.operators import Copy, SliceReplicated
 from unisono.testing import check_adjoint
+
+CLASSES = (
+    gp_utils.CopyToModelParallelRegion,
+    gp_utils.ReduceFromModelParallelRegion,
+    gp_utils.ScatterToModelParallelRegion,
+    gp_utils.GatherFromModelParallelRegion,
+    gp_utils.GatherFromModelParallelRegionSumGrad,
+    gp_utils.ScaleBackwardGrad,
+    gp_utils.ReduceScatterToModelParallelRegion,
+)
 
 
 def sizes_of(n, ranks):
@@ -100,21 +111,6 @@ def test_both_conventions_have_the_derivatives_of_one_process():
     gp.cleanup_gp()
 
 
-@pytest.mark.ranks(2)
-def test_the_worked_example_of_the_documentation():
-    comm = world()
-    for kind, wanted in (("slice", [6.0, 10.0]), ("sum", [12.0, 20.0])):
-        x = torch.ones(1, dtype=torch.float64, requires_grad=True)
-        whole = gp.gather(x, grad=kind, comm=comm)
-        (3 * whole[0] ** 2 + 5 * whole[1] ** 2).backward()
-        assert x.grad.item() == wanted[comm.rank]
-    for kind, wanted in (("slice", [1.0, 2.0]), ("sum", [3.0, 3.0])):
-        x = torch.ones(1, dtype=torch.float64, requires_grad=True)
-        whole = gp.gather(x, grad=kind, comm=comm)
-        ((1 + comm.rank) * whole[0] * whole[1]).backward()
-        assert x.grad.item() == wanted[comm.rank]
-
-
 def pairs(comm):
     """Each region beside its adjoint, with the spaces of both, and a point of each."""
     ranks, rank = comm.size, comm.rank
@@ -165,24 +161,8 @@ def test_inputs_and_incoming_gradients_stay_and_any_layout_is_right(dtype):
 def test_function_classes_do_what_the_functions_do():
     comm = world()
     gp.setup_gp({"gp_gpus": comm.size, "distributed_backend": None})
-    table = [
-        (gp_utils.CopyToModelParallelRegion, gp.copy_to_model_parallel_region, False),
-        (gp_utils.ReduceFromModelParallelRegion, gp.reduce_from_model_parallel_region, False),
-        (gp_utils.ScatterToModelParallelRegion, gp.scatter_to_model_parallel_region, True),
-        (gp_utils.GatherFromModelParallelRegion, gp.gather_from_model_parallel_region, True),
-        (
-            gp_utils.GatherFromModelParallelRegionSumGrad,
-            gp.gather_from_model_parallel_region_sum_grad,
-            True,
-        ),
-        (gp_utils.ScaleBackwardGrad, gp.scale_backward_grad, False),
-        (
-            gp_utils.ReduceScatterToModelParallelRegion,
-            gp.reduce_scatter_to_model_parallel_region,
-            True,
-        ),
-    ]
-    for function, region, takes_dim in table:
+    for function in CLASSES:
+        region, takes_dim = function.region, hasattr(function, "plan")
         for arguments in [(), (0,), (1,)] if takes_dim else [()]:
             found = []
             for call in (function.apply, region):
@@ -287,15 +267,8 @@ def test_function_classes_work_in_torch_func_and_refuse_vmap():
     comm = world()
     gp.setup_gp({"gp_gpus": comm.size, "distributed_backend": None})
     shared, own = drawn(4, 4, seed=0), drawn(4, 4, seed=1 + comm.rank)
-    for region, x in (
-        (gp_utils.CopyToModelParallelRegion, shared),
-        (gp_utils.ReduceFromModelParallelRegion, own),
-        (gp_utils.ScatterToModelParallelRegion, shared),
-        (gp_utils.GatherFromModelParallelRegion, own),
-        (gp_utils.GatherFromModelParallelRegionSumGrad, own),
-        (gp_utils.ScaleBackwardGrad, own),
-        (gp_utils.ReduceScatterToModelParallelRegion, own),
-    ):
+    for region in CLASSES:
+        x = shared if region.kind in (Copy, SliceReplicated) else own
         with pytest.raises(UnisonoError, match="a collective cannot be vmapped"):
             torch.func.vmap(region.apply)(torch.stack([x, x]))
         at = x.clone().requires_grad_()

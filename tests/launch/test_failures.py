@@ -467,3 +467,14 @@ def test_a_deadline_holds_in_a_world_that_exists_already():
         assert headline == f"rank {rank} of 2 not done within timeout_s=0.5"
         assert culprit == rank
     assert list(unisono.run(fine, on="cpu", ranks=2, logs=QUIET)) == [[0, 1], [0, 1]]
+
+
+def test_a_function_that_ends_while_its_stacks_are_collected_has_ended():
+    def outer():
+        from unisono.launch import stopping
+
+        collect = stopping._timeout
+        stopping._timeout = lambda *args: time.sleep(0.5) or collect(*args)
+        return list(unisono.run(lambda: time.sleep(0.4) or 7, timeout_s=0.2))
+
+    assert list(unisono.run(outer, on="cpu", ranks=1, logs=QUIET)) == [[7]]

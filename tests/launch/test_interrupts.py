@@ -22,7 +22,7 @@ from pathlib import Path
 def wait(folder):
     child = subprocess.Popen(["sleep", "600"], start_new_session=%r)
     rank = unisono.world().rank
-    Path(folder, f"pids-{rank}.tmp").write_text(f"{os.getpid()} {child.pid}")
+    Path(folder, f"pids-{rank}.tmp").write_text(f"{os.getpid()} {child.pid} {os.getppid()}")
     Path(folder, f"pids-{rank}.tmp").rename(Path(folder, f"pids-{rank}"))
     try:
         time.sleep(600)
@@ -31,7 +31,18 @@ def wait(folder):
 
 %s
 """
-RUN, SUBMIT = "unisono.run(wait, {0!r}, ranks=2)", "unisono.submit(wait, {0!r}, ranks=2).wait()"
+RUN, SUBMIT = "unisono.run({}, ranks=2)", "unisono.submit({}, ranks=2).wait()"
+ENDS = {
+    "cpu": [
+        (signal.SIGINT, RUN, False),
+        (signal.SIGTERM, RUN, True),
+        (signal.SIGKILL, RUN, True),
+        (signal.SIGINT, SUBMIT, False),
+        (signal.SIGTERM, SUBMIT, False),
+    ],
+    "mpi": [(signal.SIGINT, RUN, False), (signal.SIGKILL, RUN, False)],
+}
+"""What the launcher is sent, what it does, and whether a child is in a session of its own."""
 SAVING = """
 import os, sys, time, unisono
 from pathlib import Path
@@ -82,25 +93,29 @@ print("went on")
 QUIET = unisono.Logs(console="none")
 
 
+on_both = pytest.mark.parametrize("on", ["cpu", pytest.param("mpi", marks=pytest.mark.mpi)])
+
+
+def variables(request, on, folder):
+    mpi = {"MPIEXEC": request.getfixturevalue("mpiexec")} if on == "mpi" else {}
+    return {**os.environ, "TMPDIR": str(folder), **mpi}
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="looks at /proc")
-def test_no_rank_and_no_directory_outlives_its_launcher(forked_python, tmp_path, has_ended):
-    cases = [
-        (signal.SIGINT, RUN, False),
-        (signal.SIGTERM, RUN, True),
-        (signal.SIGKILL, RUN, True),
-        (signal.SIGINT, SUBMIT, False),
-        (signal.SIGTERM, SUBMIT, False),
-    ]
-    launchers = []
+@on_both
+def test_no_rank_and_no_directory_outlives_its_launcher(
+    request, forked_python, tmp_path, has_ended, on
+):
+    cases, launchers = ENDS[on], []
     try:
         for number, (_, call, is_apart) in enumerate(cases):
             folder = tmp_path / str(number)
             folder.mkdir()
-            script = SCRIPT % (is_apart, call.format(str(folder)))
+            words = call.format(f"wait, {str(folder)!r}, on={on!r}")
             launchers.append(
                 subprocess.Popen(
-                    [forked_python, "-c", script],
-                    env={**os.environ, "TMPDIR": str(folder)},
+                    [forked_python, "-c", SCRIPT % (is_apart, words)],
+                    env=variables(request, on, folder),
                     stderr=subprocess.PIPE,
                     text=True,
                 )
@@ -114,7 +129,8 @@ def test_no_rank_and_no_directory_outlives_its_launcher(forked_python, tmp_path,
             pids = [int(pid) for file in files for pid in file.read_text().split()]
             assert all(map(has_ended, pids)), "ranks or their children live"
             assert launcher.returncode == -order, errors
-            wait_until(lambda folder=folder: not list(folder.glob("unisono-*")), 10)
+            if on == "cpu" or order == signal.SIGINT:
+                wait_until(lambda folder=folder: not list(folder.glob("unisono-*")), 10)
             if order == signal.SIGINT or (order == signal.SIGTERM and call is RUN):
                 assert len(list(folder.glob("finally-?"))) == 2
     finally:
@@ -128,15 +144,14 @@ def saving(request, forked_python, tmp_path):
     """Start a run of one of the functions above; wait until all of its ranks are up."""
     started = []
 
-    def start(function, on="cpu", command=None):
+    def start(function, on="cpu", command=None, seconds=20):
         script = tmp_path / "saving.py"
-        script.write_text(SAVING)
-        mpi = {"MPIEXEC": request.getfixturevalue("mpiexec")} if on == "mpi" else {}
+        script.write_text(SAVING.replace("interrupt_s=20", f"interrupt_s={seconds}"))
         words = command or [forked_python, str(script), str(tmp_path), function, on]
         process = subprocess.Popen(
             words,
             cwd=tmp_path,
-            env={**os.environ, "TMPDIR": str(tmp_path), **mpi},
+            env=variables(request, on, tmp_path),
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
@@ -155,7 +170,7 @@ def pids_in(folder):
     return [int(path.read_text()) for path in folder.glob("up-?")]
 
 
-@pytest.mark.parametrize("on", ["cpu", pytest.param("mpi", marks=pytest.mark.mpi)])
+@on_both
 @pytest.mark.parametrize("function", ["asks", "catches"])
 def test_the_first_ctrl_c_lets_ranks_save_and_end(saving, tmp_path, has_ended, function, on):
     launcher = saving(function, on)
@@ -170,7 +185,7 @@ def test_the_first_ctrl_c_lets_ranks_save_and_end(saving, tmp_path, has_ended, f
     assert list(tmp_path.glob("unisono-*")) == []
 
 
-@pytest.mark.parametrize("on", ["cpu", pytest.param("mpi", marks=pytest.mark.mpi)])
+@on_both
 def test_the_second_ctrl_c_kills(saving, tmp_path, has_ended, on):
     launcher = saving("refuses", on)
     launcher.send_signal(signal.SIGINT)
@@ -195,14 +210,10 @@ def test_what_goes_wrong_while_ranks_save_is_told_and_kept(saving, tmp_path):
     assert "cannot save" in (kept / "rank-0.log").read_text()
 
 
-def test_ranks_that_take_too_long_after_ctrl_c_are_stopped(forked_python, tmp_path, has_ended):
-    script = SAVING.replace("interrupt_s=20", "interrupt_s=1")
-    (tmp_path / "saving.py").write_text(script)
-    words = [forked_python, str(tmp_path / "saving.py"), str(tmp_path), "refuses", "cpu"]
-    with subprocess.Popen(words, stderr=subprocess.PIPE, text=True) as launcher:
-        wait_until(lambda: len(list(tmp_path.glob("up-?"))) == 2, 90)
-        launcher.send_signal(signal.SIGINT)
-        _, errors = launcher.communicate(timeout=30)
+def test_ranks_that_take_too_long_after_ctrl_c_are_stopped(saving, tmp_path, has_ended):
+    launcher = saving("refuses", seconds=1)
+    launcher.send_signal(signal.SIGINT)
+    _, errors = launcher.communicate(timeout=30)
     assert launcher.returncode == -signal.SIGINT, errors
     assert all(map(has_ended, pids_in(tmp_path)))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import time
 from pathlib import Path
@@ -47,7 +48,7 @@ def test_a_running_job_shows_its_stacks_and_is_cancelled_from_another_process(tm
         stacks = handle.stacks()
         assert sorted(stacks) == [0, 1]
         assert all("in sleepy" in text for text in stacks.values())
-        with pytest.raises(PlatformError, match="ranks of a world of 2 are 0 to 1"):
+        with pytest.raises(PlatformError, match="rank from 0 to 1"):
             handle.logs(9)
     with pytest.raises(TimeoutError):
         job.result(timeout_s=0.01)
@@ -75,6 +76,19 @@ def test_a_job_without_a_directory_to_keep_can_be_cancelled_from_both_sides(monk
         assert job.status() == "cancelled"
         with pytest.raises(JobCancelled if side else PlatformError):
             handles[1].result()
+
+
+def test_a_job_that_ends_at_the_moment_of_its_cancellation_is_no_error(tmp_path, monkeypatch):
+    me = {"pid": os.getpid(), "pid_start": job_files.process_start(os.getpid())}
+    (tmp_path / "job").mkdir(mode=0o700)
+    state = {"id": "job", "ranks": 1, "state": "running", "attempt": 0, "reason": "", **me}
+    job_files.write_state(tmp_path / "job", state)
+    job = Job.attach(tmp_path / "job")
+    with monkeypatch.context() as patch:
+        patch.setattr(job, "done", lambda: shutil.rmtree(job.dir))
+        patch.setattr(job, "wait", lambda _: True)
+        job.cancel()
+    assert (job.status(), job.stacks()) == ("cancelled", {})
 
 
 def test_ids_are_found_by_a_unique_part_and_forgotten_when_their_directory_is(tmp_path):

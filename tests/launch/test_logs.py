@@ -44,14 +44,16 @@ def test_a_full_disk_does_not_end_a_run_and_is_told_once_for_each_rank(forked_py
     assert done.stderr.count("takes no more output (File too large); the run goes on") == 2
 
 
-def test_a_log_that_grows_too_large_keeps_its_end(tmp_path, monkeypatch):
+@pytest.mark.parametrize("every", [40, 110])
+def test_a_log_that_grows_too_large_keeps_its_end(tmp_path, monkeypatch, every):
+    """Whoever follows it sees all, also where the new log is longer than what was read before."""
     monkeypatch.setenv("UNISONO_LOG_MB", str(2000 / 2**20))
     path = tmp_path / "rank-0.log"
     log, shown = RankLog(path), io.StringIO()
     follower = LogFollower(tmp_path, Console([0], prefix=False, stdout=shown), [0])
     for number in range(500):
         log.write(f"line {number:04}\n".encode())
-        if number % 40 == 0:
+        if number % every == 0:
             follower.look()
     log.close()
     follower.close()

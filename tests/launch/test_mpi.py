@@ -28,27 +28,16 @@ AT_ONCE_S = 8.0  # two seconds are promised; a loaded machine may take longer
 
 
 @pytest.fixture
-def program():
-    """Return the mpiexec of this machine; skip, or fail where CI wants it, without one."""
-    try:
-        return find_mpiexec(unisono.Platform(device="mpi")).path
-    except PlatformError as error:
-        if "mpi" in os.environ.get("UNISONO_REQUIRE", "").split(","):
-            pytest.fail(str(error))
-        pytest.skip("no mpiexec here")
-
-
-@pytest.fixture
-def forked_ranks(program, warm_python, monkeypatch):
+def forked_ranks(mpiexec, warm_python, monkeypatch):
     """Let agents and ranks be forks of the warm interpreter: loading torch is no part of a test."""
-    monkeypatch.setenv("MPIEXEC", program)
+    monkeypatch.setenv("MPIEXEC", mpiexec)
     monkeypatch.setenv("WARM_PYTHON", warm_python)
     monkeypatch.setattr(sys, "executable", warm_python)
 
 
 @pytest.mark.mpi
 @pytest.mark.parametrize(("ranks", "backend"), [(3, None), (2, "mpi")])
-def test_ranks_of_our_own_mpiexec_return_their_values_and_logs(program, ranks, backend, capsys):
+def test_ranks_of_our_own_mpiexec_return_their_values_and_logs(mpiexec, ranks, backend, capsys):
     def work(start):
         comm = unisono.world()
         print("hello from", comm.rank)
@@ -109,7 +98,7 @@ def misbehave(how, mark, pids):
 
 @pytest.mark.mpi
 @pytest.mark.parametrize("how", ["raise", "exit", "SIGKILL", "SIGSEGV", "result", "hang"])
-def test_a_rank_that_fails_ends_all_and_is_named(program, how, tmp_path, has_ended, capfd, request):
+def test_a_rank_that_fails_ends_all_and_is_named(mpiexec, how, tmp_path, has_ended, capfd, request):
     if how not in ("exit", "hang"):  # these ask for stacks, in a fraction of a second
         request.getfixturevalue("forked_ranks")
     mark = tmp_path / "mark"
@@ -150,7 +139,7 @@ def test_a_rank_that_fails_ends_all_and_is_named(program, how, tmp_path, has_end
         assert "result['state'][1] is a lock" in str(error)
 
 
-def test_a_rank_under_mpiexec_cannot_have_the_terminal(program, monkeypatch):
+def test_a_rank_under_mpiexec_cannot_have_the_terminal(mpiexec, monkeypatch):
     monkeypatch.setenv("UNISONO_STDIN_RANK", "0")
     with pytest.raises(PlatformError, match="have no terminal"):
         unisono.run(print, on="mpi", logs=QUIET)
@@ -178,7 +167,7 @@ def test_a_run_that_asks_for_it_is_started_again(forked_ranks, tmp_path):
 
 
 @pytest.mark.mpi
-def test_a_job_under_mpiexec_shows_its_stacks_and_can_be_cancelled(program, tmp_path):
+def test_a_job_under_mpiexec_shows_its_stacks_and_can_be_cancelled(mpiexec, tmp_path):
     def sleepy():
         print("here", flush=True)
         time.sleep(600)
@@ -196,46 +185,6 @@ def test_a_job_under_mpiexec_shows_its_stacks_and_can_be_cancelled(program, tmp_
         job.result()
 
 
-INTERRUPTED = """
-import os, time, unisono
-from pathlib import Path
-
-def wait(folder):
-    rank = unisono.world().rank
-    Path(folder, f"pids-{rank}.tmp").write_text(f"{os.getpid()} {os.getppid()}")
-    Path(folder, f"pids-{rank}.tmp").rename(Path(folder, f"pids-{rank}"))
-    try:
-        time.sleep(600)
-    finally:
-        Path(folder, f"finally-{rank}").touch()
-
-unisono.run(wait, %r, on="mpi", ranks=2)
-"""
-
-
-@pytest.mark.mpi
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
-def test_no_rank_of_an_mpi_world_outlives_its_launcher(
-    program, forked_python, number, tmp_path, has_ended
-):
-    env = {**os.environ, "TMPDIR": str(tmp_path), "MPIEXEC": program}
-    words = [forked_python, "-c", INTERRUPTED % str(tmp_path)]
-    launcher = subprocess.Popen(words, env=env, stderr=subprocess.PIPE, text=True)
-    try:
-        wait_until(lambda: len(list(tmp_path.glob("pids-?"))) == 2, 60)
-        launcher.send_signal(number)
-        _, errors = launcher.communicate(timeout=30)
-        pids = [int(pid) for file in tmp_path.glob("pids-?") for pid in file.read_text().split()]
-        assert all(map(has_ended, pids)), "ranks or their minders live"
-        assert launcher.returncode == -number, errors
-        if number == signal.SIGINT:
-            assert len(list(tmp_path.glob("finally-?"))) == 2
-            assert list(tmp_path.glob("unisono-*")) == []
-    finally:
-        launcher.kill()
-        launcher.wait()
-
-
 JOINING = """
 import sys, unisono, torch
 def work():
@@ -250,11 +199,11 @@ if unisono.world().rank == 0:
 
 
 @pytest.mark.mpi
-def test_a_script_under_the_users_mpiexec_joins_its_world(program, warm_python, tmp_path):
+def test_a_script_under_the_users_mpiexec_joins_its_world(mpiexec, warm_python, tmp_path):
     ranks = 2
     pytest.importorskip("mpi4py")
     (tmp_path / "script.py").write_text(JOINING)
-    words = [program, "-n", str(ranks), warm_python, "script.py"]
+    words = [mpiexec, "-n", str(ranks), warm_python, "script.py"]
     env = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
         words, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=100, check=False
@@ -266,12 +215,12 @@ def test_a_script_under_the_users_mpiexec_joins_its_world(program, warm_python, 
 
 @pytest.mark.mpi
 def test_a_failing_rank_under_the_users_mpiexec_takes_the_world_down(
-    program, warm_python, tmp_path
+    mpiexec, warm_python, tmp_path
 ):
     pytest.importorskip("mpi4py")
     (tmp_path / "script.py").write_text(JOINING)
     begin = time.monotonic()
-    words = [program, "-n", "2", warm_python, "script.py", "--fail"]
+    words = [mpiexec, "-n", "2", warm_python, "script.py", "--fail"]
     done = subprocess.run(
         words, cwd=tmp_path, capture_output=True, text=True, timeout=100, check=False
     )

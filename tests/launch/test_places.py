@@ -12,7 +12,7 @@ import pytest
 import unisono
 from unisono.errors import MissingExtra, PlatformError, RankFailed
 from unisono.launch import Platform, dry_run
-from unisono.launch.places.mailbox import Orders
+from unisono.launch.places.mailbox import Mailbox
 from unisono.launch.places.mirror import CHUNK, Change, Lost, Mirror, forwarded
 from unisono.launch.places.ssh import ssh_command
 
@@ -204,7 +204,7 @@ def pair(tmp_path):
     sides = [tmp_path / "launcher", tmp_path / "host"]
     for side in sides:
         side.mkdir(mode=0o700)
-        Orders(side, 0).open()
+        Mailbox(side, 0).open()
     mirrors = [Mirror(side, 0, is_host=side.name == "host") for side in sides]
     yield *sides, *mirrors
     for mirror in mirrors:
@@ -234,15 +234,15 @@ def test_a_state_arrives_after_the_result_that_it_tells_of(pair):
 def test_what_came_from_the_other_side_is_not_sent_back(pair):
     launcher, host, here, there = pair
     write(host / "rendezvous-0.json", b'{"port": 1}')
-    Orders(host, 0).give(preempt=1)
-    Orders(launcher, 0).give(stack=True)
+    Mailbox(host, 0).order(preempt=1)
+    Mailbox(launcher, 0).order(stack=True)
     here.apply(there.changes())
     sent = here.changes()
     assert [json.loads(change.data) for change in sent] == [{"stack": True}]
     there.apply(sent)
     assert there.changes() == []
-    assert list(Orders(launcher, 0).new()) == [{"stack": True}, {"preempt": 1}]
-    assert list(Orders(host, 0).new()) == [{"preempt": 1}, {"stack": True}]
+    assert list(Mailbox(launcher, 0).new_orders()) == [{"stack": True}, {"preempt": 1}]
+    assert list(Mailbox(host, 0).new_orders()) == [{"preempt": 1}, {"stack": True}]
 
 
 def test_a_log_goes_on_where_a_new_one_begins(pair):

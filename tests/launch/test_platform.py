@@ -72,9 +72,12 @@ def test_copies_and_pickles_keep_what_was_given():
     for twin in (platform.but(), copy.deepcopy(platform), pickle.loads(pickle.dumps(platform))):
         assert twin == platform
         assert twin.world_size == 3
+    platform = Platform(ipc_groups=[[0]], hosts=["a"], env={"A": "1"})
     twin = platform.but()
     twin.ipc_groups[0].append(9)
-    assert platform.ipc_groups == [[0], [1, 2]]
+    twin.hosts.append("b")
+    twin.env["B"] = "2"
+    assert (platform.ipc_groups, platform.hosts, platform.env) == ([[0]], ["a"], {"A": "1"})
 
 
 @pytest.mark.parametrize(

@@ -93,7 +93,7 @@ def said_of(call, *args, **given):
         ({"on": "inline", "watch": True}, ["busy with it", 'on="cpu"']),
         ({"logs": 3}, ["logs=3"]),
         ({"logs": unisono.Logs(console="al")}, ["console='al'"]),
-        ({"logs": unisono.Logs(console=[0, 2])}, ["2 is not a rank"]),
+        ({"logs": unisono.Logs(console=[0, 2])}, ["Logs.console=2", "from 0 to 1"]),
     ],
 )
 def test_a_senseless_request_says_what_is_wrong(given, words):

@@ -5,11 +5,13 @@ from __future__ import annotations
 import atexit
 import os
 import re
+import resource
 import signal
 import subprocess
 import sys
 import threading
 import time
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -19,6 +21,7 @@ import torch.distributed as dist
 import unisono
 from unisono.comm.backends import available, choose_backend
 from unisono.cores import usable_cores
+from unisono.errors import PlatformError
 
 SCALE = 7
 QUIET = unisono.Logs(console="none")
@@ -89,6 +92,30 @@ def test_a_closure_gets_its_place_threads_directory_and_arguments(monkeypatch, t
     ]
     assert sorted(shown.err.splitlines()) == ["[0] err", "[1] err"]
     assert sorted(results.log(1).splitlines()) == ["err", "from C", "out of rank 1"]
+
+
+@pytest.mark.skipif(resource.getrlimit(resource.RLIMIT_NOFILE)[0] < 2000, reason="too few files")
+def test_a_program_with_a_thousand_open_files_runs_ranks():
+    with ExitStack() as files:
+        for _ in range(1100):
+            files.enter_context(Path(os.devnull).open())
+        assert list(unisono.run(len, "ab", on="cpu", ranks=2, logs=QUIET)) == [2, 2]
+
+
+def test_too_many_ranks_for_the_limit_of_open_files_are_refused_and_leave_none_open():
+    def open_files():
+        return sorted(int(fd.name) for fd in Path("/proc/self/fd").iterdir())
+
+    unisono.run(len, "ab", on="cpu", ranks=2, logs=QUIET)  # the server is there
+    before, limits = open_files(), resource.getrlimit(resource.RLIMIT_NOFILE)
+    few = next(n for n in range(limits[0]) if n - sum(fd < n for fd in before) == 50)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (few, limits[1]))
+    try:
+        with pytest.raises(PlatformError, match=f"may have {few} of them"):
+            unisono.run(len, "ab", on="cpu", ranks=32, logs=QUIET)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    assert len(open_files()) == len(before)
 
 
 def test_deadlines_may_be_longer_than_the_system_can_wait_at_once():

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import functools
 import linecache
+import sysconfig
 import traceback
+from pathlib import Path
 
 import pytest
 
@@ -40,10 +42,11 @@ def test_stacks_show_the_users_code_and_not_ours():
 
 
 def test_the_innermost_user_line_skips_installed_packages():
-    import sysconfig
-
-    site = sysconfig.get_path("purelib")
-    assert user_line(DUMP.replace("/env/", f"{site}/")) == "train.py:12 in step"
+    package = Path(unisono.__file__).parent
+    for site in (sysconfig.get_path("purelib"), "/usr/lib/python3/dist-packages"):
+        dump = DUMP.replace("/env/", f"{site}/")
+        for home in ("/home/me", f"{package}-of-mine", f"{package}/_examples"):
+            assert user_line(dump.replace("/home/me", home)) == "train.py:12 in step"
     assert user_line("") == "no Python code"
 
 

@@ -98,6 +98,8 @@ def test_a_seed_is_an_argument_and_means_the_same_everywhere():
     assert first != second
     assert list(unisono.run(draw, on="cpu", ranks=2, seed=5, logs=QUIET)) == [first, second]
     assert list(unisono.run(draw, on="inline", seed=5)) == [first]
+    shared = unisono.Platform(device="cpu", ranks=2, seed=5, seed_per_rank=False)
+    assert list(unisono.run(draw, on=shared, logs=QUIET)) == [first, first]
 
     def inside():
         return unisono.run(draw, seed=5)[unisono.world().rank]

@@ -105,18 +105,6 @@ def test_no_two_ranks_and_no_two_runs_draw_the_same_numbers():
         assert len(set(kind)) == 4, drawn
 
 
-def test_a_seed_is_the_same_in_every_run_and_its_own_on_every_rank():
-    platform = unisono.Platform(device="cpu", ranks=2, seed=5)
-    first, second = (
-        list(unisono.run(lambda: torch.rand(1).item(), on=platform, logs=QUIET)) for _ in range(2)
-    )
-    assert first == second
-    assert first[0] != first[1]
-    platform = platform.but(seed_per_rank=False)
-    shared = unisono.run(lambda: torch.rand(1).item(), on=platform, logs=QUIET)
-    assert shared[0] == shared[1] == first[0]
-
-
 def test_changes_between_two_runs_are_seen(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "dont_write_bytecode", True)
     (tmp_path / "changing.py").write_text("VALUE = 1\n")

@@ -52,10 +52,16 @@ def test_a_change_that_some_ranks_see_is_planned_anew_on_all(mode, monkeypatch):
     P = Partition([1, 1, size])
     for name, (layer, plain) in kinds(P).items():
         for step, n in enumerate((5 * size - 1, 5 * size, 5 * size, 5 * size - 1)):
-            whole = drawn(2, 3, n)  # shards [5, 4] and [5, 5]: only the last rank sees it
+            whole = drawn(2, 3, n).requires_grad_()
+            own = cut(whole.detach(), P).clone().requires_grad_()
+            # Shards are [5, 4] and [5, 5]: only the last rank sees a change.
             with torch.set_grad_enabled(step != 3):
-                y, z = layer(cut(whole, P)), plain(whole)
+                y, z = layer(own), plain(whole)
             torch.testing.assert_close(y, cut(z, P), msg=f"{name} at {n}")
+            if step != 3:
+                y.square().sum().backward()
+                z.square().sum().backward()
+                torch.testing.assert_close(own.grad, cut(whole.grad, P), msg=f"{name} at {n}")
         assert layer._setups == 3, name
 
 

@@ -162,9 +162,10 @@ def test_layer_norm_equals_torch(shape, count, axis, bias, affine, seed, proof):
     padding=st.sampled_from([None, 0, -1]),
     max_norm=st.sampled_from([None, 0.9]),
     by_frequency=st.booleans(),
+    weights=st.sampled_from(["replicated", "root"]),
 )
 def test_embeddings_equal_torch(
-    table, shape, split, batched, padding, max_norm, by_frequency, proof
+    table, shape, split, batched, padding, max_norm, by_frequency, weights, proof
 ):
     size = unisono.world().size
     P = Partition([size if batched else 1, *[1] * (len(shape) - 1), 1 if batched else size])
@@ -173,7 +174,7 @@ def test_embeddings_equal_torch(
         "dtype": torch.float64,
     }  # fmt: skip
     ours, theirs = proof.pair(
-        lambda: unn.DistributedEmbedding(P, *table, **options, split=split),
+        lambda: unn.DistributedEmbedding(P, *table, **options, split=split, weights=weights),
         lambda: nn.Embedding(*table, **options),
     )
     ids = torch.randint(table[0], shape, generator=torch.Generator().manual_seed(3))
@@ -188,6 +189,8 @@ def test_embeddings_equal_torch(
     grad = torch.zeros_like(ours.weight) if ours.weight.grad is None else ours.weight.grad
     torch.testing.assert_close(grad, theirs.weight.grad[held])
     torch.testing.assert_close(ours.weight, theirs.weight[held])  # rows scaled by max_norm
+    if weights == "root" and P.index[0] > 0:  # the first of those who split the ids holds it
+        assert ours.weight.numel() == 0
 
 
 def curved(gradient, x):

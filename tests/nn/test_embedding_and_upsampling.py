@@ -19,37 +19,6 @@ IDS = torch.tensor([[0, 5, 2, 2], [6, 1, 0, 3], [3, 3, 3, 6]])
 
 
 @pytest.mark.ranks([1, 2, 3])
-@pytest.mark.parametrize(
-    "options", [{}, {"padding_idx": 3}, {"scale_grad_by_freq": True}, {"max_norm": 1.0}]
-)
-def test_embedding_split_by_columns_or_rows_equals_torch(options):
-    size = unisono.world().size
-    grids = [[1, 1, size], [size, 1, 1]]
-    for split, shape, weights in product(("dim", "vocab"), grids, ("replicated", "root")):
-        P = Partition(shape)
-        torch.manual_seed(2)
-        plain = nn.Embedding(7, 5, **options, dtype=torch.float64)
-        torch.manual_seed(2)
-        layer = DistributedEmbedding(
-            P, 7, 5, **options, split=split, dtype=torch.float64, weights=weights
-        )
-        assert torch.equal(layer.state_dict()["weight"], plain.weight)
-        where = P.local_slices((*IDS.shape, 5))
-        ids = IDS[where[:2]]
-        y, z = layer(ids), plain(IDS)
-        here = where if split == "dim" else where[:2]
-        torch.testing.assert_close(y, z[here])
-        probe = torch.linspace(-1, 1, z.numel(), dtype=z.dtype).reshape(z.shape)
-        (y * probe[here]).sum().backward()
-        (z * probe).sum().backward()
-        expected = plain.weight.grad[layer._holdings["weight"].slices]
-        torch.testing.assert_close(layer.weight.grad, expected)
-        torch.testing.assert_close(layer.state_dict()["weight"], plain.weight.detach())
-        if weights == "root" and P.index[0] > 0:  # the first of those who split the ids holds it
-            assert layer.weight.numel() == 0
-
-
-@pytest.mark.ranks([1, 2, 3])
 def test_rows_are_scaled_down_to_any_norm():
     size = unisono.world().size
     for split, columns in product(("dim", "vocab"), (5, 2)):  # 2: a rank may hold none
@@ -94,16 +63,6 @@ def test_an_id_outside_of_the_table_on_one_rank_is_refused_on_all():
         assert layer(torch.tensor([1, 2])).shape == (2, 6)
 
 
-@pytest.mark.ranks([1, 2, 4])
-def test_upsampling_equals_torch():
-    size = unisono.world().size
-    P = Partition([1, 1, size])
-    for mode in ("nearest", "nearest-exact", "linear"):
-        for how in ({"scale_factor": 2.0}, {"size": 11}, {"scale_factor": 1.7}, {"size": 3}):
-            ours, plain = DistributedUpsample(P, **how, mode=mode), nn.Upsample(**how, mode=mode)
-            check_parity(ours, plain, (2, 3, 7), P)
-
-
 @pytest.mark.ranks(4)
 def test_upsampling_of_images_equals_torch():
     for P in (Partition([1, 1, 2, 2]), Partition([2, 2, 1, 1])):
@@ -140,19 +99,3 @@ def test_interpolate_is_the_local_part():
     torch.testing.assert_close(out, z[:, :, 4:9])
     with pytest.raises(PartitionError, match="needs point"):
         Interpolate([0, 0, 3], [1, 1, 6], [1, 1, 6], [0, 0, 0], [1, 1, 9], [1, 1, 12])
-
-
-@pytest.mark.parametrize(
-    "options",
-    [{}, {"size": 3, "scale_factor": 2}, {"size": 3, "mode": "bilinear"}, {"size": (3, 4)}],
-)
-def test_upsampling_arguments_that_make_no_sense_are_refused(options):
-    with pytest.raises(PartitionError, match="HINT"):
-        DistributedUpsample(Partition([1, 1, 1]), **options)
-
-
-def test_embedding_arguments_that_make_no_sense_are_refused():
-    with pytest.raises(PartitionError, match="dim"):
-        DistributedEmbedding(Partition([1, 1]), 4, 3, split="rows")
-    with pytest.raises(PartitionError, match="padding_idx"):
-        DistributedEmbedding(Partition([1, 1]), 4, 3, padding_idx=4)

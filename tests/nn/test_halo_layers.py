@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch.nn import functional as F
 
-import unisono
 from unisono.errors import PartitionError
 from unisono.nn.layers.conv import (
     DistributedChannelConv2d,
@@ -16,18 +14,7 @@ from unisono.nn.layers.conv import (
     DistributedGeneralConv2d,
 )
 from unisono.nn.layers.halo import DistributedPad, HaloExchange
-from unisono.testing import check_parity
 from unisono.topology import Partition
-
-
-@pytest.mark.ranks([1, 2, 3])
-def test_padding_of_split_tensors_equals_torch():
-    size = unisono.world().size
-    for P in (Partition([1, size, 1]), Partition([1, 1, size])):
-        for mode in ("constant", "reflect", "replicate", "circular"):
-            for padding in ((2, 1), (1, 2, 2, 1)):
-                layer = DistributedPad(P, padding, mode, balance=True)
-                check_parity(layer, lambda x, p=padding, m=mode: F.pad(x, p, m), (2, 6, 7), P)
 
 
 @pytest.mark.ranks(3)
@@ -64,13 +51,3 @@ def test_the_selector_takes_the_layer_that_fits():
 def test_the_selector_takes_the_general_layer_for_space():
     P = Partition([1, 1, 2, 1])
     assert type(DistributedConv2d(P, P, P, 2, 2, 3)) is DistributedGeneralConv2d
-
-
-def test_padding_arguments_that_make_no_sense_are_refused():
-    P = Partition([1, 1])
-    with pytest.raises(PartitionError, match="'constant', 'reflect'"):
-        DistributedPad(P, (1, 1), "mirror")
-    with pytest.raises(PartitionError, match="3 numbers"):
-        DistributedPad(P, (1, 1, 1))
-    with pytest.raises(PartitionError, match="p >= X"):
-        DistributedPad(P, (5, 1), "reflect")(torch.ones(2, 3))

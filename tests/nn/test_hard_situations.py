@@ -30,50 +30,6 @@ def block(x, P):
 
 
 @pytest.mark.ranks(2)
-@pytest.mark.parametrize("kind", ["conv", "pool", "upsample", "norm", "loss", "chain"])
-def test_a_change_that_one_rank_alone_sees_is_planned_anew_on_all(kind, proof):
-    P = Partition([1, 1, 2])
-    conv = nn.Conv1d(2, 3, 3, padding=1, dtype=torch.float64)
-    plain = {
-        "conv": conv,
-        "pool": nn.MaxPool1d(3, 2, 1),
-        "upsample": nn.Upsample(scale_factor=2),
-        "norm": nn.BatchNorm1d(2, dtype=torch.float64),
-        "loss": nn.MSELoss(),
-        "chain": nn.Sequential(conv, nn.ReLU(), nn.AvgPool1d(2)),
-    }[kind]
-    if kind == "loss":
-        layer = unn.DistributedMSELoss(P)
-    elif kind == "chain":
-        layer = unn.distribute(plain, P)
-    else:
-        layer = {
-            "conv": lambda: unn.DistributedFeatureConv1d(P, 2, 3, 3, padding=1).double(),
-            "pool": lambda: unn.DistributedMaxPool1d(P, 3, 2, 1),
-            "upsample": lambda: unn.DistributedUpsample(P, scale_factor=2),
-            "norm": lambda: unn.DistributedBatchNorm(P, 2, dtype=torch.float64),
-        }[kind]()
-        layer.load_state_dict(plain.state_dict())
-    # lengths 9 and 10 are blocks [5, 4] and [5, 5]: rank 0 sees no change
-    for length in (9, 10, 9, 10, 10):
-        x = proof.drawn(2, 2, length)
-        own, whole = block(x, P).requires_grad_(), x.clone().requires_grad_()
-        if kind == "loss":
-            y, z = layer(own, own.detach() * 2), plain(whole, x * 2)
-            torch.testing.assert_close(y, z)
-        else:
-            y, z = layer(own), plain(whole)
-            cut = P.local_slices(z.shape) if kind != "norm" else P.local_slices(x.shape)
-            torch.testing.assert_close(y, z[cut])
-            y, z = proof.score(y), proof.score(z)
-        y.backward()
-        z.backward()
-        torch.testing.assert_close(own.grad, whole.grad[P.local_slices(x.shape)])
-    if kind != "chain":
-        assert layer._setups == 4
-
-
-@pytest.mark.ranks(2)
 def test_a_scatter_notices_what_only_its_root_sees_and_flipping_gradients_sets_nothing_up():
     one, two = Partition([1, 1]), Partition([2, 1])
     layer = unn.Repartition(one, two)

@@ -188,9 +188,17 @@ def test_words_that_are_none_of_the_legal_ones():
     refused(lambda: unn.DistributedFeatureConv1d(P, 1, 1, 3, 2, "same"), "2 != 1")
     refused(lambda: unn.DistributedFeatureConv1d(P, 3, 4, 3, groups=2), "3 / 2 = 1.5")
     refused(lambda: unn.DistributedUpsample(P, mode="cubist", size=3), "'nearest'", "'linear'")
+    refused(lambda: unn.DistributedUpsample(P, mode="bilinear", size=3), "1 spatial dims")
+    refused(lambda: unn.DistributedUpsample(P, size=(3, 4)), "2 != 1")
+    refused(lambda: unn.DistributedUpsample(P, 3, align_corners=True), "align_corners=None")
     refused(lambda: unn.DistributedUpsample(P), "neither", "exactly one")
     refused(lambda: unn.DistributedUpsample(P, 3, 2.0), "both", "exactly one")
     refused(lambda: unn.DistributedEmbedding(P, 3, 3, split="rows"), "'dim', 'vocab'")
+    refused(lambda: unn.DistributedEmbedding(P, 4, 3, padding_idx=4), "padding_idx")
+    refused(lambda: unn.DistributedPad(P, (1, 1, 1)), "3 numbers")
+    refused(lambda: unn.DistributedLinearAllGather(P, 0, 3), "< 1")
+    image = Partition([1, 1, 2, 1])
+    refused(lambda: unn.DistributedAvgPool2d(image, 2, divisor_override=0), "divisor_override")
     refused(lambda: unn.structure_check("sometimes"), "'always', 'on_change', 'off'")
     refused(lambda: unn.state_dict_mode("some").__enter__(), "full, sharded, local")
 
@@ -228,31 +236,3 @@ def test_numbers_that_the_whole_tensor_does_not_have():
         lambda: unn.DistributedCrossEntropyLoss(P)(ones(1, 2, 3), torch.zeros(1, 2, 3).long()),
         "[1, 3] != [1, 2, 3]",
     )
-
-
-@pytest.mark.ranks(2)
-def test_gradients_recorded_on_some_ranks_only():
-    P = Partition([1, 1, 2])
-    layer = unn.DistributedFeatureConv1d(P, 1, 1, 3, padding=1)
-    for _ in range(2):  # before and after its set-up
-
-        def call():
-            with torch.set_grad_enabled(unisono.world().rank == 1):
-                layer(ones(1, 1, 4))
-
-        refused(call, "grad on: rank 1; off: rank 0", kind=CollectiveMismatch)
-        layer(ones(1, 1, 4))
-
-
-@pytest.mark.ranks(2)
-def test_things_that_are_no_tensors_on_one_rank():
-    P = Partition([1, 1, 2])
-    rank = unisono.world().rank
-    net = unn.distribute(torch.nn.Sequential(torch.nn.Conv1d(1, 1, 3), torch.nn.ReLU()), P)
-    layer = unn.DistributedMaxPool1d(P, 2)
-    for _ in range(2):
-        refused(lambda: layer("text" if rank else ones(1, 1, 4)), "a str", "tensors")
-        layer(ones(1, 1, 4))
-        with pytest.raises(CollectiveMismatch, match="dims, dtype"):
-            net("text" if rank else ones(1, 1, 4))
-        net(ones(1, 1, 4))

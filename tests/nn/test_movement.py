@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import unisono
-from unisono.errors import CollectiveMismatch, PartitionError
+from unisono.errors import PartitionError
 from unisono.nn import (
     AllGather,
     AllSumReduce,
@@ -16,7 +16,6 @@ from unisono.nn import (
     ReduceScatter,
     Repartition,
     SumReduce,
-    structure_check,
 )
 from unisono.topology import Partition
 
@@ -49,29 +48,6 @@ def test_repartition_moves_blocks_there_and_gradients_back():
         (y * y).sum().backward()
         if P_x.active:
             assert torch.equal(x.grad, 2 * x.detach())
-
-
-@pytest.mark.ranks(2)
-def test_a_change_that_only_one_rank_sees_is_planned_anew_on_all():
-    P = Partition([2])
-    layer = Repartition(P, Partition([1], ranks=[1]))
-    for length in (9, 10, 9, 10):  # shards [5, 4] and [5, 5]: rank 0 sees no change
-        whole = torch.arange(float(length))
-        y = layer(block_of(whole, P))
-        assert y.numel() == (length if P.root.rank == 1 else 0)
-    assert layer._setups == 4
-    layer(block_of(torch.arange(10.0), P))
-    assert layer._setups == 4
-
-
-@pytest.mark.ranks(2)
-def test_the_first_plan_is_final_with_the_check_off():
-    layer = AllSumReduce(Partition([2]), axes_reduce=0)
-    with structure_check("off"):
-        layer(torch.ones(3))
-        with pytest.raises(CollectiveMismatch, match="structure_check"):
-            layer(torch.ones(4))
-        assert layer(torch.ones(3)).tolist() == [2, 2, 2]
 
 
 @pytest.mark.ranks(4)
@@ -108,46 +84,6 @@ def test_sums_and_gathers_run_over_their_axes_only():
     scattered = ReduceScatter(P, axes_reduce_scatter=1)(torch.ones(2, 3))
     assert scattered.shape == (2, 2 if column == 0 else 1)
     assert (scattered == 2).all()
-
-
-@pytest.mark.ranks(2)
-def test_gradients_reach_ranks_whose_own_input_needs_none():
-    P = Partition([2])
-    x = torch.ones(3, requires_grad=P.root.rank == 0)
-    y = AllSumReduce(P, axes_reduce=0)(x)
-    assert y.requires_grad
-    y.sum().backward()
-    if P.root.rank == 0:
-        assert x.grad.tolist() == [2, 2, 2]
-
-
-@pytest.mark.ranks(2)
-def test_a_bad_input_on_one_rank_is_refused_on_all():
-    P = Partition([2])
-    layer = AllSumReduce(P, axes_reduce=0)
-    for _ in range(2):
-        with pytest.raises(PartitionError, match="HINT: call it with tensors"):
-            layer("text" if P.root.rank == 1 else torch.ones(2))
-        layer(torch.ones(2))
-    with pytest.raises(PartitionError, match="shapes differ"):
-        layer(torch.ones(2 + P.root.rank))
-    mixed = pytest.raises(CollectiveMismatch, match="grad on: rank 0; off: rank 1")
-    with mixed, torch.set_grad_enabled(P.root.rank == 0):
-        layer(torch.ones(2))
-
-
-@pytest.mark.ranks(2)
-def test_layers_of_unlike_arguments_are_refused():
-    P = Partition([2, 1])
-    axis = unisono.world().rank
-    with pytest.raises(CollectiveMismatch, match="arguments of the layer"):
-        AllSumReduce(P, axes_reduce=axis)(torch.ones(2, 2))
-
-
-@pytest.mark.parametrize("kwargs", [{}, {"axes_reduce": 0, "axes_keep": 1}, {"axes_reduce": 5}])
-def test_axes_that_make_no_sense_are_refused(kwargs):
-    with pytest.raises(PartitionError, match="HINT"):
-        AllSumReduce(Partition([1, 1]), **kwargs)
 
 
 def test_one_process_is_a_partition_too():

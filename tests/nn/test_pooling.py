@@ -9,7 +9,6 @@ from torch import nn
 import unisono
 from unisono import nn as p
 from unisono.errors import PartitionError
-from unisono.testing import check_parity
 from unisono.topology import Partition
 
 MAX = [
@@ -27,33 +26,19 @@ AVG = [
 ]
 
 
-@pytest.mark.ranks([1, 2, 3, 4])
-def test_pooling_of_lines_equals_torch():
+@pytest.mark.ranks([1, 4], backend=["gloo", "shm"])
+def test_pooling_equals_torch(proof):
     size = unisono.world().size
-    split = Partition([1, 1, size])
-    for P, length, every in (
-        (split, 9, 1),
-        (split, 6 if size == 4 else 12, 1),
-        (Partition([size, 1, 1]), 9, 2),  # no window meets a border
-        (Partition([1, size, 1]), 12, 2),
-    ):
-        for case in MAX[::every]:
-            check_parity(p.DistributedMaxPool1d(P, **case), nn.MaxPool1d(**case), (3, 2, length), P)
-        for case in AVG[::every]:
-            check_parity(p.DistributedAvgPool1d(P, **case), nn.AvgPool1d(**case), (3, 2, length), P)
-
-
-@pytest.mark.ranks(4, backend=["gloo", "shm"])
-def test_pooling_of_images_and_volumes_equals_torch():
-    for shape, every in (([1, 1, 2, 2], 1), ([2, 1, 2, 1], 2)):
-        P = Partition(shape)
-        for case in MAX[::every]:
-            check_parity(p.DistributedMaxPool2d(P, **case), nn.MaxPool2d(**case), (2, 2, 9, 10), P)
-        for case in [{"kernel_size": 2, "divisor_override": 3}, *AVG][::every]:
-            check_parity(p.DistributedAvgPool2d(P, **case), nn.AvgPool2d(**case), (2, 2, 9, 10), P)
-    P = Partition([1, 1, 2, 1, 2])
-    check_parity(p.DistributedMaxPool3d(P, 2, 1), nn.MaxPool3d(2, 1), (1, 2, 4, 5, 4), P)
-    check_parity(p.DistributedAvgPool3d(P, 2, 1), nn.AvgPool3d(2, 1), (1, 2, 4, 5, 4), P)
+    lines, images = [[1, 1, size], [size, 1, 1], [1, size, 1]], []
+    if size == 4:
+        images = [[1, 1, 2, 2], [2, 1, 2, 1], [1, 1, 2, 1, 2]]
+    for grid in (*lines, *images):
+        P, dims = Partition(grid), len(grid) - 2
+        x = proof.drawn(2, 4, 9, *(10, 5)[: dims - 1])
+        for way, cases in (("Max", MAX), ("Avg", AVG)):
+            for case in cases:
+                ours = getattr(p, f"Distributed{way}Pool{dims}d")(P, **case)
+                proof.compare(ours, getattr(nn, f"{way}Pool{dims}d")(**case), x, P, P)
 
 
 @pytest.mark.ranks([1, 2, 3])
@@ -122,13 +107,3 @@ def test_padding_wins_over_no_point_however_low():
                     kind(P, **case)(own).backward(probe[where])
                     z.backward(probe)
                     assert torch.equal(own.grad, leaf.grad[P.local_slices(shape)])
-
-
-def test_arguments_that_torch_refuses_are_refused_with_their_numbers():
-    P = Partition([1, 1, 1])
-    with pytest.raises(PartitionError, match="p > K // 2"):
-        p.DistributedMaxPool1d(P, 2, padding=2)
-    with pytest.raises(PartitionError, match="needs 4"):
-        p.DistributedAvgPool2d(P, 2)
-    with pytest.raises(PartitionError, match="divisor_override"):
-        p.DistributedAvgPool2d(Partition([1, 1, 1, 1]), 2, divisor_override=0)

@@ -78,96 +78,34 @@ def test_the_hook_before_a_forward_may_be_overridden():
         assert made._setups == 1
 
 
-def kinds():
-    """Return every layer with weights and torch's, by name: builders for a partition size."""
-
-    def P(*shape):
-        return Partition(shape)
-
-    return {
-        "conv1d": (
-            lambda n, **k: unn.DistributedFeatureConv1d(P(1, 1, n), 3, 5, 3, **k),
-            lambda **k: nn.Conv1d(3, 5, 3, **k),
-        ),
-        "conv2d": (
-            lambda n, **k: unn.DistributedConv2d(P(1, 1, n, 1), None, None, 4, 6, 3, groups=2, **k),
-            lambda **k: nn.Conv2d(4, 6, 3, groups=2, **k),
-        ),
-        "conv3d": (
-            lambda n, **k: unn.DistributedFeatureConv3d(P(1, 1, n, 1, 1), 2, 2, 3, bias=False, **k),
-            lambda **k: nn.Conv3d(2, 2, 3, bias=False, **k),
-        ),
-        "channels": (
-            lambda n, **k: unn.DistributedChannelConv1d(
-                P(1, n, 1), P(1, 1, 1), P(1, n, 1), 5, 7, 3, **k
-            ),
-            lambda **k: nn.Conv1d(5, 7, 3, **k),
-        ),
-        "transposed": (
-            lambda n, **k: unn.DistributedFeatureConvTranspose2d(P(1, 1, 1, n), 4, 6, 2, **k),
-            lambda **k: nn.ConvTranspose2d(4, 6, 2, **k),
-        ),
-        "linear": (
-            lambda n, **k: unn.DistributedLinear(P(1, n), P(1, 1), P(1, n), 7, 9, **k),
-            lambda **k: nn.Linear(7, 9, **k),
-        ),
-        "columns": (
-            lambda n, **k: unn.DistributedLinearAllGather(P(1, n), 7, 9, **k),
-            lambda **k: nn.Linear(7, 9, **k),
-        ),
-        "rows": (
-            lambda n, **k: unn.DistributedLinearReduceScatter(P(1, n), 7, 9, **k),
-            lambda **k: nn.Linear(7, 9, **k),
-        ),
-        "embedding": (
-            lambda n, **k: unn.DistributedEmbedding(P(1, n), 11, 9, 2, **k),
-            lambda **k: nn.Embedding(11, 9, 2, **k),
-        ),
-        "vocabulary": (
-            lambda n, **k: unn.DistributedEmbedding(P(1, n), 11, 9, split="vocab", **k),
-            lambda **k: nn.Embedding(11, 9, **k),
-        ),
-        "batch norm": (
-            lambda n, **k: unn.DistributedBatchNorm(P(1, n, 1), 5, **k),
-            lambda **k: nn.BatchNorm1d(5, **k),
-        ),
-        "layer norm": (
-            lambda n, **k: unn.DistributedLayerNorm(P(1, n), 7, **k),
-            lambda **k: nn.LayerNorm(7, **k),
-        ),
-    }
-
-
 @pytest.mark.ranks([1, 2, 3, 4])
-def test_one_seed_gives_the_weights_of_torch_at_any_rank_count():
-    size = unisono.world().size
-    for name, (ours, theirs) in kinds().items():
-        for dtype in (torch.float32, torch.float64, torch.bfloat16):
+def test_one_seed_gives_the_weights_of_torch_at_any_rank_count(proof):
+    for dtype in (torch.float32, torch.float64, torch.bfloat16):
+        for case in proof.zoo(dtype=dtype):
             torch.manual_seed(42)
-            expected = theirs(dtype=dtype)
+            expected = case.plain().state_dict()
             after = torch.get_rng_state()
             torch.manual_seed(42)
-            made = ours(size, dtype=dtype)
-            assert torch.equal(torch.get_rng_state(), after), name
-            state = made.state_dict()
-            assert list(state) == list(expected.state_dict())
-            for key, value in expected.state_dict().items():
-                assert torch.equal(state[key], value), (name, key, dtype)
+            state = case.build().state_dict()
+            assert torch.equal(torch.get_rng_state(), after), case.name
+            assert list(state) == list(expected)
+            for key, value in expected.items():
+                assert torch.equal(state[key], value), (case.name, key, dtype)
 
 
 @pytest.mark.ranks(3)
-def test_other_generators_are_left_alone():
+def test_other_generators_are_left_alone(proof):
     rank = unisono.world().rank
-    for name, (ours, theirs) in kinds().items():
+    for case in proof.zoo():
         torch.manual_seed(rank)
         before = torch.get_rng_state()
-        layer = ours(3)
+        layer = case.build()
         moved = not torch.equal(torch.get_rng_state(), before)
-        assert not (moved and rank), name  # rank 0's is the one that is drawn from
+        assert not (moved and rank), case.name  # rank 0's is the one that is drawn from
         torch.manual_seed(0)
-        expected = theirs().state_dict()
+        expected = case.plain().state_dict()
         for key, value in layer.state_dict().items():
-            assert torch.equal(value, expected[key]), (name, key)
+            assert torch.equal(value, expected[key]), (case.name, key)
 
 
 def network(size):

@@ -169,6 +169,16 @@ def test_works_in_a_plain_process():
     check_parity(nn.Tanh(), torch.tanh, torch.ones(3))
 
 
+@pytest.mark.ranks(2)
+def test_outputs_may_be_integers():
+    def scaled_and_signs(x):
+        return 2 * x, (x > 0).long()
+
+    check_parity(scaled_and_signs, scaled_and_signs, [4, 2], rows())
+    with pytest.raises(AssertionError, match="output 1"):
+        check_parity(scaled_and_signs, lambda x: (2 * x, (x < 0).long()), [4, 2], rows())
+
+
 @pytest.mark.parametrize(
     ("inputs", "partition", "said"),
     [

@@ -113,11 +113,10 @@ def test_marker_that_makes_no_sense_is_refused(mark):
 
 def test_marker_is_read():
     marker = RanksMarker.read(pytest.mark.ranks([1, 2], timeout=3, backend="shm").mark, 20.0)
-    assert marker == RanksMarker(
-        counts=(1, 2), many=True, timeout_s=3.0, backends=("shm",), many_backends=False
-    )
+    listed = {"rank_count": (1, 2)}
+    assert marker == RanksMarker(count=1, backend="shm", timeout_s=3.0, listed=listed)
     both = RanksMarker.read(pytest.mark.ranks(2, backend=["gloo", "shm"]).mark, 20.0)
-    assert (both.backends, both.many_backends) == (("gloo", "shm"), True)
+    assert (both.count, both.listed) == (2, {"rank_backend": ("gloo", "shm")})
 
 
 def test_things_that_end_by_themselves_are_no_leaks():

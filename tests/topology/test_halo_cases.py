@@ -7,6 +7,7 @@ from typing import NamedTuple
 import pytest
 
 from unisono.topology import decompose, halo
+from unisono.topology.window import output_length
 
 
 class Rank(NamedTuple):
@@ -90,7 +91,7 @@ CASES = {
 def test_hand_checked_case(name: str) -> None:
     shards, (k, s, p, d), shares, ranks = CASES[name]
     cuts = decompose.bounds(shards)
-    assert halo.output_length(sum(shards), k, s, p, d) == sum(shares)
+    assert output_length(sum(shards), k, s, p, d) == sum(shares)
     for me, want in enumerate(ranks):
         plan = halo.plan([cuts], (me,), k, s, p, d)
         assert plan.output_shape == (shares[me],)
@@ -129,7 +130,7 @@ def test_stride_that_skips_the_border_sends_no_message_at_all() -> None:
 def test_circular_window_takes_the_far_end_from_its_owner() -> None:
     plan = halo.plan([(0, 5, 10)], (0,), 3, padding=1, padding_mode="circular")
     assert plan.segments[0] == (
-        ((0, 1), (9, 10), "copy"),
+        ((0, 1), (9, 10), "wrap left"),
         ((1, 7), (0, 6), "copy"),
     )
     assert [(m.peer, [p.dest[0] for p in m.pieces]) for m in plan.recvs] == [(1, [(0, 1), (6, 7)])]

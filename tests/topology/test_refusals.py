@@ -20,7 +20,7 @@ from unisono.topology import (
     reduce_groups,
 )
 from unisono.topology.overlap import overlaps, repartition_plan
-from unisono.topology.resample import resample_length, resample_taps
+from unisono.topology.resample import Resampling, resample_length
 from unisono.topology.window import check_pool, output_length, transposed_length
 
 ROWS = [(0, 4, 5), (0, 4)]
@@ -72,8 +72,8 @@ HALO = [
     (lambda: resample_length(4), ["exactly one"]),
     (lambda: resample_length(4, size=3, scale=2.0), ["exactly one"]),
     (lambda: resample_length(4, scale=0.1), ["0 < 1"]),
-    (lambda: resample_taps(0, 4, 8, "area"), ["'nearest-exact'"]),
-    (lambda: resample_taps(0, 4, 8, "nearest", align_corners=True), ["align_corners"]),
+    (lambda: Resampling(4, 8, "area"), ["'nearest-exact'"]),
+    (lambda: Resampling(4, 8, "nearest", align_corners=True), ["align_corners"]),
 ]  # fmt: skip
 BETWEEN = [
     (lambda: overlaps(ROWS, (0, 1), [(0, 5)], (0,), 0), ["2 dims != 1 dims", "[2, 1] and [1]"]),

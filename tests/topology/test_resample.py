@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from functools import partial
 from typing import Any
 
 import pytest
@@ -11,14 +10,10 @@ import torch
 import torch.nn.functional as F
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
+from tests.topology.simulation import cut_blocks, fill_windows
 
 from unisono.topology import decompose, halo
-from unisono.topology.resample import (
-    resample_length,
-    resample_needed,
-    resample_taps,
-    resample_window,
-)
+from unisono.topology.resample import Resampling, resample_length
 
 shards = st.lists(st.integers(0, 5), min_size=1, max_size=4).filter(lambda sizes: sum(sizes) > 0)
 RESAMPLE = [
@@ -48,7 +43,7 @@ def torch_resample(x: torch.Tensor, mode: str, align: bool, **size: Any) -> torc
     parts_of=st.sampled_from(RESAMPLE),
 )
 def test_upsampling_by_taps_of_the_needed_points_is_torch_interpolate(
-    simulate, sizes: list[int], y: int, scale: float | None, parts_of: tuple[str, bool]
+    sizes: list[int], y: int, scale: float | None, parts_of: tuple[str, bool]
 ) -> None:
     mode, align = parts_of
     cuts = decompose.bounds(sizes)
@@ -61,22 +56,21 @@ def test_upsampling_by_taps_of_the_needed_points_is_torch_interpolate(
     else:
         assert resample_length(x_length, size=y) == y
         size = {"size": y}
-    options = {"scale": scale, "align_corners": align, "double": True}
+    how = Resampling(x_length, y, mode, scale, align, double=True)
     x = torch.randn(x_length, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
     expected = torch_resample(x, mode, align, **size)
     assert expected.shape[-1] == y
 
-    reads = partial(resample_window, x=x_length, y=y, mode=mode, **options)
-    axis = halo.Axis(decompose.split_cuts(y, parts), reads)
+    axis = halo.Axis(decompose.split_cuts(y, parts), how.window)
     shares = [decompose.block(y, parts, i) for i in range(parts)]
     plans = [halo.plan_windows([cuts], (i,), [axis]) for i in range(parts)]
-    windows = simulate.fill_windows(simulate.cut_blocks(x, [cuts]), plans)
+    windows = fill_windows(cut_blocks(x, [cuts]), plans)
     outputs = []
     for (y0, y1), local in zip(shares, windows, strict=True):
-        start, stop = resample_needed(y0, y1, x_length, y, mode, **options)
+        start, stop = how.needed(y0, y1)
         assert local.numel() == stop - start
         for j in range(y0, y1):
-            taps = resample_taps(j, x_length, y, mode, **options)
+            taps = how.taps(j)
             assert math.isclose(sum(taps.weights), 1.0)
             assert all(start <= point < stop for point in taps.points)
             outputs.append(
@@ -96,5 +90,6 @@ def test_nearest_rounds_as_torch_does(mode: str, dtype: torch.dtype) -> None:
         points = torch.arange(x, dtype=dtype)[None, None]
         expected = F.interpolate(points, mode=mode, **how)[0, 0].to(torch.int64).tolist()
         y, scale, double = len(expected), how.get("scale_factor"), dtype == torch.float64
-        found = [resample_taps(j, x, y, mode, scale=scale, double=double) for j in range(y)]
+        how = Resampling(x, y, mode, scale, double=double)
+        found = [how.taps(j) for j in range(y)]
         assert [taps.points[0] for taps in found] == expected, (x, how)

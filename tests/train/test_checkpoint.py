@@ -33,7 +33,7 @@ from unisono.data_parallel import DataParallel, PowerSGD
 from unisono.errors import CheckpointError, RankFailed
 from unisono.launch.pool import monitor
 from unisono.train import Checkpoint
-from unisono.train.checkpoint import saving
+from unisono.train.checkpoint import folder, saving
 
 
 def model(seed=0, width=4):
@@ -231,6 +231,9 @@ def test_what_does_not_fit_is_told_before_anything_changes(tmp_path):
     refuses("restored\\['epoch'\\]", model=net, optimizer=optimizer, epoch=0)
     refuses("differing in", optimizer=optimizer, partial=True)  # whose parameters?
     assert checkpoint.restore(model=net, partial=True).step == 1
+    checkpoint.save(2, net=bayes.Sequential(bayes.Linear(2, 3)))
+    for other, text in ((bayes.Linear(2, 4), "in the checkpoint"), (bayes.ReLU(), "only in the")):
+        refuses(rf"bayes Sequential(.|\n)*{text}", net=bayes.Sequential(other))
 
 
 def test_a_loader_without_a_position_is_refused(tmp_path):
@@ -273,6 +276,23 @@ def test_a_damaged_checkpoint_is_passed_over_with_a_warning(tmp_path, harm):
     harm(tmp_path / "step-00000001")
     with pytest.raises(CheckpointError, match="no checkpoint is whole"):
         checkpoint.restore(model=net)
+
+
+@pytest.mark.ranks(2, timeout=60)
+def test_a_file_that_one_rank_cannot_read_is_damage_for_all(tmp_path, monkeypatch):
+    net, checkpoint = model(), Checkpoint(tmp_path)
+    checkpoint.save(1, model=net)
+    checkpoint.save(2, model=net)
+    measured = folder._measured
+
+    def fails(path):
+        if world().rank == 1 and path.parent.name == "step-00000002":
+            raise OSError(errno.EIO, "Input/output error")
+        return measured(path)
+
+    monkeypatch.setattr(folder, "_measured", fails)
+    with pytest.warns(UserWarning, match="cannot be read: .*Input/output error"):
+        assert checkpoint.restore(model=net).step == 1
 
 
 def test_leftovers_of_killed_runs_are_swept_by_the_next_save(tmp_path):

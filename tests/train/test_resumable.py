@@ -27,10 +27,10 @@ def with_generator(seed):
     return DataLoader(torch.arange(ROWS), batch_size=3, shuffle=True, generator=generator)
 
 
-def two_epochs_and_a_half(loader):
-    """Return all rows, and the state after the second batch of the third epoch."""
+def two_epochs_and_a_half(loader, epochs=2):
+    """Return all rows, and the state after the second batch of the epoch after these."""
     rows = []
-    for _ in range(2):
+    for _ in range(epochs):
         rows += [batch.tolist() for batch in loader]
     for number, batch in enumerate(loader):
         rows.append(batch.tolist())
@@ -125,20 +125,38 @@ def test_torchs_sampler_goes_on_with_the_same_samples_on_other_ranks(rank_pool, 
         assert sorted(first + rest) == list(range(48))
 
 
+def test_workers_that_stay_read_the_shuffled_rows():
+    data = Dataset(torch.arange(32), seed=1)
+    loader = RankLoader(data, 32, num_workers=1, shuffle=False, persistent_workers=True)
+    resumable = Resumable(loader)
+    for _ in range(3):
+        (rows,) = resumable
+        assert torch.equal(rows, data.data)
+    assert not torch.equal(data.data, torch.arange(32))
+
+
 @pytest.mark.ranks(2)
-@pytest.mark.parametrize("kind", ["ring", "background", "sampler"])
-def test_rows_that_move_between_ranks_are_where_they_were(kind):
+@pytest.mark.parametrize("kind", ["ring", "background", "sampler", "sampler with a drawn seed"])
+@pytest.mark.parametrize("epochs", [2, 0])
+def test_rows_that_move_between_ranks_are_where_they_were(kind, epochs):
     rows = torch.arange(12) + 100 * world().rank
 
     def make():
-        if kind == "sampler":
+        if "sampler" in kind:
             data = RankDataset(rows)
-            sampler = RankSampler(data, shuffle=True, seed=5)
+            sampler = RankSampler(data, shuffle=True, seed=5 if kind == "sampler" else None)
             return Resumable(RankLoader(data, 3, sampler=sampler))
         return Resumable(RankLoader(Dataset(rows, ishuffle=kind == "background"), 3))
 
     first = make()
-    expected, state, _ = two_epochs_and_a_half(first)
+    expected, state, _ = two_epochs_and_a_half(first, epochs)
+    left = make()
+    for _ in range(epochs):
+        list(left)
+    begun = [next(iter(left)).tolist()]  # a loop that was left goes on where it was
+    begun += [batch.tolist() for batch in left]
+    assert len(begun) == 4
+    assert kind == "sampler with a drawn seed" or begun == expected[-4:]
     second = make()
     second.load_state_dict(state)
     assert [batch.tolist() for batch in second] == expected[-2:]

@@ -171,13 +171,11 @@ class Arena:
                     view.copy_(old)
                 setattr(p, f"delta_{name}", view)
 
-    def take_written(self) -> bool:
-        """Return whether deltas that were written by hand wait for a step; none do afterwards."""
-        was_written, self.deltas_written = self.deltas_written, False
-        if was_written:
-            for p in self.members:
-                p.deltas_written = False
-        return was_written
+    def forget_written(self) -> None:
+        """Let no deltas that were written by hand wait for a step."""
+        self.deltas_written = False
+        for p in self.members:
+            p.deltas_written = False
 
     def scale_deltas(self) -> bool:
         """Turn sums over the batch into deltas: times the variance, and its square.

@@ -215,7 +215,9 @@ class Sequential:
         mean, var = (t.reshape(shape).clone().to(mu_x.device) for t in (out.mean, out.spread()))
         return mean, var
 
-    __call__ = forward
+    def __call__(self, mu_x: Input, var_x: ArrayLike | None = None) -> tuple[Output, Output]:
+        """As `forward`."""
+        return self.forward(mu_x, var_x)
 
     @contextlib.contextmanager
     def _all_or_nothing(self, *, keep: bool = True) -> Iterator[None]:
@@ -396,7 +398,9 @@ class Sequential:
             count as those of one row at least. And where a NaN was met since the last step.
         """
         rows, problem = self._pending, self._problem
-        if self.arena.take_written():
+        arena = self.arena
+        if arena.deltas_written:
+            arena.forget_written()
             rows = max(rows, 1)
             if not problem and (found := self._nan_in_deltas()):
                 problem = f"step: {found}"

@@ -168,6 +168,7 @@ def _execute(args: argparse.Namespace) -> int:
     """Check the request and carry it out, in a process that serves the libraries asked for."""
     from unisono.launch.api import execute as execute_request
     from unisono.launch.api import submit_request
+    from unisono.launch.places.slurm.cluster import in_allocation
 
     function, is_script = _function(args)
     if is_script and _starts_its_own_ranks(args):
@@ -180,7 +181,7 @@ def _execute(args: argparse.Namespace) -> int:
     request = _request(args, function, is_script=is_script)
     if args.dry_run or args.check:
         return _show(args, request)
-    if args.detach and request.place != "slurm":
+    if args.detach and (request.place != "slurm" or in_allocation()):
         return _detach(args)
     _note_missing_gpus(args, request)
     with _recording(args, request) as (request, directory):

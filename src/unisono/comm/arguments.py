@@ -140,10 +140,6 @@ def check_no_overlap(x: Tensor, verb: str) -> None:
         )
 
 
-def _is_int_in(value: object, least: int, below: int) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and least <= value < below
-
-
 def _outside(value: object, least: int, below: int, *, found: str) -> tuple[str, str]:
     """Return what is found, and the arithmetic, of a value that is no int in `[least, below)`."""
     if isinstance(value, bool) or not isinstance(value, int):
@@ -153,7 +149,7 @@ def _outside(value: object, least: int, below: int, *, found: str) -> tuple[str,
 
 def check_rank(rank: int, size: int, what: str, verb: str) -> int:
     """Return `rank` if it is a rank of a group of `size`."""
-    if _is_int_in(rank, 0, size):
+    if isinstance(rank, int) and not isinstance(rank, bool) and 0 <= rank < size:
         return rank
     raise MeshError.because(
         f"{verb}({what}={rank!r})",
@@ -165,7 +161,7 @@ def check_rank(rank: int, size: int, what: str, verb: str) -> int:
 def check_dim(dim: int, x: Tensor, verb: str) -> int:
     """Return `dim` counted from the front; a tensor without dims counts as one row."""
     dims = max(x.dim(), 1)
-    if _is_int_in(dim, -dims, dims):
+    if isinstance(dim, int) and not isinstance(dim, bool) and -dims <= dim < dims:
         return dim % dims
     raise PartitionError.because(
         f"{verb}(dim={dim!r}) of shape {list(x.shape)}",
@@ -176,7 +172,7 @@ def check_dim(dim: int, x: Tensor, verb: str) -> int:
 
 def check_tag(tag: int, verb: str) -> int:
     """Return `tag` if it is one that every backend can give a message."""
-    if _is_int_in(tag, 0, 2**31):
+    if isinstance(tag, int) and not isinstance(tag, bool) and 0 <= tag < 2**31:
         return tag
     found = "a tag is an integer, the same at both ends"
     raise UnisonoError.because(
@@ -311,8 +307,9 @@ def bytes_of(x: Tensor) -> Tensor:
     flat = x.reshape(-1)
     if flat.dtype == torch.uint8:
         return flat
-    # A single element may have any stride and still count as contiguous.
-    return (flat.as_strided((1,), (1,)) if flat.numel() == 1 else flat).view(torch.uint8)
+    # One element, or none, may have any stride and still count as contiguous.
+    count = flat.numel()
+    return (flat.as_strided((count,), (1,)) if count < 2 else flat).view(torch.uint8)
 
 
 def dense(x: Tensor) -> Tensor:

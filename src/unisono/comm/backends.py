@@ -17,7 +17,6 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed import config
 
-from unisono.comm.communicator import register_source
 from unisono.comm.engines import mpi
 from unisono.comm.engines.shm import core
 from unisono.comm.engines.shm.rendezvous import ShmProcessGroup
@@ -144,6 +143,3 @@ def _taken_by_torchcomms() -> str | None:
     if config.use_torchcomms and find_spec("torchcomms") is not None:
         return "TORCH_DISTRIBUTED_USE_TORCHCOMMS=1 has torchcomms make all groups"
     return None
-
-
-register_source(mpi.is_communicator, mpi.entry_of)

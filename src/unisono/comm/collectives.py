@@ -88,7 +88,7 @@ class Collectives(Performer):
         """Prepare the reduction of `out`, which is `x` or a copy of it."""
         check_op(op, x.dtype)
         engine, target = self._engine, out.detach() if out.requires_grad else out
-        is_plain = target.is_contiguous() and target.dtype in engine.reduces
+        is_plain = target.is_contiguous() and target.dtype in engine.reduces and not target.is_neg()
         work = target if is_plain else dense(encode(target, op))
         divides = op == "mean" and not engine.knows_mean
         leaves = out is x and leaves_graph(x, "all_reduce_")
@@ -105,13 +105,9 @@ class Collectives(Performer):
             return out
 
         is_over = is_plain and not divides and out is not x
-        return Transfer(
-            call,
-            partial(engine.all_reduce_, work, "sum" if divides else op),
-            [out].pop if is_over else finish,
-            timeout_s,
-            verify=target,
-        )
+        kernel = partial(engine.all_reduce_, work, "sum" if divides else op)
+        end = [out].pop if is_over else finish
+        return Transfer(call, kernel, end, timeout_s, verify=target)
 
     @verb
     def reduce(
@@ -135,12 +131,8 @@ class Collectives(Performer):
                 return None
             return decode(work.div_(self.size) if op == "mean" else work, op, x.dtype)
 
-        return Transfer(
-            call,
-            partial(self._engine.reduce_, work, dst, added),
-            finish,
-            timeout_s,
-        )
+        kernel = partial(self._engine.reduce_, work, dst, added)
+        return Transfer(call, kernel, finish, timeout_s)
 
     @verb
     def reduce_scatter(
@@ -280,12 +272,8 @@ class Collectives(Performer):
                 replaced(out, leaves)
             return out
 
-        return Transfer(
-            call,
-            partial(self._engine.broadcast_, work, src),
-            finish,
-            timeout_s,
-        )
+        kernel = partial(self._engine.broadcast_, work, src)
+        return Transfer(call, kernel, finish, timeout_s)
 
     @verb
     def all_gather(
@@ -348,11 +336,9 @@ class Collectives(Performer):
         call.sent = rows.nbytes
         call.received = 0 if out is None else out.nbytes
         outs = None if out is None else out.split_with_sizes(lengths)
+        kernel = partial(self._engine.gather, outs, rows, dst)
         return Transfer(
-            call,
-            partial(self._engine.gather, outs, rows, dst),
-            lambda: None if out is None else rows_back(out, dim),
-            timeout_s,
+            call, kernel, lambda: None if out is None else rows_back(out, dim), timeout_s
         )
 
     @verb
@@ -392,16 +378,17 @@ class Collectives(Performer):
         if like is not None and sizes is not None:
             if refused is not None:
                 raise refused
-            block = rows_first(self._empty(like, "scatter"), dim)
+            block = self._empty(like, "scatter")
+            dim = check_dim(dim, block, "scatter")
+            block = rows_first(block, dim)
             lengths = check_sizes(sizes, self.size, "scatter")
             shape, dtype = tuple(block.shape), block.dtype
         else:
             # Shape, dtype, lengths and dim of what is scattered, and whether `src` refuses.
             whole = rows if rows is not None else torch.empty(0)
             mine = [refused is not None, dim, *lengths, *pack_shape(whole.shape, whole.dtype)]
-            record = self._exchange("scatter", src, timeout_s, self._engine.all_gather_ints, mine)[
-                src
-            ]
+            ints = self._engine.all_gather_ints
+            record = self._exchange("scatter", src, timeout_s, ints, mine)[src]
             if refused is not None:
                 raise refused
             if record[0]:
@@ -415,12 +402,8 @@ class Collectives(Performer):
         out = torch.empty((lengths[self.rank], *shape[1:]), dtype=dtype, device=self.device)
         call.received = out.nbytes
         ins = None if rows is None else rows.split_with_sizes(lengths)
-        return Transfer(
-            call,
-            partial(self._engine.scatter, out, ins, src),
-            lambda: rows_back(out, dim),
-            timeout_s,
-        )
+        kernel = partial(self._engine.scatter, out, ins, src)
+        return Transfer(call, kernel, lambda: rows_back(out, dim), timeout_s)
 
     @verb
     def all_to_all(
@@ -458,9 +441,8 @@ class Collectives(Performer):
             )
         sent = self._block_sizes(send_sizes, rows.shape[0], "all_to_all", what="send_sizes")
         if recv_sizes is None:
-            matrix = self._exchange(
-                "all_to_all", None, timeout_s, self._engine.all_gather_ints, sent
-            )
+            ints = self._engine.all_gather_ints
+            matrix = self._exchange("all_to_all", None, timeout_s, ints, sent)
             got = tuple(row[self.rank] for row in matrix)
         else:
             got = check_sizes(recv_sizes, self.size, "all_to_all", what="recv_sizes")
@@ -469,14 +451,9 @@ class Collectives(Performer):
         call = self._described("all_to_all", brought, dim=0, sizes=sent, recv_sizes=got)
         call.sent = rows.nbytes
         call.received = out.nbytes
-        return Transfer(
-            call,
-            partial(
-                self._engine.all_to_all, out.split_with_sizes(got), rows.split_with_sizes(sent)
-            ),
-            lambda: list(out.split_with_sizes(got)) if is_list else out,
-            timeout_s,
-        )
+        outs, ins = out.split_with_sizes(got), rows.split_with_sizes(sent)
+        kernel = partial(self._engine.all_to_all, outs, ins)
+        return Transfer(call, kernel, lambda: list(outs) if is_list else out, timeout_s)
 
     def _one_per_rank(self, x: Sequence[Tensor]) -> list[Tensor]:
         """Return one tensor for each rank, whose rows have one shape and dtype."""
@@ -501,12 +478,8 @@ class Collectives(Performer):
     @verb
     def barrier(self, *, timeout_s: float | None = None) -> Transfer[None]:
         """Return when every rank has called it; on time-out the error names the missing ranks."""
-        return Transfer(
-            self._described("barrier", None),
-            self._engine.barrier,
-            lambda: None,
-            timeout_s,
-        )
+        call = self._described("barrier", None)
+        return Transfer(call, self._engine.barrier, lambda: None, timeout_s)
 
     # -- small exchanges ------------------------------------------------------------------------
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
@@ -17,15 +16,6 @@ from unisono.comm.groups import GroupEntry, Handle
 from unisono.comm.machine import host_id
 from unisono.comm.messages import Messages, StartedVerbs
 from unisono.errors import MeshError, UnisonoError, an
-
-_sources: list[tuple[Callable[[object], bool], Callable[[Any], GroupEntry]]] = []
-
-
-def register_source(
-    matches: Callable[[object], bool], entry_of: Callable[[Any], GroupEntry]
-) -> None:
-    """Let `Communicator.of` accept another kind of object (transports use this)."""
-    _sources.append((matches, entry_of))
 
 
 class Communicator(Messages):
@@ -161,7 +151,7 @@ class Communicator(Messages):
             if not isinstance(value, int) or not -(2**63) <= value < 2**63:
                 raise MeshError.because(
                     f"split({what}={value!r})",
-                    f"{an(type(value).__name__)}; ranks compare whole numbers of 64 bits",
+                    f"{an(type(value).__name__)}; ranks compare integers of 64 bits",
                     None,
                     "split(comm.rank % 2); color=None for a rank that takes no part",
                 )
@@ -271,9 +261,10 @@ def _entry_from(source: object, axis: str | int | None) -> GroupEntry:
     along_axis = getattr(source, "__unisono_communicator__", None)
     if along_axis is not None:
         return along_axis(axis)._entry
-    for matches, entry_of in _sources:
-        if matches(source):
-            return entry_of(source)
+    from unisono.comm.engines import mpi  # which imports this module
+
+    if mpi.is_communicator(source):
+        return mpi.entry_of(source)
     raise UnisonoError.because(
         f"Communicator.of({type(source).__name__})",
         "it names no group of ranks",

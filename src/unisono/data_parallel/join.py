@@ -64,7 +64,9 @@ class Weights:
         if not is_number or not 0 <= float(n) < math.inf:
             hint = "samples(len(batch)), a number of at least 0"
             raise refusal(ValueError, f"samples({n!r})", hint=hint)
-        before, self._samples = self._samples, float(n)
+        self._forget_what_was_cleared()
+        n = float(n)
+        before, self._samples = self._samples, n
         self._accumulates = False
         self._offer()
         try:
@@ -73,10 +75,19 @@ class Weights:
             if self._accumulates:
                 self._total += n
             elif self._engine.comm.size == 1:
-                self._divide_alone(float(n))
+                self._divide_alone(n)
         finally:
             self._samples = before
             self._offer()
+
+    def _forget_what_was_cleared(self) -> None:
+        """Begin anew where an accumulation was given up: its gradients are gone."""
+        engine, accumulates = self._engine, self._reference is not None or self._total > 0
+        if accumulates and (
+            engine.was_cleared or all(p.grad is None for p in engine.module.parameters())
+        ):
+            self._reference, self._total = None, 0.0
+        engine.was_cleared = False
 
     @contextlib.contextmanager
     def scaling(self) -> Iterator[None]:
@@ -319,7 +330,7 @@ def _check_rates(batches: list[int], rates: list[list[list[float]]], changed: bo
         raise refusal(
             ValueError,
             "join() with a learning rate that changes inside",
-            "ranks have stepped their schedulers differently often, and would go on so",
+            "ranks have stepped their schedulers different numbers of times, and stay apart",
             "\n".join(lines),
             "with model.join(scheduler):, which gives it the same state on all ranks; write a "
             "schedule of your own as torch.optim.lr_scheduler.LambdaLR",

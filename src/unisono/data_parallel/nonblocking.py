@@ -100,7 +100,6 @@ class DeferredUpdates:
         self._engine = engine
         self._optimizer = optimizer.torch_optimizer
         self._owed: Owed | None = None
-        self._versions: dict[int, int] = {}
         self._layers: dict[str, list[int]] = {}
         self._called: set[str] = set()  # layers whose forward has begun in this forward
         self._passed_over: set[str] = set()  # layers of which others read parameters directly
@@ -152,15 +151,11 @@ class DeferredUpdates:
             hook.remove()
         self._owed = None
 
-    # -- what the engine tells ------------------------------------------------------------------
-
-    def launched(self, bucket: GradientBucket) -> None:
-        """Note that `bucket` is under way: its gradients are not complete."""
-        self._versions[bucket.index] = bucket.version
+    # -- what the engine asks -------------------------------------------------------------------
 
     def check_untouched(self, bucket: GradientBucket) -> None:
         """Raise if somebody has written to the gradients of `bucket`, which has just arrived."""
-        if bucket.version != self._versions[bucket.index] and not self._engine.in_backward:
+        if bucket.version != bucket.sent_version and not self._engine.in_backward:
             raise refusal(
                 RuntimeError,
                 "gradients written to while they travelled",
@@ -168,6 +163,15 @@ class DeferredUpdates:
                 hint="model.finalize() before, or reach them by model.parameters(), "
                 "model.clip_grad_norm(...) and optimizer.zero_grad(), which wait for them",
             )
+
+    def owes_with(self, bucket: GradientBucket) -> bool:
+        """Whether the step that is owed needs the gradients of `bucket`."""
+        return self._owed is not None and bucket.index in self._owed.buckets
+
+    def clear_later(self, bucket: GradientBucket) -> None:
+        """Fill `bucket` with zeros right after the step that is owed with it."""
+        if self._owed is not None:
+            self._owed.clears.add(bucket.index)
 
     # -- what the optimizer asks ----------------------------------------------------------------
 
@@ -181,15 +185,6 @@ class DeferredUpdates:
         """Whether anything is under way or owed."""
         return self._owed is not None or bool(self._engine.under_way)
 
-    def owes_with(self, bucket: GradientBucket) -> bool:
-        """Whether the step that is owed needs the gradients of `bucket`."""
-        return self._owed is not None and bucket.index in self._owed.buckets
-
-    def clear_later(self, bucket: GradientBucket) -> None:
-        """Fill `bucket` with zeros right after the step that is owed with it."""
-        if self._owed is not None:
-            self._owed.clears.add(bucket.index)
-
     def step(self) -> None:
         """Take a step: at once for what is here on all ranks, later for the rest. Local.
 
@@ -200,11 +195,12 @@ class DeferredUpdates:
         engine, optimizer = self._engine, self._optimizer
         # Not only those that have not arrived: which these are differs from rank to rank.
         waiting = engine.under_way
+        # The user may have put other gradients in the place of those under way.
         has_others = any(
             param.grad is not slot
             for bucket in waiting
             for param, slot in zip(bucket.params, bucket.slots, strict=True)
-        )  # the user has put other gradients in the place of those under way
+        )
         if not waiting or has_others or _is_watched(optimizer, self._step_hook.id):
             self.finalize()
             optimizer.step()
@@ -212,9 +208,6 @@ class DeferredUpdates:
         # A scheduler on the inner optimizer asks whether it has stepped.
         optimizer._opt_called = True  # type: ignore[attr-defined]
         owed = Owed(_freeze(optimizer), {b.index for b in waiting})
-        for bucket in engine.buckets:
-            if bucket.index not in owed.buckets:
-                engine.wait(bucket)
         inside = {id(p) for bucket in waiting for p in bucket.params}
         everything = {id(p) for group in optimizer.param_groups for p in group["params"]}
         _step_some(optimizer, everything - inside, owed.frozen)

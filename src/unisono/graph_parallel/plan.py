@@ -163,7 +163,7 @@ class GraphPlan:
 
     def extend(self, x: Tensor) -> Tensor:
         """Return own and halo rows joined, `[num_local + num_halo, ...]`. Collective."""
-        return torch.cat([x, self.exchange(x)])
+        return _joined(x, self.exchange(x))
 
     def start(self, x: Tensor) -> RowsUnderWay:
         """Begin to fetch the halo rows; `wait()` of the result returns them. Collective.
@@ -202,7 +202,7 @@ class GraphPlan:
             return tagged(
                 self._add_messages(total, (halo, x), self._outer, message, outer), "sharded", 0
             )
-        both = torch.cat([x, halo])
+        both = _joined(x, halo)
         total = self._add_messages(total, (both, both), self._outer, message, outer)
         return tagged(self.close(total), "sharded", 0)
 
@@ -342,6 +342,17 @@ class GraphPlan:
             )
 
 
+def _joined(own: Tensor, halo: Tensor) -> Tensor:
+    """Return rows one after the other; a rank without any stays part of every derivative.
+
+    The derivative of `torch.cat` leaves out flat tensors without elements, and the rank with them
+    would not join the backward of its own backward.
+    """
+    if own.dim() > 1:
+        return torch.cat([own, halo])
+    return torch.cat([own[:, None], halo[:, None]])[:, 0]
+
+
 def _checksum(numbers: Tensor) -> int:
     return zlib.crc32(numbers.cpu().contiguous().numpy().tobytes())
 
@@ -367,30 +378,19 @@ _MESSAGE_HINT = (
 
 def _messages(message: Message, x_src: Tensor, x_dst: Tensor, edge_attr: Tensor | None) -> Tensor:
     """Return the messages of some edges, a row for each; local."""
+    asked = "message_pass: message(x_src, x_dst, edge_attr)"
     try:
         sent = message(x_src, x_dst, edge_attr)
-    except TypeError as error:
-        if _takes_three(message):
-            raise
-        raise PartitionError.because(
-            "message_pass: message(x_src, x_dst, edge_attr)", str(error), None, _MESSAGE_HINT
-        ) from None
+    except TypeError:
+        try:
+            inspect.signature(message).bind(x_src, x_dst, edge_attr)
+        except TypeError as error:
+            raise PartitionError.because(asked, str(error), None, _MESSAGE_HINT) from None
+        except ValueError:  # built-in functions need not tell
+            pass
+        raise
     if not isinstance(sent, Tensor) or sent.shape[:1] != x_src.shape[:1]:
         found = f"shape {list(sent.shape)}" if isinstance(sent, Tensor) else repr(sent)
-        raise PartitionError.because(
-            "message_pass: what message(x_src, x_dst, edge_attr) returned",
-            found,
-            f"{x_src.shape[0]} edges need a tensor of {x_src.shape[0]} rows",
-            _MESSAGE_HINT,
-        )
+        needed = f"{x_src.shape[0]} edges need a tensor of {x_src.shape[0]} rows"
+        raise PartitionError.because(f"{asked} returned", found, needed, _MESSAGE_HINT)
     return sent
-
-
-def _takes_three(message: Message) -> bool:
-    try:
-        inspect.signature(message).bind(None, None, None)
-    except TypeError:
-        return False
-    except ValueError:  # built-in functions need not tell
-        pass
-    return True

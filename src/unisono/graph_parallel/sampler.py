@@ -12,7 +12,6 @@ from torch.utils.data import Sampler
 from unisono.errors import PartitionError
 from unisono.graph_parallel.groups import (
     GraphGroups,
-    current_groups,
     get_dp_rank,
     get_dp_world_size,
 )
@@ -51,7 +50,6 @@ class GraphBatchSampler(Sampler[list[int]]):
                 None,
                 "a finite cost >= 0 per sample, and batch_cost > 0",
             )
-        groups = current_groups() if groups is None else groups
         self.batch_cost = float(batch_cost)
         self.shuffle = shuffle
         self.seed = seed

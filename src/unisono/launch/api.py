@@ -17,6 +17,7 @@ from unisono.launch.console import IO
 from unisono.launch.in_process import run_here, run_in_process, run_inline
 from unisono.launch.job import Job, LocalJob
 from unisono.launch.logs import Logs
+from unisono.launch.places.slurm.cluster import in_allocation
 from unisono.launch.platform import Device, Platform
 from unisono.launch.pool.client import get_server, why_not
 from unisono.launch.pool.payload import dump_call
@@ -115,7 +116,7 @@ def execute(request: Request) -> Results[Any]:
         return run_here(request)
     if request.decided_by_file:
         say_once(request.decided_by_file)
-    if request.place == "slurm":
+    if request.place == "slurm" and not in_allocation():
         from unisono.launch.places.slurm.submit import run_on_slurm
 
         return run_on_slurm(request)
@@ -174,7 +175,7 @@ def submit_request(request: Request) -> Job:
         )
     if request.decided_by_file:
         say_once(request.decided_by_file)
-    if request.place == "slurm":
+    if request.place == "slurm" and not in_allocation():
         from unisono.launch.places.slurm.submit import submit_job
 
         return submit_job(request)

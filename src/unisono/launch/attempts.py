@@ -210,28 +210,25 @@ class Run(Attempts):
         job_dir: Path,
         on_state: Callable[[str], None] | None = None,
     ) -> None:
-        platform = request.platform
-        plan = Plan.of(platform, timeout_s=request.timeout_s, max_restarts=request.max_restarts)
-        super().__init__(plan, job_dir, Progress())
+        logs, ranks, platform = request.logs, request.ranks, request.platform
         self.request = request
         self._on_state = on_state
         self._cancelled = threading.Event()
         self._announced = 0
-        logs, more = request.logs, platform.env
         self._console = Console(
-            logs.shown(plan.ranks),
-            prefix=logs.prefix and plan.ranks > 1,
-            raw_rank=stdin_rank(os.environ, plan.ranks),
+            logs.shown(ranks),
+            prefix=logs.prefix and ranks > 1,
+            raw_rank=stdin_rank(os.environ, ranks),
         )
         self.announces = self._console.shows_any
-        if request.elastic is not None:  # MKL takes the same way through a sum at any address
-            more = {"MKL_CBWR": "AUTO", **(more or {})}
-        variables = common_variables(os.environ, threads=plan.cpus_per_rank, more=more)
+        threads = platform.cpus_per_rank
+        variables = common_variables(os.environ, threads=threads, more=platform.env)
         if (width := self._console.width()) is not None:
             variables |= {"COLUMNS": str(width), "LINES": "24"}
         self._job = rank_job(request, call, variables)
         if request.elastic is not None and request.elastic.host is not None:
             self._job = replace(self._job, secret=bytes.fromhex(request.elastic.host.secret))
+        super().__init__(plan_of(request, self._job.secret), job_dir, Progress())
 
     def results(self) -> Results[Any]:
         """Run to the end; return what the ranks returned, or raise what went wrong."""
@@ -256,7 +253,7 @@ class Run(Attempts):
                 place=request.place,
                 threads=self._plan.cpus_per_rank,
                 job_dir=self._job_dir,
-                is_kept=request.logs.dir is not None,
+                is_kept=is_kept(request),
             )
         except RankFailed as error:
             if supervisor.ranks.remark:
@@ -294,6 +291,8 @@ class Run(Attempts):
             from unisono.launch.places.ssh import ssh_ranks as start
         elif kind is Device.RAY:
             from unisono.launch.places.ray import ray_ranks as start
+        elif kind is Device.SLURM:  # inside an allocation; else a driver in the job does this
+            from unisono.launch.places.slurm.driver import srun_ranks as start
         elif elastic is not None:
             from unisono.launch.elastic.supervisor import ElasticRanks
 
@@ -395,22 +394,36 @@ def results_of(
     )
 
 
-def rank_job(
-    request: Request,
-    call: Parcel,
-    variables: Mapping[str, str],
-    *,
-    upon_finish: bytes | None = None,
-) -> RankJob:
+def plan_of(request: Request, secret: bytes) -> Plan:
+    """Return the plain facts of what was asked; `secret` is that of the ranks."""
+    platform, elastic = request.platform, request.elastic
+    return Plan.of(
+        platform,
+        timeout_s=request.timeout_s,
+        max_restarts=request.max_restarts,
+        elastic=elastic
+        and {
+            "least": elastic.least,
+            "stall_s": platform.comm_timeout_s,
+            "secret": secret.hex(),
+        },
+    )
+
+
+def rank_job(request: Request, call: Parcel, variables: Mapping[str, str]) -> RankJob:
     """Return what ranks are told; functions that belong to the launcher do not travel.
 
     Args:
         request: what was asked.
         call: function and arguments.
         variables: environment of the ranks.
-        upon_finish: function, pickled, for rank 0 to call at the end.
     """
     is_per_rank = request.platform.seed_per_rank in (None, True)
+    upon_finish = None
+    if request.platform.kind is Device.SLURM and request.platform.upon_finish is not None:
+        import cloudpickle
+
+        upon_finish = cloudpickle.dumps(request.platform.upon_finish)
     return RankJob(
         argv=list(sys.argv),
         call=call,
@@ -422,23 +435,25 @@ def rank_job(
     )
 
 
+def parent_of(request: Request) -> Path:
+    """Return where directories are that stay, or that hosts share: not in the temporary one."""
+    return Path(request.logs.dir or request.platform.console_logs).absolute()
+
+
+def is_kept(request: Request) -> bool:
+    """Whether the directory of a run stays when it has succeeded."""
+    return request.logs.dir is not None or request.platform.kind is Device.SLURM
+
+
 @contextmanager
 def job_directory(request: Request) -> Iterator[Path]:
-    """Yield the private directory of the run; without `logs` only a failure leaves it behind."""
-    if request.logs.dir is not None:
-        path = job_files.make_directory(
-            request.logs.dir,
-            request.name,
-            asked=f"unisono.run(..., logs={str(request.logs.dir)!r})",
-            hint="a directory of yours",
-        )
-        yield path
+    """Yield the private directory of the run; one that is not kept stays after a failure."""
+    if is_kept(request):
+        yield job_files.make_directory(parent_of(request), request.name)
         return
     parent: Path | None = None
-    platform = request.platform
-    if platform.kind is Device.MPI and platform.n_nodes > 1:
-        # Hosts share the working directory, if anything.
-        parent = Path(platform.console_logs).absolute()
+    if request.platform.kind is Device.MPI and request.platform.n_nodes > 1:
+        parent = parent_of(request)
         parent.mkdir(parents=True, exist_ok=True)
     path = cleanup.make_temporary_directory(parent)
     try:
@@ -458,12 +473,12 @@ def job_directory(request: Request) -> Iterator[Path]:
 
 @contextmanager
 def telling(platform: Platform) -> Iterator[None]:
-    """Call `upon_finish` after the block, or `upon_error` with what it raised."""
+    """Call `upon_finish` after the block (on a cluster rank 0 does), or `upon_error`."""
     try:
         yield
     except BaseException as error:
         if platform.upon_error is not None:
             platform.upon_error(error)
         raise
-    if platform.upon_finish is not None:
+    if platform.upon_finish is not None and platform.kind is not Device.SLURM:
         platform.upon_finish()

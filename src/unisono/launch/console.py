@@ -66,9 +66,11 @@ class Console:
         """Whether anything of any rank appears here."""
         return bool(self._shown) or self._raw_rank is not None
 
-    def raw(self, text: str, file: TextIO) -> None:
-        """Show the output of a rank at the terminal as it comes: its prompts have no end."""
-        self._write(file, text)
+    def write(self, text: str, file: TextIO) -> None:
+        """Write text as it is, with signs in the place of what the file cannot hold."""
+        encoding = getattr(file, "encoding", None) or "utf-8"
+        file.write(text.encode(encoding, errors="replace").decode(encoding))
+        file.flush()
 
     def width(self) -> int | None:
         """Return how many columns a progress bar may take; None where there is no terminal."""
@@ -77,14 +79,16 @@ class Console:
             return None
         return shutil.get_terminal_size().columns - (len("[0] ") if self._prefix else 0)
 
-    def line(self, rank: int, text: str, file: TextIO) -> None:
-        """Show one whole line of `rank`."""
+    def line(self, rank: int, text: str, file: TextIO, *, ends_bar: bool = False) -> None:
+        """Show one whole line of `rank`, which may be the last state of its progress bar."""
         if rank not in self._shown:
             return
         bar, bar_file = self._bar, self._bar_file
-        self.clear_bar()
-        self._write(file, f"{self._label(rank)}{text}\n")
         if bar and bar_file is not None:
+            self.write(self._cleared(bar_file), bar_file)
+            self._bar = ""
+        self.write(f"{self._label(rank)}{text}\n", file)
+        if bar and bar_file is not None and not (ends_bar and rank == 0):
             self._draw_bar(bar, bar_file)
 
     def bar(self, rank: int, text: str, file: TextIO) -> None:
@@ -92,21 +96,10 @@ class Console:
         if rank == 0 and rank in self._shown and (_is_terminal(file) or _is_notebook(file)):
             self._draw_bar(self._label(rank) + text, file)
 
-    def end_bar(self, rank: int) -> None:
-        """The bar's line is about to be shown for good."""
-        if rank == 0:
-            self.clear_bar()
-
-    def clear_bar(self) -> None:
-        """Take a bar off the terminal."""
-        if self._bar and self._bar_file is not None:
-            self._write(self._bar_file, self._cleared(self._bar_file))
-        self._bar = ""
-
     def _draw_bar(self, text: str, file: TextIO) -> None:
         cleared = self._cleared(file)
         self._bar, self._bar_file = text, file
-        self._write(file, cleared + text)
+        self.write(cleared + text, file)
 
     def _cleared(self, file: TextIO) -> str:
         """Return what takes the bar off: notebooks know the carriage return alone."""
@@ -116,11 +109,6 @@ class Console:
 
     def _label(self, rank: int) -> str:
         return f"[{rank}] " if self._prefix else ""
-
-    def _write(self, file: TextIO, text: str) -> None:
-        encoding = getattr(file, "encoding", None) or "utf-8"
-        file.write(text.encode(encoding, errors="replace").decode(encoding))
-        file.flush()
 
 
 class RankStream:
@@ -139,7 +127,7 @@ class RankStream:
         if not self._console.shows(self._rank):
             return
         if self._is_raw:
-            self._console.raw(self._decode(data), self._file)
+            self._console.write(self._decode(data), self._file)  # its prompts have no end
             return
         *lines, self._rest = (self._rest + self._decode(data)).split("\n")
         for line in lines:
@@ -157,9 +145,8 @@ class RankStream:
             self._show(rest)
 
     def _show(self, line: str) -> None:
-        if "\r" in line:
-            self._console.end_bar(self._rank)
-        self._console.line(self._rank, _last_state(line), self._file)
+        ends_bar = "\r" in line
+        self._console.line(self._rank, _last_state(line), self._file, ends_bar=ends_bar)
 
 
 def _last_state(text: str) -> str:

@@ -213,7 +213,7 @@ def set_device(local_rank: int, platform: Platform) -> None:
 
 
 def _rank_device() -> torch.device:
-    """Return the device of this rank; the CPU in a process that is none."""
+    """Return the device of this rank; the CPU in a process that is not a rank."""
     me = here()
     return me.device if me is not None else torch.device("cpu")
 

@@ -34,8 +34,7 @@ from unisono.launch.attempts import Run, job_directory, telling
 from unisono.launch.elastic.settings import RESIZE
 from unisono.launch.elastic.supervisor import read_events
 from unisono.launch.logs import LogReader
-from unisono.launch.places.mailbox import CANCEL
-from unisono.launch.places.program import ask_for_stacks
+from unisono.launch.places.mailbox import CANCEL, Mailbox
 from unisono.launch.pool.payload import dump_call
 from unisono.launch.pool.stacks import StackDumps, own_frames_hidden, user_threads
 from unisono.launch.request import Request
@@ -135,8 +134,9 @@ class Job:
     def cancel(self) -> None:
         """End all ranks, and stay until they have. Safe to repeat."""
         if not self.done():
-            job_files.write_private(self.dir / CANCEL, b"")
             self._is_cancelled = True
+            with suppress(FileNotFoundError):  # its directory goes with the job
+                job_files.write_private(self.dir / CANCEL, b"")
             self.wait(self.CANCEL_S)
 
     def resize(self, ranks: int) -> None:
@@ -146,7 +146,9 @@ class Job:
         if not least <= ranks <= most:
             raise PlatformError.because(
                 f"job {self.id} with {ranks} ranks",
-                f"it may have {least} to {most}" if most else "it is not elastic",
+                f"it may have {least} to {most}"
+                if most
+                else "it is not elastic, or on SLURM, which gives a job its nodes once",
                 None,
                 f"{least} to {most}" if most else "unisono.submit(..., ranks=(1, 8))",
             )
@@ -165,8 +167,10 @@ class Job:
 
     def stacks(self) -> dict[int, str]:
         """Return where every rank stands; nothing if none runs (here, without a scheduler)."""
+        if self.done():
+            return {}
         if "plan" in job_files.read_state(self.dir):  # their agents look into the directory
-            return {} if self.done() else ask_for_stacks(self.dir, self.ranks, self.attempt)
+            return Mailbox(self.dir, self.attempt).ask_for_stacks(self.ranks)
         paths: dict[int, Path] = {}
         signals: dict[int, signal.Signals] = {}
         for path in self.dir.glob("rank-*.pid"):
@@ -195,13 +199,7 @@ class Job:
             follow: whether to wait for more.
             tail: only so many lines from the end.
         """
-        if not 0 <= rank < self.ranks:
-            raise PlatformError.because(
-                f"the log of rank {rank}",
-                f"job {self.id} has {self.ranks} rank{'s' if self.ranks > 1 else ''}",
-                f"ranks of a world of {self.ranks} are 0 to {self.ranks - 1}",
-                f"rank={self.ranks - 1}",
-            )
+        expect_int("rank", rank, 0, self.ranks, error=PlatformError)
         if follow:
             return self._follow(self.dir / f"rank-{rank}.log")
         lines = self._log_text(rank).splitlines(keepends=True)
@@ -270,6 +268,7 @@ class LocalJob(Job):
     def __init__(self, request: Request) -> None:
         """Start a checked request in the background."""
         call = dump_call(request.fn, request.args, request.kwargs)
+        elastic = request.elastic if request.platform.kind.is_here else None
         with ExitStack() as stack:
             self.dir = stack.enter_context(job_directory(request))
             self._stack = stack.pop_all()
@@ -281,7 +280,7 @@ class LocalJob(Job):
             "id": self.id,
             "name": request.name,
             "ranks": request.ranks,
-            "elastic": request.elastic and (request.elastic.least, request.elastic.most),
+            "elastic": elastic and (elastic.least, elastic.most),
             "submitted": time.time(),
             "host": socket.gethostname(),
             "pid": os.getpid(),

@@ -29,15 +29,19 @@ FORGET_S = 30 * 24 * 3600.0
 """A link whose directory is not there is removed after so long; it may be another host's."""
 
 
-def make_directory(parent: str | Path, name: str, *, asked: str, hint: str) -> Path:
+def make_directory(parent: Path, name: str) -> Path:
     """Make a private directory of that name, with a word of its own added, below `parent`."""
     plain = "".join(c if c.isalnum() or c in "._-" else "_" for c in name)
-    path = Path(parent).absolute() / f"{plain}-{secrets.token_hex(4)}"
+    path = parent / f"{plain}-{secrets.token_hex(4)}"
     try:
         path.mkdir(parents=True, mode=0o700)
     except OSError as error:
-        found = f"{path} cannot be made: {error.strerror}"
-        raise PlatformError.because(asked, found, None, hint) from error
+        raise PlatformError.because(
+            f"a directory for a run, below {parent}",
+            f"{path} cannot be made: {error.strerror}",
+            None,
+            "logs= with a directory of yours, which all nodes share",
+        ) from error
     return path
 
 

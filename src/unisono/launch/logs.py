@@ -7,9 +7,10 @@ from collections.abc import Collection, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import BinaryIO, Literal
 
 from unisono.errors import PlatformError, an
+from unisono.expect import expect, expect_choice, expect_int
 from unisono.launch.console import Console, warn
 
 __all__ = ["Logs", "checked_logs"]
@@ -66,21 +67,16 @@ def checked_logs(logs: str | Path | Logs | None, ranks: int) -> Logs:
             None,
             'logs="runs" for a directory, or logs=unisono.Logs(console="rank0")',
         )
-    words = ("auto", "all", "rank0", "none")
-    if isinstance(logs.console, str):
-        if logs.console not in words:
-            raise PlatformError.because(
-                f"Logs(console={logs.console!r})",
-                f"none of {', '.join(map(repr, words))}, nor a list of ranks",
-                None,
-                'Logs(console="all")',
-            )
-    elif strange := [r for r in logs.console if not (isinstance(r, int) and 0 <= r < ranks)]:
-        raise PlatformError.because(
-            f"Logs(console={list(logs.console)!r})",
-            f"{strange[0]!r} is not a rank",
-            f"ranks of a world of {ranks} are 0 to {ranks - 1}",
+    console = logs.console
+    if isinstance(console, str):
+        known = ("auto", "all", "rank0", "none")
+        expect_choice("Logs.console", console, known, error=PlatformError)
+    else:
+        expect(
+            "Logs.console", console, (str, Collection), 'Logs(console="all"), or a list of ranks'
         )
+        for rank in console:
+            expect_int("a rank in Logs.console", rank, 0, ranks, error=PlatformError)
     return logs
 
 
@@ -138,32 +134,44 @@ class LogReader:
         path: the log, which need not be there yet.
         tail: only so many lines of what is there already.
         tracebacks: whether to read those, too; whoever raises the error does not need them.
+
+    Attributes:
+        place: how much of it was read.
     """
 
     def __init__(self, path: Path, *, tail: int | None = None, tracebacks: bool = True) -> None:
         self._path = path
-        self._place = 0
+        self._inode: int | None = None
+        self.place = 0
         if tail is not None and path.exists():
             data = path.read_bytes()
             shown = data.splitlines(keepends=True)[-tail:] if tail else []
-            self._place = len(data) - sum(map(len, shown))
+            self.place = len(data) - sum(map(len, shown))
+            self._inode = path.stat().st_ino
         self._tracebacks = tracebacks
         self._is_hidden = False
         self._rest = b""
 
     def new(self) -> Iterator[bytes]:
-        """Yield what has come."""
-        old = self._path.with_name(f"{self._path.name}.old")
-        with suppress(FileNotFoundError):
-            has_begun_anew = self._path.stat().st_size < self._place
-            for path in (old, self._path) if has_begun_anew else (self._path,):
-                with path.open("rb") as file:
-                    file.seek(self._place)
-                    while data := file.read(_CHUNK):
-                        self._place += len(data)
-                        yield data if self._tracebacks else self._output_in(data)
-                if path is old:
-                    self._place = 0
+        """Yield what has come, in pieces."""
+        with suppress(FileNotFoundError), self._path.open("rb") as file:
+            found = os.fstat(file.fileno())
+            if self._inode not in (None, found.st_ino) or found.st_size < self.place:
+                # A new log has begun; perhaps more than one, and then some lines are gone.
+                old = self._path.with_name(f"{self._path.name}.old")
+                with suppress(FileNotFoundError), old.open("rb") as before:
+                    if os.fstat(before.fileno()).st_ino != self._inode:
+                        self.place = 0
+                    yield from self._pieces(before)
+                self.place = 0
+            self._inode = found.st_ino
+            yield from self._pieces(file)
+
+    def _pieces(self, file: BinaryIO) -> Iterator[bytes]:
+        file.seek(self.place)
+        while data := file.read(_CHUNK):
+            self.place += len(data)
+            yield data if self._tracebacks else self._output_in(data)
 
     def _output_in(self, data: bytes) -> bytes:
         """Return `data` without tracebacks; what may become a mark waits for its end."""

@@ -400,8 +400,9 @@ class Platform:
         if not changes.keys() <= FIELDS:
             raise _unknown(changes)
         twin = copy.copy(self)
-        for name in ("ipc_groups", "env", "slurm_additional_parameters", "ray_init"):
-            vars(twin)[name] = copy.deepcopy(getattr(self, name))
+        for name, value in vars(self).items():
+            if isinstance(value, (list, dict)):
+                vars(twin)[name] = copy.deepcopy(value)
         vars(twin).update(changes, _given=self._given.union(changes))
         if "device" in changes or "hosts" in changes:
             twin.__post_init__()

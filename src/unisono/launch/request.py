@@ -170,7 +170,7 @@ def check_call(
 ) -> None:
     """Raise `PlatformError` if `fn(*args, **kwargs)` cannot be called.
 
-    Nor if one of the keywords `of_run`, given to `run` itself, is a parameter of `fn` that is still
+    Also if a keyword in `of_run`, given to `run` itself, names a parameter of `fn` that is still
     open: nobody can know which of the two is meant.
     """
     if not callable(fn):
@@ -352,8 +352,11 @@ def checked_request(
     grows = None
     if least is not None or chaos is not None:
         grows = checked(place, platform, least, chaos, invite, join)
-    if grows is not None:  # members meet at their coordinator, and nowhere else
-        platform = platform.but(ipc_groups=None)
+    if grows is not None:
+        # Members meet at their coordinator, and nowhere else. MKL is to take the same way through
+        # a sum at any address.
+        variables = {"MKL_CBWR": "AUTO", **(platform.env or {})}
+        platform = platform.but(ipc_groups=None, env=variables)
     decided = ""
     if configuration.path is not None:
         known = {*asked, *fields}

@@ -291,7 +291,7 @@ def deadline(timeout_s: float | None, *, rank: int, size: int) -> Iterator[None]
     found: list[RankTimeout] = []
 
     def raise_it(_number: int, _frame: FrameType | None) -> None:
-        if found:
+        if found and not is_over.is_set():
             raise found.pop()
 
     def wait() -> None:
@@ -301,9 +301,9 @@ def deadline(timeout_s: float | None, *, rank: int, size: int) -> Iterator[None]
         found.append(error)
         if is_main and not is_over.is_set() and main.ident is not None:
             signal.pthread_kill(main.ident, _ALARM)
-            if is_over.wait(GIVE_UP_S):
-                return
-        _end_process(error)
+        # Collecting stacks has taken a while: the function may have ended meanwhile.
+        if not is_over.wait(GIVE_UP_S if is_main else 0):
+            _end_process(error)
 
     before = signal.signal(_ALARM, raise_it) if is_main else None
     watcher = threading.Thread(target=wait, name="unisono-deadline", daemon=True)

@@ -11,6 +11,7 @@ import hashlib
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from types import TracebackType
 from typing import Literal, cast, get_args
 
@@ -28,7 +29,6 @@ from unisono.errors import (
 )
 from unisono.expect import expect_choice
 from unisono.topology import Partition
-from unisono.topology.decompose import bounds
 
 Mode = Literal["always", "on_change", "off"]
 _MODES: tuple[str, ...] = get_args(Mode)
@@ -185,7 +185,7 @@ def cuts_of_blocks(shapes: Sequence[Sequence[int]], partition: Partition) -> Cut
                     f"dim {dim}, index {i}: {sizes[i]} and {shape[dim]} points",
                     "ranks with the same index in a dim must hold equally much of it",
                 )
-        cuts.append(bounds([sizes[i] for i in range(parts)]))
+        cuts.append((0, *accumulate(sizes[i] for i in range(parts))))
     return tuple(cuts)
 
 

@@ -241,16 +241,9 @@ def is_plain(x: object) -> bool:
         isinstance(x, Tensor)
         and x.is_floating_point()
         and (x.is_meta or not torch.is_autocast_enabled(x.device.type))
-        and not is_transformed()
-    )
-
-
-def is_transformed() -> bool:
-    """Whether a transform looks on that needs operations of torch, not a Function of ours."""
-    return (
-        forward_ad._current_level >= 0
-        or torch.compiler.is_compiling()
-        or torch._C._are_functorch_transforms_active()
+        and not torch.compiler.is_compiling()
+        and not torch._C._are_functorch_transforms_active()
+        and forward_ad._current_level < 0
     )
 
 

@@ -10,7 +10,6 @@ from unisono.operators.gather import (
     AllGather,
     ConcatReplicated,
     Gather,
-    MoveCut,
     ReduceScatter,
     Scatter,
     SliceReplicated,
@@ -38,14 +37,12 @@ from unisono.operators.reduce import (
     sum_to_replicated,
 )
 from unisono.operators.repartition import Repartition, repartition
-from unisono.operators.rows import AddRows, AllGatherRows, add_rows, all_gather_rows
+from unisono.operators.rows import add_rows, all_gather_rows
 from unisono.operators.table import TABLE, Pair, table_text
 
 __all__ = [
     "TABLE",
-    "AddRows",
     "AllGather",
-    "AllGatherRows",
     "AllSumReduce",
     "AllToAll",
     "Broadcast",
@@ -55,7 +52,6 @@ __all__ = [
     "HaloAdd",
     "HaloExchange",
     "LinearMap",
-    "MoveCut",
     "Pair",
     "Permute",
     "Recv",

@@ -3,7 +3,7 @@
 Spaces: S is sharded, I each rank's own, R a value that every rank holds equal and that counts once.
 `all_gather` (S -> I) and `reduce_scatter` (I -> S) are adjoints, `concat_replicated` (S -> R) and
 `slice_replicated` (R -> S), and `gather` and `scatter` between all ranks and one. `move_cut`
-(S -> S) cuts another dim; it is its own adjoint with the dims changed over.
+(S -> S) cuts another dim, by an `all_to_all`; it is its own adjoint with the dims changed over.
 """
 
 from __future__ import annotations
@@ -166,44 +166,6 @@ ConcatReplicated.adjoint = SliceReplicated
 Scatter.adjoint = Gather
 
 
-@dataclass(frozen=True)
-class MoveCutPlan:
-    """A tensor that is cut along one dim, and will be along another."""
-
-    source: BlockPlan
-    dest: BlockPlan
-
-    @property
-    def adjoint(self) -> MoveCutPlan:
-        """The plan of the way back."""
-        return MoveCutPlan(self.dest, self.source)
-
-
-class MoveCut(LinearMap):
-    """Block along one dim -> block along another: each rank gets its share of every block."""
-
-    @staticmethod
-    def kernel(x: Tensor, plan: MoveCutPlan) -> Tensor:
-        """Return the block along the other dim."""
-        source, dest, me = plan.source, plan.dest, plan.source.comm.rank
-        parts = x.split(dest.sizes, dest.dim)
-        shapes: list[list[int]] = []
-        for length in source.sizes:
-            shape = list(x.shape)
-            shape[source.dim], shape[dest.dim] = length, dest.sizes[me]
-            shapes.append(shape)
-        received = tuple(math.prod(shape) for shape in shapes)
-        flat = AllToAll.kernel(
-            torch.cat([part.reshape(-1) for part in parts]),
-            AllToAllPlan(source.comm, tuple(part.numel() for part in parts), received),
-        )
-        blocks = zip(flat.split(received), shapes, strict=True)
-        return torch.cat([block.view(shape) for block, shape in blocks], source.dim)
-
-
-MoveCut.adjoint = MoveCut
-
-
 def move_cut(
     x: Tensor,
     source: int,
@@ -237,7 +199,20 @@ def move_cut(
         )
     later = whole_plan(x, dest, dest_sizes, comm, "move_cut")
     now = block_plan(x, source, source_sizes, comm, "move_cut")
-    return identity(x) if comm.size == 1 else MoveCut.apply(x, MoveCutPlan(now, later))
+    if comm.size == 1:
+        return identity(x)
+    parts = x.split(later.sizes, later.dim)
+    shapes: list[list[int]] = []
+    for length in now.sizes:
+        shape = list(x.shape)
+        shape[now.dim], shape[later.dim] = length, later.sizes[comm.rank]
+        shapes.append(shape)
+    sent, received = tuple(part.numel() for part in parts), tuple(map(math.prod, shapes))
+    # As rows of one number: torch.cat cuts flat tensors without elements from the graph.
+    flat = torch.cat([part.reshape(-1, 1) for part in parts])
+    flat = AllToAll.apply(flat, AllToAllPlan(comm, sent, received))
+    blocks = zip(flat.split(received), shapes, strict=True)
+    return torch.cat([block.view(shape) for block, shape in blocks], now.dim)
 
 
 def all_gather(

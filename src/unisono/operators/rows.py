@@ -1,57 +1,17 @@
 """`all_gather_rows` and `add_rows`: fetch listed rows of other ranks, return and add them.
 
-The movement of a graph's halo: only the rows that are needed travel.
+The movement of a graph's halo: only the rows that are needed travel, by an `all_to_all`.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
-import torch
 from torch import Tensor
 
 from unisono.comm import Communicator, world
-from unisono.comm.health import check as checking
 from unisono.errors import PartitionError
-from unisono.operators import traced
-from unisono.operators.linear import LinearMap
+from unisono.operators.move import AllToAll, AllToAllPlan
 from unisono.operators.plans import check_call
 from unisono.topology import RowPlan
-
-
-@dataclass(frozen=True, eq=False)
-class RowsOnGroup:
-    """A row plan and the ranks it is carried out on."""
-
-    comm: Communicator
-    rows: RowPlan
-
-
-class AllGatherRows(LinearMap):
-    """Own rows -> the rows of other ranks that this one needs."""
-
-    @staticmethod
-    def kernel(x: Tensor, plan: RowsOnGroup) -> Tensor:
-        """Return the fetched rows."""
-        rows = plan.rows
-        return _move(rows_of(x, rows), rows.send_sizes, rows.recv_sizes, plan.comm)
-
-
-class AddRows(LinearMap):
-    """Rows for other ranks -> the sum of what came back for each own row."""
-
-    adjoint = AllGatherRows
-
-    @staticmethod
-    def kernel(x: Tensor, plan: RowsOnGroup) -> Tensor:
-        """Return the sums."""
-        rows = plan.rows
-        returned = _move(x, rows.recv_sizes, rows.send_sizes, plan.comm)
-        total = returned.new_zeros((rows.num_rows, *returned.shape[1:]))
-        return total.index_add(0, rows.send_index, returned)
-
-
-AllGatherRows.adjoint = AddRows
 
 
 def all_gather_rows(x: Tensor, plan: RowPlan, *, comm: Communicator | None = None) -> Tensor:
@@ -62,7 +22,8 @@ def all_gather_rows(x: Tensor, plan: RowPlan, *, comm: Communicator | None = Non
     """
     comm = world() if comm is None else comm
     _check_rows(x, plan, plan.num_rows, comm, "all_gather_rows")
-    return AllGatherRows.apply(x, RowsOnGroup(comm, plan))
+    sizes = AllToAllPlan(comm, plan.send_sizes, plan.recv_sizes)
+    return AllToAll.apply(x.index_select(0, plan.send_index), sizes)
 
 
 def add_rows(x: Tensor, plan: RowPlan, *, comm: Communicator | None = None) -> Tensor:
@@ -73,23 +34,9 @@ def add_rows(x: Tensor, plan: RowPlan, *, comm: Communicator | None = None) -> T
     """
     comm = world() if comm is None else comm
     _check_rows(x, plan, sum(plan.recv_sizes), comm, "add_rows")
-    return AddRows.apply(x, RowsOnGroup(comm, plan))
-
-
-def rows_of(x: Tensor, plan: RowPlan) -> Tensor:
-    """Return the rows of `x` that other ranks need."""
-    taken = x.index_select(0, plan.send_index)
-    if x.requires_grad and not torch.compiler.is_compiling() and checking.active:
-        taken.requires_grad_()  # which check mode compares over ranks
-    return taken
-
-
-def _move(
-    x: Tensor, send_sizes: tuple[int, ...], recv_sizes: tuple[int, ...], comm: Communicator
-) -> Tensor:
-    if torch.compiler.is_compiling():
-        return traced.all_to_all(x, send_sizes, recv_sizes, comm)
-    return comm.all_to_all(x, send_sizes, recv_sizes)
+    returned = AllToAll.apply(x, AllToAllPlan(comm, plan.recv_sizes, plan.send_sizes))
+    total = returned.new_zeros((plan.num_rows, *returned.shape[1:]))
+    return total.index_add(0, plan.send_index, returned)
 
 
 def _check_rows(x: Tensor, plan: RowPlan, rows: int, comm: Communicator, verb: str) -> None:

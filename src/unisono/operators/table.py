@@ -12,7 +12,6 @@ from unisono.operators.gather import (
     AllGather,
     ConcatReplicated,
     Gather,
-    MoveCut,
     ReduceScatter,
     Scatter,
     SliceReplicated,
@@ -22,7 +21,6 @@ from unisono.operators.linear import LinearMap
 from unisono.operators.move import AllToAll, Permute, Recv, Send
 from unisono.operators.reduce import AllSumReduce, Broadcast, Copy, SumReduce, SumToReplicated
 from unisono.operators.repartition import Repartition
-from unisono.operators.rows import AddRows, AllGatherRows
 
 
 @dataclass(frozen=True)
@@ -34,7 +32,7 @@ class Pair:
     adjoint_name: str
     """Name of the adjoint's function."""
     forward: type[LinearMap]
-    """Its autograd Function."""
+    """Its autograd Function, or that which moves its data."""
     adjoint: type[LinearMap]
     """The adjoint's autograd Function."""
     domain: str
@@ -48,7 +46,7 @@ def _both_ways(*pairs: Pair) -> tuple[Pair, ...]:
     rows: list[Pair] = []
     for p in pairs:
         rows.append(p)
-        if p.forward is not p.adjoint:
+        if p.name != p.adjoint_name:
             back = (p.adjoint_name, p.name, p.adjoint, p.forward, p.range, p.domain)
             rows.append(Pair(*back))
     return tuple(rows)
@@ -62,13 +60,13 @@ TABLE: tuple[Pair, ...] = _both_ways(
     Pair("scatter", "gather", Scatter, Gather, "I", "S"),
     Pair("slice_replicated", "concat_replicated", SliceReplicated, ConcatReplicated, "R", "S"),
     Pair("all_gather", "reduce_scatter", AllGather, ReduceScatter, "S", "I"),
-    Pair("move_cut", "move_cut", MoveCut, MoveCut, "S", "S"),
+    Pair("move_cut", "move_cut", AllToAll, AllToAll, "S", "S"),
     Pair("all_to_all", "all_to_all", AllToAll, AllToAll, "S", "S"),
     Pair("permute", "permute", Permute, Permute, "S", "S"),
     Pair("send", "recv", Send, Recv, "I", "I"),
     Pair("halo_exchange", "halo_add", HaloExchange, HaloAdd, "S", "I"),
     Pair("repartition", "repartition", Repartition, Repartition, "S", "S"),
-    Pair("all_gather_rows", "add_rows", AllGatherRows, AddRows, "S", "I"),
+    Pair("all_gather_rows", "add_rows", AllToAll, AllToAll, "S", "I"),
 )
 """Every operator with its adjoint; a pair of two different maps stands in it both ways round."""
 

@@ -117,7 +117,7 @@ def check_parity(
         compare(f"input {i} after the call (it was changed)", x, kept)
     raise_together(title, problems, comm=comm)
 
-    toward = [torch.randn(e.shape, dtype=e.dtype, generator=generator) for e in expected]
+    toward = [_direction(e, generator) for e in expected]
     own_toward = [
         layout.part(g, out) for layout, g, out in zip(out_layouts, toward, outs, strict=True)
     ]
@@ -211,6 +211,13 @@ def _one_each(given: object, count: int) -> list[Spread]:
 
 def _has_gradient(x: Tensor) -> bool:
     return x.is_floating_point() or x.is_complex()
+
+
+def _direction(like: Tensor, generator: torch.Generator) -> Tensor:
+    """Return random numbers in which to take a gradient; an output of integers has none."""
+    if not _has_gradient(like):
+        return torch.zeros_like(like)
+    return torch.randn(like.shape, dtype=like.dtype, generator=generator).to(like.device)
 
 
 def _several(out: Tensor | Sequence[Tensor]) -> list[Tensor]:

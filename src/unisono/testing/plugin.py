@@ -13,7 +13,7 @@ import contextlib
 import functools
 import inspect
 import unittest
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -81,15 +81,11 @@ def pytest_unconfigure(config: pytest.Config) -> None:
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """Make one test for each number of ranks, and each backend, in the marker's lists."""
     marker = _marker_of(metafunc.definition)
-    if marker is not None and marker.many:
-        if "rank_count" not in metafunc.fixturenames:
-            metafunc.fixturenames.append("rank_count")
-        ids = [f"{n}ranks" for n in marker.counts]
-        metafunc.parametrize("rank_count", marker.counts, ids=ids)
-    if marker is not None and marker.many_backends:
-        if "rank_backend" not in metafunc.fixturenames:
-            metafunc.fixturenames.append("rank_backend")
-        metafunc.parametrize("rank_backend", marker.backends)
+    for name, values in marker.listed.items() if marker is not None else ():
+        if name not in metafunc.fixturenames:
+            metafunc.fixturenames.append(name)
+        ids = [f"{value}ranks" if isinstance(value, int) else value for value in values]
+        metafunc.parametrize(name, values, ids=ids)
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
@@ -155,14 +151,14 @@ def rank_pool(pytestconfig: pytest.Config) -> RankPool:
 def rank_count(request: pytest.FixtureRequest) -> int:
     """Number of ranks of this test; 1 without the marker."""
     marker = _marker_of(request.node)
-    return 1 if marker is None else marker.counts[0]
+    return 1 if marker is None else marker.count
 
 
 @pytest.fixture
 def rank_backend(request: pytest.FixtureRequest) -> str:
     """Backend of this test's process group."""
     marker = _marker_of(request.node)
-    return "self" if marker is None else marker.backends[0]
+    return "self" if marker is None else marker.backend
 
 
 def session_pool(config: pytest.Config) -> RankPool:
@@ -200,16 +196,14 @@ def _is_own_report(error: BaseException) -> bool:
 class RanksMarker:
     """What a `ranks` marker asks for."""
 
-    counts: tuple[int, ...]
-    """Numbers of ranks."""
-    many: bool
-    """Whether a list was given, so that the test is run once for each."""
+    count: int
+    """Number of ranks."""
+    backend: str
+    """Backend of the process group."""
     timeout_s: float
     """Seconds for the body of the test (for each drawn example under hypothesis)."""
-    backends: tuple[str, ...]
-    """Backends of the process group."""
-    many_backends: bool
-    """Whether a list of backends was given."""
+    listed: Mapping[str, tuple[Any, ...]]
+    """Fixture -> values, where a list of counts or backends was given: one test for each."""
 
     @classmethod
     def read(cls, mark: pytest.Mark, default_timeout_s: float) -> RanksMarker:
@@ -219,13 +213,15 @@ class RanksMarker:
             PlatformError: the arguments make no sense.
         """
         options = dict(mark.kwargs)
-        asked: Any = mark.args[0] if len(mark.args) == 1 else None
         timeout_s = options.pop("timeout", default_timeout_s)
-        backend = options.pop("backend", "gloo")
-        many_backends = isinstance(backend, Sequence) and not isinstance(backend, str)
-        backends: tuple[Any, ...] = tuple(backend) if many_backends else (backend,)
-        many = isinstance(asked, Sequence)
-        counts: tuple[Any, ...] = tuple(asked) if many else (asked,)
+        asked: dict[str, Any] = {"rank_count": mark.args[0] if len(mark.args) == 1 else None}
+        asked["rank_backend"] = options.pop("backend", "gloo")
+        listed = {
+            name: tuple(value)
+            for name, value in asked.items()
+            if isinstance(value, Sequence) and not isinstance(value, str)
+        }
+        counts, backends = (listed.get(name, (value,)) for name, value in asked.items())
         fits = (
             bool(counts)
             and all(isinstance(n, int) and n >= 1 for n in counts)
@@ -242,13 +238,7 @@ class RanksMarker:
                 "it takes a number of ranks, a timeout and a backend (lists of the first and last)",
                 hint='@pytest.mark.ranks(2, timeout=20, backend="gloo")',
             )
-        return cls(
-            counts=counts,
-            many=many,
-            timeout_s=float(timeout_s),
-            backends=backends,
-            many_backends=many_backends,
-        )
+        return cls(count=counts[0], backend=backends[0], timeout_s=float(timeout_s), listed=listed)
 
 
 @pytest.fixture
@@ -301,8 +291,8 @@ def run_on_ranks(item: pytest.Function, marker: RanksMarker) -> dict[int, dict[s
     remake = tuple(n for n in names if n in REMADE_FIXTURES)
     verbosity = item.config.get_verbosity(pytest.Config.VERBOSITY_ASSERTIONS)
     is_drawn = getattr(function, "is_hypothesis_test", False) and hasattr(function, "hypothesis")
-    size = int(params.get("rank_count", marker.counts[0]))
-    backend = str(params.get("rank_backend", marker.backends[0]))
+    size = int(params.get("rank_count", marker.count))
+    backend = str(params.get("rank_backend", marker.backend))
 
     def call(body: Callable[..., Any], kwargs: dict[str, Any]) -> None:
         __tracebackhide__ = True

@@ -21,6 +21,7 @@ from unisono.topology import halo as halos
 from unisono.topology.decompose import flat_index, grid_index, split_cuts
 from unisono.topology.fanout import Layout
 from unisono.topology.halo import HaloPlan, Message, Piece
+from unisono.topology.window import WRAPS
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -172,32 +173,25 @@ class _Picture:
         for reader, sender in ((a, b), (b, a)) if self.plans else ():
             plan = self.plans[reader]
             pieces = [p for message in plan.recvs if message.peer == sender for p in message.pieces]
-            total += self.bytes_of(piece for piece in pieces if not plan.is_wrapped(piece, dim))
+            total += self.bytes_of(piece for piece in pieces if piece.kinds[dim] not in WRAPS)
         return total
 
     def wraps(self, dim: int | None) -> bool:
         """Return whether some window goes round the ends of a dim."""
-        return dim is not None and any(plan.wraps and any(plan.wraps[dim]) for plan in self.plans)
+        return dim is not None and any(any(plan.wraps[dim]) for plan in self.plans)
 
     def wrapped(self, place: int, dim: int, side: int) -> list[Piece]:
         """Return what the rank at `place` reads round the left or right end of `dim`.
 
         Only what comes straight across: from ranks that differ in this dim alone.
         """
-        plan = self.plans[place]
-        if not plan.wraps or not plan.wraps[dim][side]:
-            return []
-        index = grid_index(self.grid, place)
+        plan, index = self.plans[place], grid_index(self.grid, place)
         found: list[Piece] = []
         for piece in [*plan.local, *(piece for message in plan.recvs for piece in message.pieces)]:
             owner = grid_index(self.grid, piece.owner)
-            is_left = piece.dest[dim][1] <= plan.wraps[dim][0]
-            is_straight = all(
-                owner[d] == i and not plan.is_wrapped(piece, d)
-                for d, i in enumerate(index)
-                if d != dim
-            )
-            if plan.is_wrapped(piece, dim) and is_left == (side == 0) and is_straight:
+            others = [d for d in range(len(index)) if d != dim]
+            is_straight = all(owner[d] == index[d] and piece.kinds[d] not in WRAPS for d in others)
+            if piece.kinds[dim] == WRAPS[side] and is_straight:
                 found.append(piece)
         return found
 
@@ -229,24 +223,21 @@ def _text(picture: _Picture) -> str:
             out.append(rule)
     sends = [
         f"rank {picture.ranks[plan.rank]} sends "
-        + ", ".join(_sent(picture, message, plans[message.peer]) for message in plan.sends)
+        + ", ".join(_sent(picture, message) for message in plan.sends)
         for plan in plans
         if plan.sends
     ]
     return "\n".join(out + (sends or ["no messages"] if plans else []))
 
 
-def _sent(picture: _Picture, message: Message, reader: HaloPlan) -> str:
+def _sent(picture: _Picture, message: Message) -> str:
     """Return the bytes of a message, and how many of them go round an end of the tensor."""
-    text = f"{picture.bytes_of([message])} bytes to {picture.ranks[message.peer]}"
-    dims = range(len(picture.grid))
-    round_an_end = picture.bytes_of(
-        piece for piece in message.pieces if any(reader.is_wrapped(piece, dim) for dim in dims)
-    )
-    if not round_an_end:
+    whole = picture.bytes_of([message])
+    wrapped = picture.bytes_of(p for p in message.pieces if not set(WRAPS).isdisjoint(p.kinds))
+    text = f"{whole} bytes to {picture.ranks[message.peer]}"
+    if not wrapped:
         return text
-    whole = round_an_end == picture.bytes_of([message])
-    return text + (" (wraps)" if whole else f" ({round_an_end} of them wrap)")
+    return text + (" (wraps)" if wrapped == whole else f" ({wrapped} of them wrap)")
 
 
 # -- image ----------------------------------------------------------------------------------------

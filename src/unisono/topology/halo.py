@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property, partial
 from itertools import product
 from typing import NamedTuple, cast
@@ -17,21 +17,19 @@ from typing import NamedTuple, cast
 from unisono.errors import PartitionError
 from unisono.topology.decompose import (
     Interval,
-    block,
     blocks_over,
     check_cuts,
     flat_index,
     split_cuts,
 )
 from unisono.topology.window import (
+    WRAPS,
     Kind,
     Segment,
     as_int,
     check_window,
-    output_length,
     padding_pairs,
     per_dim,
-    span,
     window,
 )
 
@@ -63,7 +61,7 @@ class Piece:
     dest: Box
     """Where in the receiver's window."""
     kinds: tuple[Kind, ...]
-    """For each dim: "copy", "flip" (reversed) or "repeat" (one point, many times)."""
+    """For each dim: "copy", "flip" (reversed), "repeat" (one point many times), or of `WRAPS`."""
 
     @cached_property
     def shape(self) -> tuple[int, ...]:
@@ -145,9 +143,6 @@ class HaloPlan:
     """For each dim, what the window is made of, in global coordinates."""
     fill: float = 0.0
     """Constant written where the window lies outside the tensor."""
-    wraps: tuple[tuple[int, int], ...] = ()
-    """For each dim, window positions left and right that hold points of the tensor's other end;
-    nothing where no dim is padded so."""
 
     @cached_property
     def block_shape(self) -> tuple[int, ...]:
@@ -177,13 +172,14 @@ class HaloPlan:
             found.append((left, right))
         return tuple(found)
 
-    def is_wrapped(self, piece: Piece, dim: int) -> bool:
-        """Return whether a piece of this window comes round from the other end of a dim."""
-        if not self.wraps:
-            return False
-        left, right = self.wraps[dim]
-        start, stop = piece.dest[dim]
-        return stop <= left or start >= self.window_shape[dim] - right
+    @cached_property
+    def wraps(self) -> tuple[tuple[int, int], ...]:
+        """For each dim, window positions left and right with points of the tensor's other end."""
+        found: list[tuple[int, int]] = []
+        for segments in self.segments:
+            widths = {segment.kind: segment.dest[1] - segment.dest[0] for segment in segments}
+            found.append((widths.get(WRAPS[0], 0), widths.get(WRAPS[1], 0)))
+        return tuple(found)
 
     @cached_property
     def has_fill(self) -> bool:
@@ -212,7 +208,7 @@ class HaloPlan:
         for owner, pieces in [(self.rank, self.local), *((m.peer, m.pieces) for m in self.recvs)]:
             at = 0
             for piece in pieces:
-                if set(piece.kinds) != {"copy"}:
+                if piece.flips or piece.repeats:
                     return None
                 (start, stop), low = piece.source[dim], piece.dest[dim][0]
                 found.append((low, owner, start if owner == self.rank else at, stop - start))
@@ -299,29 +295,16 @@ def plan(
         )
 
     axes: list[Axis] = []
-    under: list[Interval] = []
-    wraps: list[tuple[int, int]] = []
-    for dim, (own_cuts, i) in enumerate(zip(cuts, index, strict=True)):
+    for dim, own_cuts in enumerate(cuts):
         at = dim - (dims - count)
         k, s, d = (kernel[at], strides[at], dilations[at]) if at >= 0 else (1, 1, 1)
         left, right = paddings[at] if at >= 0 else (0, 0)
         mode = padding_mode if at >= 0 else "zeros"
         x, parts = own_cuts[-1], len(own_cuts) - 1
-        check_window(x, k, s, left, right, d, mode, ceil_mode=ceil_mode, dim=dim)
-        y = output_length(x, k, s, (left, right), d, ceil_mode)
+        y = check_window(x, k, s, left, right, d, mode, ceil_mode=ceil_mode, dim=dim)
         reads = partial(window, x=x, k=k, s=s, pl=left, pr=right, d=d, mode=mode)
         axes.append(Axis(split_cuts(y, parts), reads))
-        y0, y1 = block(y, parts, i)
-        own = (own_cuts[i], own_cuts[i + 1])
-        first, last = s * y0 - left, s * (y1 - 1) - left + span(k, d)
-        low, high = max(first, 0), min(last, x)
-        under.append((low, high) if y0 < y1 and low < high else (own[0], own[0]))
-        around = mode == "circular" and y0 < y1
-        wraps.append(
-            (max(0, min(last, 0) - first), max(0, last - max(first, x))) if around else (0, 0)
-        )
-    found = plan_windows(cuts, index, axes, fill=fill, needed=under)
-    return replace(found, wraps=tuple(wraps)) if padding_mode == "circular" else found
+    return plan_windows(cuts, index, axes, fill=fill)
 
 
 def plan_widths(
@@ -347,7 +330,6 @@ def plan_windows(
     axes: Sequence[Axis],
     *,
     fill: float = 0.0,
-    needed: Sequence[Interval] | None = None,
 ) -> HaloPlan:
     """Return the plan for any windows: transposed convolution, upsampling, own stencils.
 
@@ -356,7 +338,6 @@ def plan_windows(
         index: own coordinates.
         axes: for each dim, the cuts of the outputs and the windows that they read.
         fill: constant of the "fill" segments.
-        needed: for each dim, the points right under the window; default all that it copies.
     """
     check_cuts(cuts)
     _check_index(cuts, index)
@@ -376,9 +357,7 @@ def plan_windows(
         rank=me,
         index=tuple(index),
         own=own,
-        needed=tuple(needed)
-        if needed is not None
-        else tuple(_inside(parts, mine) for parts, mine in zip(segments, own, strict=True)),
+        needed=tuple(_inside(parts, mine) for parts, mine in zip(segments, own, strict=True)),
         window_shape=tuple(max((s.dest[1] for s in parts), default=0) for parts in segments),
         output_shape=tuple(stop - start for start, stop in shares),
         output_start=tuple(start for start, _ in shares),
@@ -393,12 +372,12 @@ def plan_windows(
 def _cut(segment: Segment, low: int, high: int, offset: int) -> _Part:
     """Return the part of a segment with sources `[low, high)` of its own, counted from `offset`."""
     (d0, d1), (s0, s1), kind = segment
-    if kind == "copy":
-        dest = (d0 + low - s0, d0 + high - s0)
+    if kind == "repeat":
+        dest = (d0, d1)
     elif kind == "flip":
         dest = (d0 + s1 - high, d0 + s1 - low)
     else:
-        dest = (d0, d1)
+        dest = (d0 + low - s0, d0 + high - s0)
     return _Part((low - offset, high - offset), dest, kind)
 
 

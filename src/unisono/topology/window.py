@@ -14,8 +14,10 @@ from typing import Any, Literal, NamedTuple
 from unisono.errors import PartitionError
 from unisono.topology.decompose import Interval
 
-Kind = Literal["copy", "flip", "repeat", "fill"]
-"""How the points of a segment are made: as they are, reversed, one point many times, a constant."""
+Kind = Literal["copy", "flip", "repeat", "fill", "wrap left", "wrap right"]
+"""How the points of a segment are made: as they are, reversed, one point many times, a constant; or
+as they are, but left or right of the tensor and from its other end."""
+WRAPS: tuple[Kind, Kind] = ("wrap left", "wrap right")
 
 PADDING_MODES: tuple[str, ...] = ("zeros", "reflect", "replicate", "circular")
 """What may stand outside the tensor."""
@@ -54,8 +56,7 @@ def output_length(
     (4, 5)
     """
     left, right = (p, p) if isinstance(p, int) else p
-    check_window(x, k, s, left, right, d, ceil_mode=ceil_mode)
-    return _length(x, span(k, d), s, left, right, ceil_mode)
+    return check_window(x, k, s, left, right, d, ceil_mode=ceil_mode)
 
 
 def window(
@@ -109,8 +110,8 @@ def check_window(
     *,
     ceil_mode: bool = False,
     dim: int | None = None,
-) -> None:
-    """Raise `PartitionError` if one dim of a window operation cannot be done; shows the numbers."""
+) -> int:
+    """Return the output length of one dim of a window operation; raise if it cannot be done."""
     where = "" if dim is None else f" in dim {dim}"
     asked = f"kernel {k}, stride {s}, padding ({pl}, {pr}), dilation {d} on {x} points{where}"
     if mode not in PADDING_MODES:
@@ -124,7 +125,8 @@ def check_window(
                 asked, arithmetic=f"{name}: {value} < {limit}", hint=f"use {name} {limit} or more"
             )
     reach = span(k, d)
-    if _length(x, reach, s, pl, pr, ceil_mode) < 1 and reach > 1:
+    length = _length(x, reach, s, pl, pr, ceil_mode)
+    if length < 1 and reach > 1:
         both, numbers = ("2p", f"{2 * pl}") if pl == pr else ("pl + pr", f"{pl} + {pr}")
         raise PartitionError.because(
             asked,
@@ -142,6 +144,7 @@ def check_window(
         refused = f"no point to repeat: X = {x}", 'padding_mode="zeros"'
     if refused is not None:
         raise PartitionError.because(asked, None, *refused)
+    return length
 
 
 def check_pool(k: int, p: int, d: int = 1, *, dim: int | None = None) -> None:
@@ -357,7 +360,7 @@ def _outside(start: int, stop: int, x: int, mode: str) -> tuple[Interval, Kind]:
     if mode == "replicate":
         return ((0, 1) if start < 0 else (x - 1, x)), "repeat"
     if mode == "circular":
-        shift = x if start < 0 else -x
-        return (start + shift, stop + shift), "copy"
+        shift, kind = (x, WRAPS[0]) if start < 0 else (-x, WRAPS[1])
+        return (start + shift, stop + shift), kind
     mirror = 0 if start < 0 else 2 * (x - 1)
     return (mirror - stop + 1, mirror - start + 1), "flip"

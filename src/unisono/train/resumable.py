@@ -11,6 +11,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from unisono.comm import Communicator
 from unisono.data_parallel import DataLoader as RankLoader
+from unisono.data_parallel import DistributedSampler as RankSampler
 from unisono.errors import CheckpointError
 
 __all__ = ["Resumable"]
@@ -79,8 +80,11 @@ class Resumable:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position. Local."""
+        sampler = self._inner.sampler
+        moves_rows = isinstance(sampler, RankSampler) and sampler.shuffle
         return {
             "epoch": self.epoch,
+            "seed": getattr(sampler, "seed", None) if moves_rows else None,  # it may be drawn
             "samples": self.batch * self._samples_per_batch(),
             "order": self._order,
             "generator": None if self._inner.generator is None else self._generator_state(),
@@ -89,24 +93,27 @@ class Resumable:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Begin the next iteration at this position.
 
-        Collective if the loader's rows move between ranks: they are moved as in the epochs before.
+        Collective if a sampler moves the loader's rows between ranks: it gets the seed they had.
         """
+        if isinstance(self._inner.sampler, RankSampler) and state.get("seed") is not None:
+            self._inner.sampler.set_seed(state["seed"])
         self.epoch, self._order = state["epoch"], state["order"]
         if self._inner.generator is not None and state["generator"] is not None:
             self._set_generator_state(state["generator"])
         self.batch = state["samples"] // self._samples_per_batch()
-        if isinstance(self.loader, RankLoader):
-            self.loader.go_to_epoch(self.epoch)
 
     def _samples_per_batch(self) -> int:
         """Return the samples of a step over all ranks; 1 where batches differ in size."""
         return (self._inner.batch_size or 1) * self._comm.size
 
     def _announce(self) -> None:
-        """Let samplers know the epoch."""
+        """Let samplers know the epoch; rows that ranks pass on move as in the epochs before."""
         if isinstance(self.loader, RankLoader):
-            self.loader.go_to_epoch(self.epoch)
-            self.loader.begin_epoch()
+            # Rows that move have moved for this epoch if it was begun here, and cannot go back.
+            moves_rows = hasattr(self.loader.dataset, "ishuffle")
+            if not (moves_rows and self.batch and self.loader.epoch == self.epoch + 1):
+                self.loader.go_to_epoch(self.epoch)
+                self.loader.begin_epoch()
             return
         for sampler in (self._inner.sampler, self._inner.batch_sampler):
             set_epoch = getattr(sampler, "set_epoch", None)

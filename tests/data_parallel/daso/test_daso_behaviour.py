@@ -341,6 +341,7 @@ INNER = torch.optim.SGD(MODEL.parameters(), 0.1)
     [
         ({"local_optimizer": "sgd"}, TypeError),
         ({"total_epochs": "5"}, TypeError),
+        ({"total_epochs": 2.5}, TypeError),
         ({"total_epochs": True}, TypeError),
         ({"total_epochs": 0}, ValueError),
         ({"warmup_epochs": -1}, ValueError),
@@ -426,6 +427,18 @@ def test_what_can_be_read_has_heats_names():
     assert daso.comm.size == daso.loc_gpus == 1
     assert list(wrapped.state_dict()) == ["module.weight", "module.bias"]
     assert "warmup" in repr(daso)
+
+
+def test_step_hooks_are_those_of_the_local_optimizer():
+    daso, model = make()
+    daso.last_batch = 2
+    calls = []
+    daso.register_step_pre_hook(lambda *_: calls.append("before"))
+    handle = daso.register_step_post_hook(lambda *_: calls.append("after"))
+    epoch(daso, model, 1)
+    handle.remove()
+    epoch(daso, model, 1)
+    assert calls == ["before", "after", "before"]
 
 
 def test_a_verbose_run_tells_each_epoch(capsys):

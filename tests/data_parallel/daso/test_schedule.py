@@ -212,25 +212,3 @@ def test_a_plan_has_the_five_named_parts():
     assert with_skips(4, 1, 1).plan(0, 10, None) == BatchPlan(
         local_sync=True, merge=False, send=True, blocking=False, close=False
     )
-
-
-@pytest.mark.parametrize(
-    ("options", "error"),
-    [
-        ({"total_epochs": 0}, ValueError),
-        ({"total_epochs": 2.5}, TypeError),
-        ({"total_epochs": True}, TypeError),
-        ({"warmup_epochs": -1}, ValueError),
-        ({"cooldown_epochs": -1}, ValueError),
-        ({"max_global_skips": -1}, ValueError),
-        ({"skip_reduction_factor": 0}, ValueError),
-        ({"local_skip_factor": 0}, ValueError),
-        ({"stability_level": -0.1}, ValueError),
-        ({"stability_level": float("nan")}, ValueError),
-        ({"stability_level": "low"}, TypeError),
-        ({"every": 0}, ValueError),
-    ],
-)
-def test_bad_arguments_are_refused_by_name(options, error):
-    with pytest.raises(error, match=next(iter(options))):
-        DasoSchedule(**{"total_epochs": 5, **options})

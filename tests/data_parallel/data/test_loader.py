@@ -92,6 +92,12 @@ def test_workers_that_stay_read_the_shuffled_rows():
         (rows,) = loader
         assert torch.equal(rows, data.data)
     assert not torch.equal(data.data, torch.arange(32))
+    data = DistributedDataset(torch.arange(32))
+    sampler = DistributedSampler(data, shuffle=True, seed=1)
+    loader = DataLoader(data, 32, num_workers=1, sampler=sampler, persistent_workers=True)
+    for _ in range(3):
+        (rows,) = loader
+        assert torch.equal(rows, data.data)
     # Nothing has changed for a test set: the worker stays.
     loader = DataLoader(
         Dataset(torch.arange(4), test_set=True), 4, num_workers=1, persistent_workers=True

@@ -197,7 +197,7 @@ def test_bad_arrays_are_refused():
 
     with pytest.raises(ValueError, match="split=1"):
         Dataset(Split())
-    with pytest.raises(TypeError, match="no array"):
+    with pytest.raises(TypeError, match="not an array"):
         Dataset("rows")
     with pytest.raises(TypeError, match="transforms"):
         Dataset(torch.ones(3), transforms=3)

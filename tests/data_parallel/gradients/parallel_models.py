@@ -134,6 +134,28 @@ def loss_of(output):
     return (output.sin() + output.square()).mean()
 
 
+def one_step(model, optimizer, x, set_to_none=False):
+    """Make one step of an ordinary training loop."""
+    optimizer.zero_grad(set_to_none=set_to_none)
+    loss_of(model(x)).backward()
+    optimizer.step()
+
+
+def train_alike(ours, theirs, steps, shape=(6,), dtype=torch.float64):
+    """Train `(model, optimizer)` on this rank's part of each batch, and its twin on the whole."""
+    for step in range(steps):
+        everything, mine = batch(shape, step, dtype)
+        one_step(*ours, mine)
+        one_step(*theirs, everything)
+
+
+def assert_same_gradients(module, twin, rtol=1e-12):
+    for (name, p), q in zip(module.named_parameters(), twin.parameters(), strict=True):
+        assert (p.grad is None) == (q.grad is None), name
+        if q.grad is not None:
+            torch.testing.assert_close(p.grad, q.grad, rtol=rtol, atol=rtol)
+
+
 def assert_same_parameters(module, twin, rtol=1e-12):
     for (name, p), q in zip(module.named_parameters(), twin.parameters(), strict=True):
         torch.testing.assert_close(p, q, rtol=rtol, atol=rtol, msg=lambda m, n=name: f"{n}: {m}")

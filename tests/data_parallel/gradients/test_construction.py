@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 
 import pytest
 import torch
@@ -109,60 +110,62 @@ def test_parameters_frozen_unfrozen_added_or_moved_later_are_noticed():
     assert world().all_equal(module[0].weight.grad)
 
 
-def test_bad_input_is_answered_in_sentences():
-    layer, other = nn.Linear(2, 1), nn.Linear(2, 1)
-    ours = DataParallelOptimizer(torch.optim.SGD(layer.parameters(), lr=0.1))
-    for module in (None, "net", nn.Linear):
-        with pytest.raises(TypeError, match="expected Module"):
-            DataParallel(module)
-    with pytest.raises(TypeError, match="names no group of ranks"):
-        DataParallel(layer, "world")
-    with pytest.raises(TypeError, match=r"HINT: DataParallelOptimizer\(optimizer\)"):
-        DataParallel(layer, None, torch.optim.SGD(layer.parameters(), lr=0.1))
-    with pytest.raises(TypeError, match="not a DataParallelOptimizer"):
-        DataParallel(layer, None, [ours, "adam"])
-    with pytest.raises(ValueError, match=r"2 parameters[\s\S]*module's 2 parameters"):
-        DataParallel(other, None, ours)
-    for bucket_mb in (0, -1):
-        with pytest.raises(ValueError, match="bucket_mb=25"):
-            DataParallel(layer, bucket_mb=bucket_mb)
-    for compression in ("zip", 3, PowerSGD):
-        with pytest.raises(ValueError, match='"bf16", "fp16"'):
-            DataParallel(layer, compression=compression)
-    with pytest.raises(ValueError, match="rank=1 or more"):
-        PowerSGD(rank=0)
-    model = DataParallel(layer)
-    for n in (-1, float("nan"), "x", True):
-        with pytest.raises(ValueError, match="at least 0"), model.samples(n):
-            pass
-    for max_norm in (-1, float("nan")):
-        with pytest.raises(ValueError, match=r"HINT: clip_grad_norm\(1\.0\)"):
-            model.clip_grad_norm(max_norm)
-    with pytest.raises(ValueError, match="divide_by"), model.join(divide_by="all"):
-        pass
-    assert DataParallel(layer, compression=functools.partial(print)).buckets == ()
+LAYER, OTHER = nn.Linear(2, 1), nn.Linear(2, 1)
+SGD = torch.optim.SGD(LAYER.parameters(), lr=0.1)
+OURS = DataParallelOptimizer(SGD)
 
 
-def test_wrong_types_are_answered_with_a_hint():
-    layer = nn.Linear(2, 1)
-    for bad in ({"find_unused": "x"}, {"broadcast_buffers": 2}, {"reset_parameters": 1}):
-        (name,) = bad
-        with pytest.raises(TypeError, match=rf"{name}=[\s\S]*HINT: {name}=True, or False"):
-            DataParallel(layer, **bad)
-    for bad, kind in (
-        ({"rank": 1.5}, TypeError),
-        ({"start_step": -1}, ValueError),
-        ({"min_ratio": float("nan")}, ValueError),
-    ):
-        with pytest.raises(kind, match=rf"{next(iter(bad))}=[\s\S]*HINT: "):
-            PowerSGD(**bad)
-    with pytest.raises(TypeError, match="HINT: blocking=True"):
-        DataParallelOptimizer(torch.optim.SGD(layer.parameters(), lr=0.1), "x")
-    sampler = DistributedSampler(DistributedDataset(torch.arange(4)))
-    with pytest.raises(TypeError, match="HINT: link"):
-        sampler.link("x")
-    with pytest.raises(TypeError, match="HINT: seed=1"):
-        sampler.set_seed("x")
+def sampler():
+    return DistributedSampler(DistributedDataset(torch.arange(4)))
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "words"),
+    [
+        (lambda: DataParallel(None), TypeError, "expected Module"),
+        (lambda: DataParallel("net"), TypeError, "expected Module"),
+        (lambda: DataParallel(nn.Linear), TypeError, "expected Module"),
+        (lambda: DataParallel(SGD), TypeError, r"^module=SGD\(\.\.\.\)\n"),
+        (lambda: DataParallel(LAYER, "world"), TypeError, "names no group of ranks"),
+        (lambda: DataParallel(LAYER, None, SGD), TypeError, r"HINT: DataParallelOptimizer\(opt"),
+        (lambda: DataParallel(LAYER, None, [OURS, "adam"]), TypeError, "not a DataParallelOptim"),
+        (lambda: DataParallel(LAYER, None, DASO(SGD, 3)), TypeError, "HINT: DataParallelMultiGPU"),
+        (lambda: DataParallel(OTHER, None, OURS), ValueError, r"2 param[\s\S]*module's 2 param"),
+        (lambda: DataParallel(LAYER, bucket_mb=0), ValueError, "bucket_mb=25"),
+        (lambda: DataParallel(LAYER, bucket_mb=-1), ValueError, "bucket_mb=25"),
+        (lambda: DataParallel(LAYER, compression="zip"), ValueError, '"bf16", "fp16"'),
+        (lambda: DataParallel(LAYER, compression=3), ValueError, '"bf16", "fp16"'),
+        (lambda: DataParallel(LAYER, compression=PowerSGD), ValueError, '"bf16", "fp16"'),
+        (lambda: DataParallel(LAYER, find_unused="x"), TypeError, "HINT: find_unused=True, or F"),
+        (lambda: DataParallel(LAYER, broadcast_buffers=2), TypeError, "HINT: broadcast_buffers=T"),
+        (lambda: DataParallel(LAYER, reset_parameters=1), TypeError, "HINT: reset_parameters=Tru"),
+        (lambda: DataParallelMultiGPU(SGD, DASO(SGD, 3)), TypeError, r"^module=SGD\(\.\.\.\)\n"),
+        (lambda: DataParallelMultiGPU(LAYER, SGD), TypeError, r"^optimizer=SGD\(\.\.\.\)\n"),
+        (lambda: DataParallelOptimizer(SGD, "x"), TypeError, "HINT: blocking=True"),
+        (lambda: PowerSGD(rank=0), ValueError, "rank=1 or more"),
+        (lambda: PowerSGD(rank=1.5), TypeError, r"rank=[\s\S]*HINT: "),
+        (lambda: PowerSGD(start_step=-1), ValueError, r"start_step=[\s\S]*HINT: "),
+        (lambda: PowerSGD(min_ratio=math.nan), ValueError, r"min_ratio=[\s\S]*HINT: "),
+        (lambda: sampler().link("x"), TypeError, "HINT: link"),
+        (lambda: sampler().set_seed("x"), TypeError, "HINT: seed=1"),
+        *(
+            (lambda n=n: DataParallel(LAYER).samples(n).__enter__(), ValueError, "at least 0")
+            for n in (-1, math.nan, "x", True)
+        ),
+        *(
+            (lambda n=n: DataParallel(LAYER).clip_grad_norm(n), ValueError, r"clip_grad_norm\(1\.0")
+            for n in (-1, math.nan)
+        ),
+        (lambda: DataParallel(LAYER).join(divide_by="all").__enter__(), ValueError, "divide_by"),
+    ],
+)
+def test_bad_input_is_answered_with_a_hint(make, error, words):
+    with pytest.raises(error, match=words):
+        make()
+
+
+def test_any_callable_is_a_compression():
+    assert DataParallel(LAYER, compression=functools.partial(print)).buckets == ()
 
 
 @pytest.mark.ranks(2)
@@ -203,24 +206,6 @@ def test_a_module_is_wrapped_once():
         DataParallelMultiGPU(nn.Sequential(nn.ReLU(), DataParallel(layer)), daso)
     with pytest.raises(ValueError, match="with a DataParallelMultiGPU in it"):
         DataParallel(DataParallelMultiGPU(layer, daso))
-
-
-def test_a_long_description_of_a_wrong_argument_is_left_out():
-    layer = nn.Linear(2, 1)
-    sgd = torch.optim.SGD(layer.parameters(), lr=0.1)
-    with pytest.raises(TypeError, match=r"^module=SGD\(\.\.\.\)\n"):
-        DataParallelMultiGPU(sgd, DASO(sgd, 3))
-    with pytest.raises(TypeError, match=r"^optimizer=SGD\(\.\.\.\)\n"):
-        DataParallelMultiGPU(layer, sgd)
-    with pytest.raises(TypeError, match=r"^module=SGD\(\.\.\.\)\n"):
-        DataParallel(sgd)
-
-
-def test_a_daso_is_sent_to_its_own_wrapper():
-    layer = nn.Linear(2, 1)
-    daso = DASO(torch.optim.SGD(layer.parameters(), lr=0.1), total_epochs=3)
-    with pytest.raises(TypeError, match="HINT: DataParallelMultiGPU"):
-        DataParallel(layer, None, daso)
 
 
 def test_optimizers_are_shown_as_one_or_several_and_cannot_be_replaced():

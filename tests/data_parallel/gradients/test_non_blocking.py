@@ -15,12 +15,14 @@ from parallel_models import (
     OPTIMIZERS,
     SHAPES,
     assert_replicas_equal,
+    assert_same_gradients,
     assert_same_parameters,
     batch,
     built,
     encoder,
     loss_of,
     mlp,
+    train_alike,
 )
 from tests.repeated import repeated
 from torch import nn
@@ -122,15 +124,11 @@ def test_every_order_of_calls_gives_the_numbers_of_plain_torch(calls):
             pair.zero_grad(set_to_none=True)
         elif call in ("eval", "train"):
             getattr(pair.model, call)()
-        elif call == "state_dict":
-            for key, value in pair.model.state_dict().items():
+        elif call in ("state_dict", "inner_state_dict"):
+            found = pair.model if call == "state_dict" else pair.model.module
+            for key, value in found.state_dict().items():
                 wanted = pair.twin.state_dict()[key.removeprefix("module.")]
                 torch.testing.assert_close(value, wanted, rtol=1e-11, atol=1e-11)
-        elif call == "inner_state_dict":
-            for key, value in pair.model.module.state_dict().items():
-                torch.testing.assert_close(
-                    value, pair.twin.state_dict()[key], rtol=1e-11, atol=1e-11
-                )
         elif call == "optimizer_state_dict":
             mine, theirs = pair.optimizer.state_dict(), pair.twin_optimizer.state_dict()
             assert mine["state"].keys() == theirs["state"].keys()
@@ -141,10 +139,7 @@ def test_every_order_of_calls_gives_the_numbers_of_plain_torch(calls):
                 pickle.loads(pickle.dumps(pair.model.module)), pair.twin, rtol=1e-11
             )
         elif call == "read_gradients":
-            for p, q in zip(pair.model.module.parameters(), pair.twin.parameters(), strict=True):
-                assert (p.grad is None) == (q.grad is None)
-                if q.grad is not None:
-                    torch.testing.assert_close(p.grad + 0, q.grad, rtol=1e-10, atol=1e-10)
+            assert_same_gradients(pair.model.module, pair.twin, rtol=1e-10)
         else:
             first = pair.model.module[0].weight
             torch.testing.assert_close(first, pair.twin[0].weight, rtol=1e-11, atol=1e-11)
@@ -351,13 +346,8 @@ def test_an_optimizer_that_sees_all_parameters_together_is_never_deferred(make):
     twin_optimizer = make(twin.parameters(), lr=0.5)
     if world().rank == 1:
         never_early(model)
-    for step in range(6):
-        everything, mine = batch((6,), step)
-        for one, opt, x in ((model, optimizer, mine), (twin, twin_optimizer, everything)):
-            opt.zero_grad()
-            loss_of(one(x)).backward()
-            opt.step()
-        assert not optimizer.update_next
+    train_alike((model, optimizer), (twin, twin_optimizer), 6)
+    assert not optimizer.update_next
     assert_same_parameters(module, twin, rtol=1e-11)
     assert_replicas_equal(module)
     (group,), (wanted,) = optimizer.param_groups, twin_optimizer.param_groups
@@ -415,12 +405,7 @@ def test_groups_frozen_parameters_and_another_order_stay_non_blocking():
         model = DataParallel(module, None, optimizer, bucket_mb=0.001)
     assert not model.blocking_parameter_updates
     assert all("0.bias" not in bucket.names for bucket in model.buckets)
-    for step in range(4):
-        everything, mine = batch((6,), step)
-        for one, opt, x in ((model, optimizer, mine), (twin, twin_optimizer, everything)):
-            opt.zero_grad()
-            loss_of(one(x)).backward()
-            opt.step()
+    train_alike((model, optimizer), (twin, twin_optimizer), 4)
     model.finalize()
     assert_same_parameters(module, twin)
 
@@ -429,17 +414,16 @@ def test_groups_frozen_parameters_and_another_order_stay_non_blocking():
 def test_what_cannot_be_deferred_warns_once_and_blocks():
     for case in ("two", "subset", "lbfgs"):
         module, twin = built(mlp)
-        params = list(module.parameters())
-        if case == "two":
-            inner = [torch.optim.SGD(params[:2], lr=0.1), torch.optim.SGD(params[2:], lr=0.1)]
-            twin_inner = [torch.optim.SGD(twin.parameters(), lr=0.1)]
-        elif case == "subset":
-            inner = [torch.optim.SGD(params[:2], lr=0.1)]
-            twin_inner = [torch.optim.SGD(list(twin.parameters())[:2], lr=0.1)]
-        else:
-            inner = [torch.optim.LBFGS(params, lr=0.1, max_iter=3)]
-            twin_inner = [torch.optim.LBFGS(twin.parameters(), lr=0.1, max_iter=3)]
-        optimizers = [DataParallelOptimizer(opt) for opt in inner]
+
+        def optimizers_of(one, case=case):
+            params = list(one.parameters())
+            if case == "lbfgs":
+                return [torch.optim.LBFGS(params, lr=0.1, max_iter=3)]
+            parts = (params[:2], params[2:]) if case == "two" else (params[:2],)
+            return [torch.optim.SGD(part, lr=0.1) for part in parts]
+
+        twin_inner = optimizers_of(twin)
+        optimizers = [DataParallelOptimizer(opt) for opt in optimizers_of(module)]
         with pytest.warns(UserWarning, match="updates are blocking") as caught:
             model = DataParallel(module, None, optimizers)
         assert len(caught) == 1

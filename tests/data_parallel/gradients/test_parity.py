@@ -15,6 +15,8 @@ from parallel_models import (
     built,
     loss_of,
     mlp,
+    one_step,
+    train_alike,
 )
 from tests.repeated import repeated
 from torch import nn
@@ -31,9 +33,7 @@ def train(make, optimizer, blocking, dtype=torch.float64, steps=5, **options):
     outer = DataParallelOptimizer(OPTIMIZERS[optimizer](module.parameters()))
     model = DataParallel(module, None, outer, blocking, **options)
     for step in range(steps):
-        outer.zero_grad()
-        loss_of(model(batch(SHAPES[make], step, dtype)[1])).backward()
-        outer.step()
+        one_step(model, outer, batch(SHAPES[make], step, dtype)[1])
     model.eval()
     return model
 
@@ -43,9 +43,7 @@ def train_alone(make, optimizer, dtype=torch.float64, steps=5):
     twin, _ = built(make, dtype)
     plain = OPTIMIZERS[optimizer](twin.parameters())
     for step in range(steps):
-        plain.zero_grad()
-        loss_of(twin(batch(SHAPES[make], step, dtype)[0])).backward()
-        plain.step()
+        one_step(twin, plain, batch(SHAPES[make], step, dtype)[0])
     return twin
 
 
@@ -106,12 +104,7 @@ def test_a_torch_optimizer_works_without_any_wrapper():
     assert model._fwd_hook_handles == []
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
     twin_optimizer = torch.optim.Adam(twin.parameters(), lr=0.01)
-    for step in range(4):
-        everything, mine = batch((6,), step)
-        for one, opt, x in ((model, optimizer, mine), (twin, twin_optimizer, everything)):
-            opt.zero_grad()
-            loss_of(one(x)).backward()
-            opt.step()
+    train_alike((model, optimizer), (twin, twin_optimizer), 4)
     assert_same_parameters(module, twin)
 
 
@@ -155,9 +148,7 @@ def test_batch_norm_buffers_follow_rank_0(blocking):
     optimizer = DataParallelOptimizer(torch.optim.SGD(module.parameters(), lr=0.1))
     model = DataParallel(module, None, optimizer, blocking)
     for step in range(3):
-        optimizer.zero_grad()
-        loss_of(model(batch((6,), step)[1])).backward()
-        optimizer.step()
+        one_step(model, optimizer, batch((6,), step)[1])
     model(batch((6,), 9)[1] * 0 + 1.5)  # the same batch everywhere: equal from here on
     for buffer in module.buffers():
         assert world().all_equal(buffer)

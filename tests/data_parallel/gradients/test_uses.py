@@ -9,11 +9,13 @@ import pytest
 import torch
 from parallel_models import (
     assert_replicas_equal,
+    assert_same_gradients,
     assert_same_parameters,
     batch,
     built,
     loss_of,
     mlp,
+    one_step,
 )
 from tests.repeated import repeated
 from torch import nn
@@ -40,9 +42,12 @@ class Branches(nn.Module):
         return self.right(x) if right else self.left(x)
 
 
+def sgd(module, lr=0.1):
+    return torch.optim.SGD(module.parameters(), lr=lr, momentum=0.9, weight_decay=0.1)
+
+
 def wrapped(module, blocking, lr=0.1, **options):
-    inner = torch.optim.SGD(module.parameters(), lr=lr, momentum=0.9, weight_decay=0.1)
-    optimizer = DataParallelOptimizer(inner)
+    optimizer = DataParallelOptimizer(sgd(module, lr))
     return DataParallel(module, None, optimizer, blocking, **options), optimizer
 
 
@@ -53,7 +58,7 @@ def test_branches_that_depend_on_the_rank_average_with_zeros(blocking):
     for find_unused in (False, True):
         module, twin = built(Branches)
         model, optimizer = wrapped(module, blocking, bucket_mb=0.0001, find_unused=find_unused)
-        twin_optimizer = torch.optim.SGD(twin.parameters(), lr=0.1, momentum=0.9, weight_decay=0.1)
+        twin_optimizer = sgd(twin)
         xs = [
             torch.randn(3, 4, generator=torch.Generator().manual_seed(r)).double()
             for r in range(comm.size)
@@ -78,10 +83,9 @@ def test_an_unused_gradient_keeps_what_it_held():
     module, _ = built(Branches)
     model, _ = wrapped(module, True)
     module.never.weight.grad = kept = torch.full_like(module.never.weight, 3.0)
-    loss_of(model(torch.ones(2, 4).double(), False)).backward()
-    assert torch.equal(module.never.weight.grad, torch.full_like(kept, 3.0))
-    loss_of(model(torch.ones(2, 4).double(), False)).backward()
-    assert torch.equal(module.never.weight.grad, torch.full_like(kept, 3.0))
+    for _ in range(2):
+        loss_of(model(torch.ones(2, 4).double(), False)).backward()
+        assert torch.equal(module.never.weight.grad, torch.full_like(kept, 3.0))
     assert module.right.weight.grad is None
 
 
@@ -97,13 +101,9 @@ def test_sparse_embeddings_are_averaged(blocking):
     model = DataParallel(module, None, optimizer, blocking)
     words = torch.arange(3 * comm.size).view(comm.size, 3) % 7
     for _ in range(3):
-        optimizer.zero_grad(set_to_none=True)
-        loss_of(model(words[comm.rank])).backward()
+        one_step(model, optimizer, words[comm.rank], set_to_none=True)
         assert module[0].weight.grad.is_sparse
-        optimizer.step()
-        twin_optimizer.zero_grad()
-        loss_of(twin(words.view(-1))).backward()
-        twin_optimizer.step()
+        one_step(twin, twin_optimizer, words.view(-1))
     model.finalize()
     assert_same_parameters(module, twin)
 
@@ -129,13 +129,11 @@ class Checkpointed(nn.Module):
 def test_reentrant_checkpoints_reduce_every_gradient(blocking):
     module, twin = built(Checkpointed)
     model, optimizer = wrapped(module, blocking, lr=0.01, bucket_mb=0.0001)
-    twin_optimizer = torch.optim.SGD(twin.parameters(), lr=0.01, momentum=0.9, weight_decay=0.1)
+    twin_optimizer = sgd(twin, lr=0.01)
     for step in range(2):
         everything, mine = batch((6,), step)
-        for one, opt, x in ((model, optimizer, mine), (twin, twin_optimizer, everything)):
-            opt.zero_grad(set_to_none=step == 0)
-            loss_of(one(x.requires_grad_())).backward()
-            opt.step()
+        one_step(model, optimizer, mine.requires_grad_(), set_to_none=step == 0)
+        one_step(twin, twin_optimizer, everything.requires_grad_(), set_to_none=step == 0)
     model.finalize()
     assert_same_parameters(module, twin, rtol=1e-11)
 
@@ -157,8 +155,7 @@ def test_no_sync_averages_the_sum_and_two_backwards_add_two_means(blocking):
             else:
                 loss_of(model(mine)).backward()
         model.finalize()
-        for p, q in zip(module.parameters(), twin.parameters(), strict=True):
-            torch.testing.assert_close(p.grad, q.grad, rtol=1e-12, atol=1e-12)
+        assert_same_gradients(module, twin)
 
 
 @pytest.mark.ranks([1, 3], backend=["gloo", "shm"], timeout=60)
@@ -185,8 +182,7 @@ def test_samples_weight_every_rank_by_what_it_has_seen(blocking):
         begin = sum(sum(c) for c in counts[:step])
         twin.zero_grad()
         loss_of(twin(xs[begin : begin + sum(counts[step])])).backward()
-        for p, q in zip(module.parameters(), twin.parameters(), strict=True):
-            torch.testing.assert_close(p.grad, q.grad, rtol=1e-12, atol=1e-12)
+        assert_same_gradients(module, twin)
     optimizer.zero_grad()
     for step in range(2):  # accumulated, in both orders of nesting
         if step == 0:
@@ -200,8 +196,25 @@ def test_samples_weight_every_rank_by_what_it_has_seen(blocking):
     model.finalize()
     twin.zero_grad()
     loss_of(twin(xs[: sum(map(sum, counts))])).backward()
-    for p, q in zip(module.parameters(), twin.parameters(), strict=True):
-        torch.testing.assert_close(p.grad, q.grad, rtol=1e-12, atol=1e-12)
+    assert_same_gradients(module, twin)
+
+
+@pytest.mark.ranks([1, 3], timeout=60)
+@both_modes
+@repeated("set_to_none", [True, False])
+def test_samples_of_an_accumulation_that_was_given_up_do_not_count(blocking, set_to_none):
+    module, twin = built(mlp)
+    model, optimizer = wrapped(module, blocking)
+    with model.no_sync(), model.samples(torch.tensor(4)):
+        loss_of(model(batch((6,))[1])).backward()
+    optimizer.zero_grad(set_to_none=set_to_none)
+    counts = [1, 3, 2][: world().size]
+    rows = batch((6,), 1)[0].split(4)
+    with model.samples(counts[world().rank]):
+        loss_of(model(rows[world().rank][: counts[world().rank]])).backward()
+    model.finalize()
+    loss_of(twin(torch.cat([x[:n] for x, n in zip(rows, counts, strict=True)]))).backward()
+    assert_same_gradients(module, twin)
 
 
 @pytest.mark.ranks([1, 3], backend=["gloo", "shm"], timeout=60)
@@ -218,9 +231,7 @@ def test_join_goes_on_among_the_ranks_that_have_data(blocking):
             for model_part in (module, twin):
                 model_part[1].eval()
             model, optimizer = wrapped(module, blocking)
-            twin_optimizer = torch.optim.SGD(
-                twin.parameters(), lr=0.1, momentum=0.9, weight_decay=0.1
-            )
+            twin_optimizer = sgd(twin)
             lengths = [1 + extra * r for r in range(comm.size)]
             data = [
                 torch.randn(9, 3, 6, generator=torch.Generator().manual_seed(r)).double()
@@ -261,13 +272,10 @@ def test_join_nests_with_no_sync_and_samples():
                 with model.samples(4):
                     loss_of(model(x)).backward()
                 optimizer.step()
-    twin_optimizer = torch.optim.SGD(twin.parameters(), lr=0.1, momentum=0.9, weight_decay=0.1)
+    twin_optimizer = sgd(twin)
     for i in range(0, 6, 2):
         active = slice(0, None) if i < 2 else slice(4, None)
-        rows = torch.cat([batch((6,), j)[0][active] for j in (i, i + 1)])
-        twin_optimizer.zero_grad()
-        loss_of(twin(rows)).backward()
-        twin_optimizer.step()
+        one_step(twin, twin_optimizer, torch.cat([batch((6,), j)[0][active] for j in (i, i + 1)]))
     assert_same_parameters(module, twin)
 
 
@@ -375,7 +383,7 @@ def test_a_rank_that_runs_out_while_it_accumulates_loses_nothing(blocking, count
                 backward(i)
                 optimizer.step()
     model.finalize()
-    twin_optimizer = torch.optim.SGD(twin.parameters(), lr=0.1, momentum=0.9, weight_decay=0.1)
+    twin_optimizer = sgd(twin)
     for i in range(0, 6, 2):
         mine = [xs[r][i : min(i + 2, lengths[r])] for r in range(2)]
         twin_optimizer.zero_grad()
@@ -400,8 +408,7 @@ def test_what_all_ranks_have_accumulated_at_the_end_of_join_stays():
                 loss_of(model(batch((6,), i)[1])).backward()
     for i in range(1 + comm.rank):
         loss_of(twin(batch((6,), i)[1])).backward()
-    for p, q in zip(module.parameters(), twin.parameters(), strict=True):
-        torch.testing.assert_close(p.grad, q.grad, rtol=1e-12, atol=1e-12)
+    assert_same_gradients(module, twin)
 
 
 @both
@@ -414,12 +421,29 @@ def test_forces_as_second_derivatives_train_in_parallel():
         x = x.clone().requires_grad_()
         (force,) = torch.autograd.grad(one(x).sum(), x, create_graph=True)
         force.square().mean().backward()
-    for p, q in zip(module.parameters(), twin.parameters(), strict=True):
-        if q.grad is None:
-            assert p.grad is None
-        else:
-            torch.testing.assert_close(p.grad, q.grad, rtol=1e-12, atol=1e-12)
+    assert_same_gradients(module, twin)
     assert model.stats().steps == 1
+
+
+class ReturnsParameter(nn.Linear):
+    def forward(self, x):
+        return super().forward(x), self.bias
+
+
+@pytest.mark.ranks(2, timeout=60)
+def test_a_parameter_among_the_outputs_gathers_no_hooks():
+    module, twin = built(lambda: ReturnsParameter(6, 3))
+    model = DataParallel(module)
+    everything, mine = batch((6,))
+    for number in range(4):
+        for one, x in ((model, mine), (twin, everything)):
+            one.zero_grad()
+            out, bias = one(x)
+            (loss_of(out) + bias.square().sum()).backward()
+        assert_same_gradients(module, twin)
+        if number == 0:
+            before = len(module.bias._backward_hooks)
+    assert len(module.bias._backward_hooks) == before
 
 
 class Result:
@@ -446,7 +470,6 @@ def test_outputs_in_an_object_do_not_pass_for_unused():
     everything, mine = batch((4,))
     loss_of(model(mine).inside["value"]).backward()
     loss_of(twin(everything).inside["value"]).backward()
-    for p, q in zip(module.parameters(), twin.parameters(), strict=True):
-        torch.testing.assert_close(p.grad, q.grad)
+    assert_same_gradients(module, twin)
     # 23 gradients and 4 flags travelled once, not again for those that seemed to be unused.
     assert model.stats().bytes == (23 + 4) * 8

@@ -6,7 +6,16 @@ import copy
 
 import pytest
 import torch
-from parallel_models import OPTIMIZERS, assert_same_parameters, batch, built, cnn, loss_of, mlp
+from parallel_models import (
+    OPTIMIZERS,
+    assert_same_parameters,
+    batch,
+    built,
+    cnn,
+    loss_of,
+    mlp,
+    train_alike,
+)
 from torch import nn
 
 from unisono.data_parallel import (
@@ -32,16 +41,8 @@ def test_a_compiled_wrapper_is_compiled_once():
 
         compiled = torch.compile(model, backend=keep)
         twin_optimizer = OPTIMIZERS["sgd"](twin.parameters())
-        for step in range(5):
-            everything, mine = batch((2, 6, 6), step)
-            for one, its_optimizer, x in (
-                (compiled, optimizer, mine),
-                (twin, twin_optimizer, everything),
-            ):
-                its_optimizer.zero_grad()
-                loss_of(one(x)).backward()
-                its_optimizer.step()
-            assert len(graphs) == 1
+        train_alike((compiled, optimizer), (twin, twin_optimizer), 5, (2, 6, 6))
+        assert len(graphs) == 1
         model.finalize()
         assert_same_parameters(module, twin)
 

@@ -9,17 +9,17 @@ import subprocess
 import sys
 import threading
 import time
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 import pytest
 
 import unisono
 from unisono.environment import Environment
-from unisono.errors import MissingExtra, PlatformError, RankFailed, RankTimeout
-from unisono.launch import Platform, dry_run
+from unisono.errors import MissingExtra, PlatformError, RankFailed
+from unisono.launch import Platform, dry_run, job_files
 from unisono.launch.attempts import Progress
 from unisono.launch.places import mailbox as files
-from unisono.launch.places.mailbox import Orders, Plan, own_versions, read_states, read_value
+from unisono.launch.places.mailbox import Mailbox, Plan
 from unisono.launch.places.program import ProgramRanks
 from unisono.launch.places.rendezvous import candidates, meet
 from unisono.launch.places.slurm import cluster, submit
@@ -115,25 +115,22 @@ def plan_of(**fields):
     return replace(Plan.of(platform, timeout_s=None, max_restarts=0), **fields)
 
 
-def test_the_srun_line_repeats_the_sizes_and_ends_all_ranks_after_a_failure(tmp_path):
-    words = srun_command(tmp_path, plan_of(), 3)
+def test_the_srun_line_repeats_the_sizes_and_ends_all_ranks_after_a_failure():
+    words = srun_command(plan_of())
     assert words[0] == "srun"
     assert {"--nodes=2", "--ntasks=4", "--ntasks-per-node=2", "--cpus-per-task=3"} < set(words)
     assert {"--kill-on-bad-exit=1", "--mpi=none"} < set(words)
-    assert words[-2:] == [str(tmp_path), "3"]
+    assert words[-1] == "unisono.launch.places.agent"
 
 
 def test_a_plan_survives_its_file_and_knows_a_foreign_interpreter(tmp_path):
-    from unisono.launch import job_files
-
-    plan = plan_of(launcher=("host", 1, 2))
-    job_files.write_state(tmp_path, {"plan": plan.as_json()})
+    plan = plan_of(launcher=["host", 1, 2])
+    job_files.write_state(tmp_path, {"plan": asdict(plan)})
     assert Plan.read(tmp_path) == plan
     plan.check_versions()
-    other = Plan(**{**plan.as_json(), "versions": ("2.7", "0.0.1")})
+    other = replace(plan, versions=["2.7", "0.0.1"])
     with pytest.raises(PlatformError, match=r"Python 2\.7 with unisono 0\.0\.1"):
         other.check_versions()
-    assert own_versions()[1] == unisono.__version__
 
 
 def test_a_dry_run_shows_script_and_ranks_and_writes_nothing(tmp_path, monkeypatch):
@@ -179,21 +176,15 @@ def two_partitions(monkeypatch):
     monkeypatch.setattr(cluster, "partitions", lambda: KNOWN)
 
 
-def test_a_partition_that_does_not_exist_is_an_error_with_the_nearest_name(two_partitions):
+def test_what_the_cluster_does_not_have_is_refused(two_partitions, capsys):
     with pytest.raises(PlatformError, match="debug, long") as caught:
         cluster.check_cluster(Platform(device="slurm", partition="lomg"))
     assert "HINT: partition='long'" in str(caught.value)
-
-
-def test_the_default_of_ddpw_gives_way_to_that_of_the_cluster(two_partitions, capsys):
-    assert cluster.check_cluster(Platform(device="slurm")) is None
-    assert "no partition 'general'; the default one is debug" in capsys.readouterr().err
-    assert cluster.check_cluster(Platform(device="slurm", partition="long")) == "long"
-
-
-def test_more_nodes_than_the_partition_has(two_partitions):
     with pytest.raises(PlatformError, match="3 nodes > 2"):
         cluster.check_cluster(Platform(device="slurm", partition="debug", n_nodes=3))
+    assert cluster.check_cluster(Platform(device="slurm", partition="long")) == "long"
+    assert cluster.check_cluster(Platform(device="slurm")) is None  # which is DDPW's "general"
+    assert "no partition 'general'; the default one is debug" in capsys.readouterr().err
 
 
 def test_answers_of_the_scheduler_are_read(monkeypatch):
@@ -224,17 +215,13 @@ def test_doctor_says_why_there_is_no_cluster(tmp_path, monkeypatch):
     assert "fatal: no controller" in check.found
     assert "scontrol ping" in check.fix
     (tmp_path / "scancel").unlink()
-    assert (doctor.check_slurm().status, "scancel" in doctor.check_slurm().found) == (
-        "FAIL",
-        True,
-    )
+    check = doctor.check_slurm()
+    assert (check.status, "scancel" in check.found) == ("FAIL", True)
 
 
 def test_a_job_that_was_done_is_not_done_again(tmp_path):
-    from unisono.launch import job_files
-
     tmp_path.chmod(0o700)
-    job_files.write_state(tmp_path, {"plan": plan_of().as_json()})
+    job_files.write_state(tmp_path, {"plan": asdict(plan_of())})
     done = Ending(state="done", attempt=0, was_ready=True, start_s=0.1, wall_s=0.1, exit_code=0)
     Progress(attempt=0, state="running", ending=done).write(tmp_path)
     words = [sys.executable, "-m", "unisono.launch.places.slurm.driver", str(tmp_path)]
@@ -244,35 +231,35 @@ def test_a_job_that_was_done_is_not_done_again(tmp_path):
 
 
 def test_orders_are_read_once_and_only_whole(tmp_path):
-    giver, reader = Orders(tmp_path, 0), Orders(tmp_path, 0)
-    assert list(reader.new()) == []
+    giver, reader = Mailbox(tmp_path, 0), Mailbox(tmp_path, 0)
+    assert list(reader.new_orders()) == []
     giver.open()
-    giver.give(preempt=1)
+    giver.order(preempt=1)
     path = tmp_path / "orders-0"
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
     with path.open("ab") as file:
         file.write(b'{"stop": ')
-    assert list(reader.new()) == [{"preempt": 1}]
+    assert list(reader.new_orders()) == [{"preempt": 1}]
     with path.open("ab") as file:
         file.write(b'"late"}\n')
-    assert list(reader.new()) == [{"stop": "late"}]
-    assert list(reader.new()) == []
+    assert list(reader.new_orders()) == [{"stop": "late"}]
+    assert list(reader.new_orders()) == []
 
 
 def test_torn_orders_are_left_out_and_given_again(tmp_path, monkeypatch):
-    giver, reader = Orders(tmp_path, 0), Orders(tmp_path, 0)
+    giver, reader = Mailbox(tmp_path, 0), Mailbox(tmp_path, 0)
     giver.open()
     path = tmp_path / "orders-0"
     path.write_bytes(b'{"preempt": 1}\n{"pree')  # another host was interrupted here
-    giver.give(finish=True)
+    giver.order(finish=True)
     with path.open("ab") as file:
         file.write(b'"stop"\n[1]\n')
-    assert list(reader.new()) == [{"preempt": 1}, {"finish": True}]
+    assert list(reader.new_orders()) == [{"preempt": 1}, {"finish": True}]
     whole = path.read_bytes()
     path.write_bytes(whole + b"\0" * 16)  # longer already, but the bytes have not come
-    assert list(reader.new()) == []
+    assert list(reader.new_orders()) == []
     path.write_bytes(whole + b'{"stop": "a bc"}'.ljust(16) + b"\n")
-    assert list(reader.new()) == [{"stop": "a bc"}]
+    assert list(reader.new_orders()) == [{"stop": "a bc"}]
 
     write, lost = os.write, []
 
@@ -283,34 +270,34 @@ def test_torn_orders_are_left_out_and_given_again(tmp_path, monkeypatch):
         return write(fd, data)
 
     monkeypatch.setattr(os, "write", lose_first)
-    giver.give(stop="now")
+    giver.order(stop="now")
     monkeypatch.undo()
-    assert list(reader.new()) == [{"stop": "now"}]
+    assert list(reader.new_orders()) == [{"stop": "now"}]
 
 
 def test_zeros_that_stay_do_not_hide_later_orders(tmp_path, monkeypatch):
     monkeypatch.setattr(files, "_HOLE_S", 0.05)
-    giver, reader = Orders(tmp_path, 0), Orders(tmp_path, 0)
+    giver, reader = Mailbox(tmp_path, 0), Mailbox(tmp_path, 0)
     giver.open()
     (tmp_path / "orders-0").write_bytes(b"\0" * 8)
-    giver.give(stop="now")
-    assert list(reader.new()) == []
+    giver.order(stop="now")
+    assert list(reader.new_orders()) == []
     time.sleep(0.1)
-    assert list(reader.new()) == [{"stop": "now"}]
+    assert list(reader.new_orders()) == [{"stop": "now"}]
 
 
 def test_a_state_that_is_not_yet_whole_counts_as_not_said(tmp_path):
     path = tmp_path / "rank-0.state.json"
     path.write_text('{"rank": 0, "att')
     path.chmod(0o600)
-    assert files.read_state(tmp_path, 0, 1) is None
+    assert Mailbox(tmp_path, 1).read_state(0) is None
 
 
 def test_the_clock_of_another_host_does_not_delay_the_stop(tmp_path):
     """Rank 0 of 4 failed "in five minutes"; the others get a moment to report, and no more."""
     ahead = RankState(rank=0, attempt=1, host="h", state="failed", at={"failed": time.time() + 300})
-    files.write_state(tmp_path, ahead)
-    orders, told = Orders(tmp_path, 1), []
+    Mailbox(tmp_path, 1).write_state(ahead)
+    orders, told = Mailbox(tmp_path, 1), []
     # Ends when it is told to, as agents do.
     words = [sys.executable, "-c", END_AT_STOP, str(tmp_path / "orders-1")]
     ranks = ProgramRanks(
@@ -318,7 +305,7 @@ def test_the_clock_of_another_host_does_not_delay_the_stop(tmp_path):
         plan_of(),
         1,
         words,
-        on_look=lambda: told.extend((order, time.monotonic()) for order in orders.new()),
+        on_look=lambda: told.extend((order, time.monotonic()) for order in orders.new_orders()),
     )
     begin = time.monotonic()
     found = Supervisor(ranks, plan_of(), 1).run()
@@ -342,36 +329,35 @@ def state(rank, word, **fields):
     return RankState(rank=rank, attempt=1, host="h", node=f"n{rank}", state=word, at=at, **fields)
 
 
-def ending(word, **fields):
-    values = {"was_ready": True, "start_s": 1.0, "wall_s": 2.0, "exit_code": 1} | fields
-    return Ending(state=word, attempt=1, **values)
+def ending(word):
+    return Ending(state=word, attempt=1, was_ready=True, start_s=1.0, wall_s=2.0, exit_code=1)
 
 
 def test_files_of_another_user_or_for_others_or_links_are_not_read(tmp_path):
-    files.write_state(tmp_path, state(0, "ready"))
+    Mailbox(tmp_path, 1).write_state(state(0, "ready"))
     path = tmp_path / "rank-0.state.json"
-    assert files.read_state(tmp_path, 0, 1) == state(0, "ready")
-    assert files.read_state(tmp_path, 0, 2) is None
+    assert Mailbox(tmp_path, 1).read_state(0) == state(0, "ready")
+    assert Mailbox(tmp_path, 2).read_state(0) is None
     path.chmod(0o640)
     with pytest.raises(PlatformError, match="mode 0640"):
-        files.read_state(tmp_path, 0, 1)
+        Mailbox(tmp_path, 1).read_state(0)
     path.unlink()
     path.symlink_to(tmp_path / "elsewhere")
     with pytest.raises(PlatformError, match="a link"):
-        files.read_state(tmp_path, 0, 1)
+        Mailbox(tmp_path, 1).read_state(0)
     path.unlink()
     if os.getuid() == 0:
-        result = files.result_path(tmp_path, 0)
+        result = tmp_path / "rank-0.result"
         result.write_bytes(b"cos\nsystem\n(S'true'\ntR.")
         result.chmod(0o600)
         os.chown(result, 12345, -1)
         with pytest.raises(PlatformError, match="owner 12345"):
-            read_value(tmp_path, 0)
+            Mailbox(tmp_path, 1).read_value(0)
 
 
 def told(tmp_path, how):
     """Return the error of an attempt of two ranks, by their files."""
-    return judge(read_states(tmp_path, 2, 1), how, tmp_path)
+    return judge(Mailbox(tmp_path, 1).read_states(2), how, tmp_path)
 
 
 def test_the_error_of_a_rank_that_raised_survives_its_file(tmp_path):
@@ -383,40 +369,19 @@ def test_the_error_of_a_rank_that_raised_survives_its_file(tmp_path):
         site="a.py:3 in f",
     )
     lost = Failed(summary="gone", traceback="", pickled=None, is_consequence=True)
-    files.write_state(tmp_path, state(0, "failed", failed=lost))
-    assert files.has_failure(tmp_path, 1)
-    assert not files.has_failure(tmp_path, 1, but_consequences=True)  # of one not yet told
-    files.write_state(tmp_path, state(1, "failed", failed=failed))
-    assert files.read_state(tmp_path, 1, 1) == state(1, "failed", failed=failed)
-    assert files.has_failure(tmp_path, 1, but_consequences=True)
-    assert not files.has_failure(tmp_path, 0)
+    Mailbox(tmp_path, 1).write_state(state(0, "failed", failed=lost))
+    Mailbox(tmp_path, 1).write_state(state(1, "failed", failed=failed))
+    assert Mailbox(tmp_path, 1).read_state(1) == state(1, "failed", failed=failed)
     error = told(tmp_path, ending("failed"))
     assert isinstance(error, RankFailed)
     assert (error.rank, error.host, error.attempt) == (1, "n1", 1)
-    line = headline(read_states(tmp_path, 2, 1), ending("failed"))
+    line = headline(Mailbox(tmp_path, 1).read_states(2), ending("failed"))
     assert line == str(error).splitlines()[0]
-
-
-def test_a_rank_that_was_killed_comes_before_one_that_noticed(tmp_path):
-    lost = Failed(summary="gone", traceback="", pickled=None, is_consequence=True)
-    files.write_state(tmp_path, state(0, "failed", failed=lost))
-    files.write_state(tmp_path, state(1, "died", exit_code=-9, peak_mb=10.0))
-    error = told(tmp_path, ending("failed"))
-    assert (error.rank, error.signal, error.exit_code) == (1, "SIGKILL", None)
-
-
-def test_a_deadline_names_who_did_not_come(tmp_path):
-    files.write_state(tmp_path, state(0, "stopped", stack="Thread 0x01 (most recent):\n"))
-    files.write_state(tmp_path, state(1, "returned"))
-    error = told(tmp_path, ending("timeout", deadline="not done in time"))
-    assert isinstance(error, RankTimeout)
-    assert (error.rank, sorted(error.stacks)) == (0, [0])
-    assert "rank 0 of 2 not done in time" in str(error)
 
 
 def test_ranks_without_a_word_are_named_with_the_words_of_the_starter(tmp_path):
     (tmp_path / "starter.log").write_text("srun: error: node n1 failed\n")
-    files.write_state(tmp_path, state(0, "running"))
+    Mailbox(tmp_path, 1).write_state(state(0, "running"))
     error = told(tmp_path, ending("lost"))
     assert "ranks 0-1 of 2 ended without a word (code 1)" in str(error)
     assert "node n1 failed" in str(error)

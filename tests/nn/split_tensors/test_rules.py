@@ -282,3 +282,25 @@ def test_sums_of_16_bit_values_neither_overflow_nor_lose_digits(name):
         whole = found.whole() if isinstance(found, Split) else found
         assert whole.dtype == dtype
         torch.testing.assert_close(whole.float(), wanted, rtol=3 * torch.finfo(dtype).eps, atol=0.0)
+
+
+INTEGERS: dict[str, Callable[[Tensor], Tensor]] = {
+    "sum": lambda x: x.sum(2),
+    "max_pool": lambda x: F.max_pool2d(x.int(), 3, 2, 1),
+    "avg_pool": lambda x: F.avg_pool2d(x.long(), 3, 2, 1, count_include_pad=False),
+    "nearest": lambda x: F.interpolate(x, scale_factor=2),
+    "bilinear": lambda x: F.interpolate(x, size=(13, 21), mode="bilinear"),
+}
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("name", INTEGERS)
+def test_integers_become_what_torch_makes_of_them(name):
+    x = torch.randint(255, IMAGE, generator=torch.Generator().manual_seed(1), dtype=torch.uint8)
+    for partition in (Partition([1, 1, 2, 1]), Partition([1, 1, 1, 2])):
+        y = INTEGERS[name](Split.of(x[partition.local_slices(IMAGE)], partition))
+        whole, wanted = y.whole() if isinstance(y, Split) else y, INTEGERS[name](x)
+        assert whole.dtype == wanted.dtype
+        assert torch.equal(whole, wanted)
+    with pytest.raises(RuntimeError, match="floating point"):
+        Split.of(x[partition.local_slices(IMAGE)], partition).var(3)

@@ -96,6 +96,14 @@ def test_labels_may_be_split_too_and_classes_weighted():
     own = Split.of(labels[:, partition.local_slices((2, 4, 6, 5))[2]], Partition([1, 2, 1]))
     close(F.cross_entropy(parts, labels, weight, ignore_index=3), wanted)
     close(F.cross_entropy(parts, own, weight, ignore_index=3), wanted)
+    smooth = {"label_smoothing": 0.2, "ignore_index": 3}
+    close(
+        F.cross_entropy(parts, own, weight, **smooth), F.cross_entropy(y, labels, weight, **smooth)
+    )
+    turned = y.transpose(1, 3).contiguous().transpose(1, 3)
+    turned = Split.of(own_block(turned, partition), partition)
+    close(F.nll_loss(turned, labels), F.nll_loss(y, labels))
+    F.nll_loss(turned, labels).backward()
     close(F.mse_loss(parts, y.flip(0)), F.mse_loss(y, y.flip(0)))
     close(F.l1_loss(parts, y * 2, reduction="sum"), F.l1_loss(y, y * 2, reduction="sum"))
 

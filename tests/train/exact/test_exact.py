@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import os
 import random
 import shutil
 import signal
 import time
+from collections import defaultdict
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -30,7 +33,7 @@ from unisono.launch.elastic.settings import Chaos
 from unisono.launch.elastic.supervisor import read_events
 from unisono.launch.request import checked_request
 from unisono.train.exact.data import Shards
-from unisono.train.exact.shards import nodes_in, tree_sum
+from unisono.train.exact.shards import fresh, nodes_in, tree_sum
 
 MODELS = ("mlp", "cnn", "transformer", "lstm")
 
@@ -92,6 +95,16 @@ def train(name: str, steps: int = 6, shards: int = 8, pause_s: float = 0.0, **mo
         step(lambda batch: functional.cross_entropy(model(batch.x), batch.y))
         time.sleep(pause_s)
     return digest(model, optimizer)
+
+
+def small_loop(samples: int = 64, **settings: object) -> Iterator[object]:
+    """Yield the steps of a small training, each after it was taken."""
+    model = nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    data = torch.randn(samples, 2)
+    for step in unisono.train.elastic(model, optimizer, data, batch_size=8, **settings):
+        step(lambda batch: model(batch[0]).mean())
+        yield step
 
 
 # The same bits.
@@ -381,11 +394,7 @@ def test_a_job_can_be_resized_while_it_trains(tmp_path):
 
 def test_when_all_ranks_die_the_error_says_so(tmp_path):
     def die() -> None:
-        model = nn.Linear(2, 1)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        data = torch.randn(64, 2)
-        for step in unisono.train.elastic(model, optimizer, data, batch_size=8, epochs=9):
-            step(lambda batch: model(batch[0]).mean())
+        for step in small_loop(epochs=9):
             if step.number == 2:
                 os.kill(os.getpid(), signal.SIGKILL)
 
@@ -434,13 +443,9 @@ def test_a_stop_that_all_members_agree_on_and_a_checkpoint_for_another_number_of
 
 
 def test_a_record_of_an_elastic_run_has_one_curve(tmp_path):
-    def short() -> None:
-        model = nn.Linear(2, 1)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        for step in unisono.train.elastic(model, optimizer, torch.randn(48, 2), batch_size=8):
-            step(lambda batch: model(batch[0]).mean())
-
-    results = unisono.run(short, ranks=2, elastic=True, record=str(tmp_path / "digits"))
+    results = unisono.run(
+        lambda: len(list(small_loop(48))), ranks=2, elastic=True, record=str(tmp_path / "digits")
+    )
     lines = (Path(results.report.dir) / "metrics.csv").read_text().splitlines()
     assert "loss" in lines[0]
     assert len(lines) == 1 + 6
@@ -449,16 +454,12 @@ def test_a_record_of_an_elastic_run_has_one_curve(tmp_path):
 # What cannot be right is refused.
 
 
-def leaves_early() -> None:
-    model = nn.Linear(2, 1)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for step in unisono.train.elastic(model, optimizer, torch.randn(64, 2), batch_size=8):
-        step(lambda batch: model(batch[0]).mean())
-        if step.is_logger and step.number == 2:
-            break
-
-
 def test_a_loop_that_ends_on_one_member_alone_is_an_error():
+    def leaves_early() -> None:
+        for step in small_loop():
+            if step.is_logger and step.number == 2:
+                break
+
     with pytest.raises(CollectiveMismatch, match="ended their loop before step 3"):
         unisono.run(leaves_early, ranks=2, elastic=True)
 
@@ -493,12 +494,47 @@ def test_what_a_program_changes_between_steps_it_changes_on_all_members(what, tm
         unisono.run(changed, what, False, ranks=2, elastic=True)
 
 
+class Drifting(nn.Module):
+    """Has a buffer that steps change and that no state_dict of it holds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(3, 1)
+        self.register_buffer("seen", torch.zeros(3), persistent=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.seen.lerp_(x.mean(0), 0.5)
+        return self.inner(x - self.seen)
+
+
+def test_a_state_holds_buffers_that_are_not_persistent_and_names_are_not_taken_twice():
+    def loop() -> unisono.train.ElasticRun:
+        torch.manual_seed(0)
+        model, data = Drifting(), torch.randn(16, 3)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        schedule = torch.optim.lr_scheduler.StepLR(optimizer, 2)
+        return unisono.train.elastic(
+            model, optimizer, data, batch_size=8, epochs=2, scheduler=schedule
+        )
+
+    whole, again = loop(), loop()
+    for step in whole:
+        step(lambda batch: whole.model(batch[0]).mean())
+        if step.number == 1:
+            state = copy.deepcopy(whole.state_dict())
+    again.load_state_dict(state)
+    for step in again:
+        step(lambda batch: again.model(batch[0]).mean())
+    assert torch.equal(whole.model.seen, again.model.seen)
+    assert torch.equal(whole.model.inner.weight, again.model.inner.weight)
+    with pytest.raises(UnisonoError, match=r"run.state\(my_scheduler="):
+        whole.state(scheduler=[])
+    whole.state(scaler=[])  # there is none
+
+
 def test_an_exception_in_the_loop_is_the_error():
     def fails() -> None:
-        model = nn.Linear(2, 1)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        for step in unisono.train.elastic(model, optimizer, torch.randn(64, 2), batch_size=8):
-            step(lambda batch: model(batch[0]).mean())
+        for step in small_loop():
             if step.number == 1 and step.is_logger:
                 raise KeyError("mine")
 
@@ -567,7 +603,7 @@ class Stream(IterableDataset):
         ({"data": (torch.ones(20, 2), torch.ones(15))}, "20 != 15"),
         ({"data": Stream()}, "no length"),
         ({"model": nn.SyncBatchNorm(2)}, "SyncBatchNorm"),
-        ({"model": nn.Linear(2, 2)}, "no parameters of the model"),
+        ({"model": nn.Linear(2, 2)}, "not parameters of the model"),
         ({"shards": 0}, "shards=0"),
     ],
 )
@@ -602,6 +638,15 @@ def test_sums_of_subtrees_are_those_of_the_whole_tree():
             for a, n in nodes
         }
         assert tree_sum(0, 6, lambda a, n, k=known: k.get((a, n)), lambda x, y: x + y) == whole
+
+
+def test_batches_of_any_kind_of_dict_have_memory_of_their_own():
+    given = defaultdict(list, x=torch.arange(9.0)[1:], more=[torch.arange(9.0)[3:]])
+    batch = fresh(given)
+    assert (type(batch), batch["none"]) == (defaultdict, [])
+    for old, new in ((given["x"], batch["x"]), (given["more"][0], batch["more"][0])):
+        assert torch.equal(old, new)
+        assert new.storage_offset() == 0
 
 
 def test_an_epoch_holds_each_sample_once_whatever_the_shards():

@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
-import unisono
 from unisono.train.recording import figures
-from unisono.train.recording.live import judge, patience_s, place_of
 
 
 def event(begin, end, *, wait=0, op="all_reduce"):
@@ -89,28 +85,3 @@ def test_calls_of_all_ranks_are_summed_up_by_place():
     (row,) = figures.call_table(parts)
     assert (row["op"], row["site"], row["calls"]) == ("barrier", "train.py:9", 6)
     assert row["seconds"] == pytest.approx(3.0)
-
-
-OURS = Path(unisono.__file__).parent
-WAITS = (
-    f'Thread 0x1 (most recent call first):\n  File "{OURS}/comm/calling.py", line 9 in _run\n'
-    f'  File "{OURS}/comm/collectives.py", line 70 in all_reduce_\n'
-    '  File "/home/me/train.py", line 31 in step'
-)
-SLEEPS = 'Thread 0x1 (most recent call first):\n  File "/home/me/train.py", line 12 in load'
-
-
-def test_a_quiet_rank_in_a_collective_waits_and_one_outside_is_stalled():
-    stacks = {0: WAITS, 1: SLEEPS}
-    assert judge(50.0, 5.0, 0, stacks, has_logged=False) == "waiting"
-    assert judge(50.0, 5.0, 1, stacks, has_logged=True) == "stalled"
-    assert judge(50.0, 5.0, 1, stacks, has_logged=False) == "starting"
-    assert judge(70.0, 5.0, 1, stacks, has_logged=False) == "stalled"
-    assert judge(1.0, 5.0, 1, stacks, has_logged=False) == "running"
-    assert place_of(WAITS) == "waits in all_reduce, train.py:31 in step"
-    assert place_of(SLEEPS) == "at train.py:12 in load"
-
-
-def test_slow_steps_are_no_reason_to_worry():
-    assert patience_s([]) == 5.0
-    assert patience_s([0.0, 10.0, 20.0]) == 50.0

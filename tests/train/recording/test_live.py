@@ -17,12 +17,12 @@ import pytest
 
 import unisono
 from unisono.cli import main
-from unisono.train.recording.live import LiveView
+from unisono.train.recording.live import LiveView, judge, patience_s, place_of
 
 OURS = Path(unisono.__file__).parent
 WAITS = (
     f'Thread 0x1 (most recent call first):\n  File "{OURS}/comm/calling.py", line 9 in _run\n'
-    f'  File "{OURS}/comm/collectives.py", line 70 in all_reduce\n'
+    f'  File "{OURS}/comm/collectives.py", line 70 in all_reduce_\n'
     '  File "/home/me/train.py", line 31 in step'
 )
 SLEEPS = 'Thread 0x1 (most recent call first):\n  File "/home/me/train.py", line 12 in <b>load'
@@ -209,3 +209,19 @@ def test_a_run_in_this_very_process_cannot_be_watched(tmp_path, monkeypatch, cap
     (tmp_path / "work.py").write_text("print(1)\n")
     assert main(["run", "--watch", "--on", "inline", "work.py"]) == 2
     assert "HINT: --on cpu --ranks 1" in capsys.readouterr().err
+
+
+def test_a_quiet_rank_in_a_collective_waits_and_one_outside_is_stalled():
+    stacks = {0: WAITS, 1: SLEEPS}
+    assert judge(50.0, 5.0, 0, stacks, has_logged=False) == "waiting"
+    assert judge(50.0, 5.0, 1, stacks, has_logged=True) == "stalled"
+    assert judge(50.0, 5.0, 1, stacks, has_logged=False) == "starting"
+    assert judge(70.0, 5.0, 1, stacks, has_logged=False) == "stalled"
+    assert judge(1.0, 5.0, 1, stacks, has_logged=False) == "running"
+    assert place_of(WAITS) == "waits in all_reduce, train.py:31 in step"
+    assert place_of(SLEEPS) == "at train.py:12 in <b>load"
+
+
+def test_slow_steps_are_no_reason_to_worry():
+    assert patience_s([]) == 5.0
+    assert patience_s([0.0, 10.0, 20.0]) == 50.0

@@ -21,14 +21,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from unisono.comm.arguments import bytes_of
+from unisono.comm.engines.algorithms import SMALL_BYTES
 from unisono.comm.engines.base import Blocks, Engine, How, Messages, SourceTicket, Ticket
 from unisono.comm.engines.gloo import TorchEngine
 from unisono.comm.engines.queued import JobQueue, QueuedEngine
 from unisono.comm.reductions import accumulation_dtype, reduce_among, reduce_in_rank_order
 from unisono.errors import RankFailed, RankTimeout
-
-_SMALL_BYTES = 64 * 1024
-"""Up to here hosts exchange whole tensors at once; above, each reduces a share of them."""
 
 
 class Network:
@@ -113,7 +111,7 @@ class HostsEngine(QueuedEngine):
         self._peers = (
             tuple(members[local.rank] for members in hosts) if self._is_even else self._leaders
         )
-        """Ranks of the other hosts that this rank talks to, one a host."""
+        """Ranks of the other hosts that this rank talks to, one per host."""
         # Connects nobody yet, but tells where this rank is to be found: one that waits for its
         # message must not have to ask for the group first.
         network.among(self._everybody)
@@ -179,9 +177,9 @@ class HostsEngine(QueuedEngine):
             x.copy_(y)
 
     def _across(self, x: Tensor, op: str) -> None:
-        """Reduce `x` over the hosts, in their order."""
+        """Reduce `x` over the hosts, in their order; small tensors are exchanged whole."""
         swap, place = partial(self._swap, self._peers), (self._here, len(self._peers))
-        reduce_among(x, op, swap, *place, is_whole=x.nbytes <= _SMALL_BYTES)
+        reduce_among(x, op, swap, *place, is_whole=x.nbytes <= SMALL_BYTES)
 
     def _reduce_scatter(self, out: Tensor, ins: Blocks, op: str, alike: int) -> None:
         if not self._is_even:

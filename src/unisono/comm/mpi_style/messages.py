@@ -314,8 +314,8 @@ class Mailbox:
                     )
                 self._until(lambda: receive.is_done, call, timeout_s)
             finally:
-                if not receive.is_done:  # given up: it must not take a later message
-                    self._expected.remove(receive)
+                if not receive.is_done and receive in self._expected:
+                    self._expected.remove(receive)  # given up: it must not take a later message
                     self._attend()
             return receive.finish()
 

@@ -119,7 +119,7 @@ class Request:
 
     Args:
         is_ready: whether `finish` would not block.
-        finish: waits for the end and returns what `Wait` returns; called once.
+        finish: waits for the end and returns what `Wait` returns; called until it has.
         describe: fills the status of a receive.
     """
 
@@ -141,9 +141,9 @@ class Request:
 
     def Wait(self, status: Status | None = None) -> Any:
         """Return when the verb is complete; a request of `irecv` returns the object."""
-        finish, self._finish = self._finish, None
-        if finish is not None:
-            self._value = finish()
+        if self._finish is not None:
+            self._value = self._finish()
+            self._finish = None  # unless it has raised, as it then does again
         if status is not None and self._describe is not None:
             self._describe(status)
         return self._value

@@ -271,21 +271,10 @@ class Verbs(ABC):
         Blocks are cut along `axis` of `sendbuf` and joined along `recv_axis` (default: `axis`):
         `recvbuf.swapaxes(0, recv_axis)` is the `sendbuf.swapaxes(0, axis)` one after the other.
         """
-        size = self._comm.size
         along = axis if recv_axis is None else recv_axis
-        whole, blocks = self._of_root(recvbuf, along, root, verb, "recvbuf")
-        if not constants.is_in_place(sendbuf):
-            send = _in_front(as_tensor(sendbuf, verb, "sendbuf"), axis, verb)
-        elif blocks is not None:
-            send = blocks.block(root)
-        else:
-            share, whole = self._own_share(whole, root, verb)
-            send = whole.narrow(0, root * share, share)
-        lengths = self._lengths(send.shape[0], blocks, root, verb, "recvbuf")
-        if whole is not None and verb == "Gather":
-            check_alike(send, whole, verb, size)
-        elif whole is not None and blocks is None:
-            blocks = cut(whole, 0, lengths, None, size, verb, "recvbuf")
+        send, whole, blocks, lengths = self._rooted(
+            verb, root, (sendbuf, axis, "sendbuf"), (recvbuf, along, "recvbuf")
+        )
         work = self._staged(send)
 
         def deliver(joined: Tensor | None) -> None:
@@ -319,22 +308,13 @@ class Verbs(ABC):
         `sendbuf` is cut along `axis`; the parts lie along `recv_axis` (default: `axis`) of
         `recvbuf`. Only `root` needs a `sendbuf`.
         """
-        size = self._comm.size
-        whole, blocks = self._of_root(sendbuf, axis, root, verb, "sendbuf")
-        if not constants.is_in_place(recvbuf):
-            recv = as_tensor(recvbuf, verb, "recvbuf")
-            target = _in_front(recv, axis if recv_axis is None else recv_axis, verb, "recv_axis")
-        elif blocks is not None:
-            target = torch.empty_like(blocks.block(root))
-        else:
-            share, whole = self._own_share(whole, root, verb)
-            target = torch.empty_like(whole.narrow(0, 0, share))
-        lengths = self._lengths(target.shape[0], blocks, root, verb, "sendbuf")
+        along = axis if recv_axis is None else recv_axis
+        target, whole, blocks, lengths = self._rooted(
+            verb, root, (recvbuf, along, "recvbuf"), (sendbuf, axis, "sendbuf")
+        )
         if whole is not None:
-            if blocks is None:
-                blocks = cut(whole, 0, lengths, None, size, verb, "sendbuf")
-            if verb == "Scatter":
-                check_alike(target, whole, verb, size)
+            size = self._comm.size
+            blocks = blocks or cut(whole, 0, lengths, None, size, verb, "sendbuf")
             whole = self._staged(torch.cat([blocks.block(rank) for rank in range(size)]))
         like = (tuple(target.shape), target.dtype)
         return Plan(
@@ -350,29 +330,45 @@ class Verbs(ABC):
     )
     Iscatterv = _started(Scatterv)
 
-    def _of_root(
-        self, buffer: Counted | None, axis: int, root: int, verb: str, what: str
-    ) -> tuple[Tensor | None, Blocks | None]:
-        """Return the buffer of `root` with the axis in front, and its blocks if counts came too."""
-        rank, size = self._comm.rank, self._comm.size
-        check_rank(root, size, "root", verb)
-        if rank != root:
-            return None, None
-        if buffer is None:
-            raise PartitionError.because(f"{verb}: {what}=None", f"rank {root} is the root")
-        x, counts, displs = unpack_counts(buffer, verb, what)
-        front = _in_front(x, axis, verb)
-        if counts is None:
-            return front, None
-        return front, cut(front, 0, counts, displs, size, verb, what)
+    def _rooted(
+        self,
+        verb: str,
+        root: int,
+        own: tuple[Sent, int, str],
+        whole: tuple[Counted | None, int, str],
+    ) -> tuple[Tensor, Tensor | None, Blocks | None, tuple[int, ...]]:
+        """Return the own block, on the root the whole buffer and its blocks, and all ranks' rows.
 
-    def _own_share(self, whole: Tensor | None, root: int, verb: str) -> tuple[int, Tensor]:
-        """Return the rows of one rank in the root's buffer, in which only the root can work."""
-        if whole is None:
-            raise PartitionError.because(
-                f"{verb} with IN_PLACE on rank {self._comm.rank}", f"the root is rank {root}"
-            )
-        return equal_share(whole, 0, self._comm.size, verb), whole
+        `own` and `whole` are buffers, each with an axis, which comes to the front, and its name.
+        """
+        (mine, own_axis, own_name), (buffer, axis, name) = own, whole
+        size = self._comm.size
+        check_rank(root, size, "root", verb)
+        front: Tensor | None = None
+        blocks: Blocks | None = None
+        if self._comm.rank == root:
+            if buffer is None:
+                raise PartitionError.because(f"{verb}: {name}=None", f"rank {root} is the root")
+            x, counts, displs = unpack_counts(buffer, verb, name)
+            front = _in_front(x, axis, verb)
+            if counts is not None:
+                blocks = cut(front, 0, counts, displs, size, verb, name)
+        if not constants.is_in_place(mine):
+            block = _in_front(as_tensor(mine, verb, own_name), own_axis, verb)
+        elif front is None:
+            asked = f"{verb} with IN_PLACE on rank {self._comm.rank}"
+            raise PartitionError.because(asked, f"the root is rank {root}")
+        elif blocks is not None:
+            block = blocks.block(root)
+        else:
+            share = equal_share(front, 0, size, verb)
+            block = front.narrow(0, root * share, share)
+        lengths = self._lengths(block.shape[0], blocks, root, verb, name)
+        if front is not None and not verb.endswith("v"):
+            check_alike(block, front, verb, size)
+        elif front is not None and blocks is None:
+            blocks = cut(front, 0, lengths, None, size, verb, name)
+        return block, front, blocks, lengths
 
     def _lengths(
         self, own: int, blocks: Blocks | None, root: int, verb: str, what: str

@@ -255,7 +255,8 @@ class TransportProcessGroup(dist.ProcessGroup):
             return self._reduce("all_reduce", _listed(tensors), opts)
         x, performer, op = tensors[0], self._calls, OPS.get(opts.reduceOp.op)
         is_usual = len(tensors) == 1 and x.dtype in PLAIN_DTYPES and x.layout is torch.strided
-        if performer is None or op is None or opts.asyncOp or not (is_usual and x.is_contiguous()):
+        is_usual = is_usual and x.is_contiguous() and not x.is_neg()
+        if performer is None or op is None or opts.asyncOp or not is_usual:
             return self._reduce("all_reduce", _listed(tensors), opts)
         # One plain tensor that the caller waits for: the shortest way, for small ones.
         check_op(op, x.dtype)

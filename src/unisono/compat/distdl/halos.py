@@ -30,7 +30,7 @@ from unisono.nn.planned import PlannedModule
 from unisono.operators import all_to_all
 from unisono.operators.linear import identity
 from unisono.topology import Partition
-from unisono.topology.resample import Taps, resample_taps
+from unisono.topology.resample import Resampling, Taps
 
 Slices = tuple[slice, ...]
 
@@ -396,8 +396,7 @@ def _needed(end: Callable[[Taps], int], doc: str) -> Callable[..., np.ndarray]:
         taps = [Taps((int(i),), (1.0,)) for i in y_global_idx[:2]]
         for dim, scale in zip(dims, given, strict=True):
             at, x, y = (int(of[dim]) for of in (y_global_idx, x_global_shape, y_global_shape))
-            how: Any = {"scale": scale, "align_corners": aligned, "double": double}
-            taps.append(resample_taps(at, x, y, kind, **how))
+            taps.append(Resampling(x, y, kind, scale, aligned, double).taps(at))
         return np.array([end(own) for own in taps])
 
     needed.__doc__ = doc

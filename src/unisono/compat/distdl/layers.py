@@ -82,12 +82,6 @@ def as_distdl(
         arguments = _signature(kind, order.split(), without.split(), ignored.split(), defaults)
 
         def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
-            unknown = sorted(kwargs.keys() - arguments.parameters.keys())
-            if unknown:
-                raise TypeError(
-                    f"{kind.__name__} has no argument {', '.join(unknown)}\n"
-                    f"  HINT: one of {', '.join(arguments.parameters)}"
-                )
             try:
                 given = arguments.bind(*args, **kwargs)
             except TypeError as error:

@@ -41,8 +41,8 @@ _READABLE = {
     "param_groups": ("local_optimizer", "param_groups"),
     "state": ("local_optimizer", "state"),
     "defaults": ("local_optimizer", "defaults"),
-    "register_step_pre_hook": ("local_optimizer", "register_step_pre_hook"),
-    "register_step_post_hook": ("local_optimizer", "register_step_post_hook"),
+    "_optimizer_step_pre_hooks": ("local_optimizer", "_optimizer_step_pre_hooks"),
+    "_optimizer_step_post_hooks": ("local_optimizer", "_optimizer_step_post_hooks"),
     "stability": ("schedule", "detector"),
     "max_gs": ("schedule", "max_global_skips"),
     "total_epochs": ("schedule", "total_epochs"),
@@ -270,8 +270,9 @@ class DASO(Optimizer):
         Returns:
             What the local optimizer's `step` returned.
         """
-        n_batches = self._agreed_length()
-        batch = self.current_batch
+        if self.must_agree or self.batches_done == 0:
+            self._agree()
+        batch, n_batches = self.current_batch, self._n_batches or 1
         plan = self.schedule.plan(batch, n_batches, self.sent_at)
         self.went_apart = self.went_apart or not plan.local_sync
         result = self._local_step(closure)
@@ -330,14 +331,10 @@ class DASO(Optimizer):
         """Clear the gradients; zeros by default, as HeAT does."""
         self.local_optimizer.zero_grad(set_to_none=set_to_none)
 
-    def _agreed_length(self) -> int:
-        """Return the batches of this epoch, the same on all ranks; compared once an epoch."""
-        if self.must_agree or self.batches_done == 0:
-            self._agree()
-        return self._n_batches or 1
-
     def _agree(self) -> None:
         """Compare what must be the same on all ranks, and take up what has changed. Collective.
+
+        Called once an epoch, and after what may have changed it: a model, a checkpoint, a copy.
 
         Raises:
             ValueError: on all ranks, where a model is missing or numbers of batches differ.
@@ -370,7 +367,7 @@ class DASO(Optimizer):
             warnings.warn(
                 "DASO: one rank's checkpoint serves all: the exchange in flight is left out",
                 UserWarning,
-                stacklevel=4,
+                stacklevel=3,
             )
         if module is not None and any(changes):
             exchange.bind(module)
@@ -462,7 +459,7 @@ class DASO(Optimizer):
         """Go back to the state after construction; model and optimizer state stay. Collective."""
         self.exchange.drop()
         if self.exchange.outer is not None:
-            self.exchange.outer.velocity = None
+            self.exchange.outer.velocity = []
         self.schedule.reset()
         self.zero_grad()
         self._start_over()
@@ -526,7 +523,7 @@ class DASO(Optimizer):
         if exchange.common is not None and state["common"] is not None:
             exchange.common = list(state["common"])
         if exchange.outer is not None:
-            exchange.outer.velocity = state["outer"]
+            exchange.outer.velocity = state["outer"] or []
         self.went_apart = state["went_apart"]
         if self.scheduler is not None and state["scheduler"] is not None:
             self.scheduler.load_state_dict(state["scheduler"])

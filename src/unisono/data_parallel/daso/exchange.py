@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import accumulate, pairwise
 from typing import Any, cast
@@ -202,15 +202,16 @@ class OuterOptimizer:
     """Length of a step."""
     nesterov: bool = False
     """Whether it looks ahead along the momentum."""
-    velocity: list[Tensor | None] | None = None
-    """The last update; None before the first."""
+    velocity: list[Tensor | None] = field(default_factory=list)
+    """The last update; empty before the first."""
 
     def step(self, common: Sequence[Tensor], mean: Sequence[Tensor]) -> list[Tensor]:
         """Return the next common value from the last one and the mean of the nodes."""
         following = [x.clone() for x in common]
         drift = [a - b for a, b in zip(common, mean, strict=True)]
         # A copy: `sgd` writes to it, and a checkpoint may hold the one of before.
-        self.velocity = copy.deepcopy(self.velocity) or [None] * len(drift)
+        at_rest: list[Tensor | None] = [None] * len(drift)
+        self.velocity = copy.deepcopy(self.velocity) or at_rest
         sgd(
             following,
             drift,
@@ -293,7 +294,7 @@ class NodeExchange:
         self.common = values if needed else None
         broadcast_tensors(self.common or [], self.comm)
         if self.outer is not None:
-            self.outer.velocity = None
+            self.outer.velocity = []
 
     def has_changed(self) -> bool:
         """Whether parameters are others than those taken, or not at the common value. Local.

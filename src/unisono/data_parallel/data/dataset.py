@@ -47,7 +47,7 @@ def local_rows(array: object, asked: str) -> Tensor:
         raise refusal(
             TypeError,
             f"{asked} of {type(array).__name__}",
-            "no array",
+            "not an array",
             hint="a torch tensor, a numpy array, or an object whose .larray is the local one",
         )
     split = 0 if isinstance(array, Tensor | np.ndarray) else getattr(array, "split", 0)
@@ -80,7 +80,10 @@ def shard(x: A, *, axis: int = 0, comm: object = None) -> A:
     """
     if not isinstance(x, Tensor | np.ndarray):
         raise refusal(
-            TypeError, f"shard of {type(x).__name__}", "no array", hint="a tensor or a numpy array"
+            TypeError,
+            f"shard of {type(x).__name__}",
+            "not an array",
+            hint="a tensor or a numpy array",
         )
     if not isinstance(axis, int) or not -x.ndim <= axis < x.ndim:
         raise PartitionError.because(
@@ -97,17 +100,20 @@ class RankRows(torch.utils.data.Dataset[Any]):
     """A torch dataset over the rows in `data`, each transformed when it is read.
 
     Args:
-        rows: this rank's rows.
+        array: this rank's rows.
         transforms: a callable, or several applied in order, for each row.
-        comm: the ranks that hold the others.
+        comm: the ranks that hold the others; None: the array's own, else the world.
     """
 
-    def __init__(self, rows: Tensor, transforms: Transforms, comm: Communicator) -> None:
+    _left_behind: tuple[str, ...] = ("comm", "communicator")
+    """Attributes that do not go to a loader's worker processes."""
+
+    def __init__(self, array: Any, transforms: Transforms, comm: object) -> None:
+        self.data = local_rows(array, type(self).__name__)
         _steps_of(transforms)  # refuses what cannot be called
-        self.data = rows
         self.transforms = transforms
-        self.communicator = comm
-        self.comm: object = comm
+        self.communicator = home_of(array, comm)
+        self.comm = self.communicator if comm is None else comm
 
     def __len__(self) -> int:
         """Number of rows on this rank."""
@@ -121,8 +127,8 @@ class RankRows(torch.utils.data.Dataset[Any]):
         return row
 
     def __getstate__(self) -> dict[str, Any]:
-        """A loader's worker process reads rows; it is no rank, so the communicator stays behind."""
-        return {**self.__dict__, "comm": None, "communicator": None}
+        """A loader's worker process is not a rank, and needs the rows only."""
+        return {**self.__dict__, **dict.fromkeys(self._left_behind)}
 
 
 def _steps_of(transforms: Transforms) -> tuple[Callable[[Any], Any], ...]:
@@ -157,6 +163,8 @@ class Dataset(RankRows):
     (4, 6.0)
     """
 
+    _left_behind = (*RankRows._left_behind, "exchange", "htdata")
+
     def __init__(
         self,
         array: Any,
@@ -167,25 +175,19 @@ class Dataset(RankRows):
         comm: object = None,
         seed: int = 0,
     ) -> None:
-        rows = local_rows(array, "Dataset")
         expect("ishuffle", ishuffle, bool)
         expect("test_set", test_set, bool)
         self.seed = expect_int("seed", seed, 0)
-        super().__init__(rows, transforms, home_of(array, comm))
-        self.comm = self.communicator if comm is None else comm
+        super().__init__(array, transforms, comm)
         self.ishuffle = ishuffle
         self.test_set = test_set
         self.htdata = array
-        shortest = min(n for (n,) in self.communicator.all_gather_ints([rows.shape[0]]))
+        shortest = min(n for (n,) in self.communicator.all_gather_ints([len(self.data)]))
         self._cut_slice = slice(0, shortest)
         self.lcl_half = shortest // 2
-        self.data = rows[self._cut_slice]
+        self.data = self.data[self._cut_slice]
         self.shuffles = 0
         self.exchange: RingExchange | None = None
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Rows under way, and the array they came from, are no matter of a worker process."""
-        return {**super().__getstate__(), "exchange": None, "htdata": None}
 
     def Shuffle(self) -> None:
         """Pass half of the rows on to the next rank and mix the rest. Collective over `comm`."""
@@ -211,17 +213,13 @@ class DistributedDataset(RankRows):
         comm: the ranks; default the array's own, else the world.
     """
 
-    def __init__(self, array: Any, transforms: Transforms = None, *, comm: object = None) -> None:
-        rows = local_rows(array, "DistributedDataset")
-        super().__init__(rows, transforms, home_of(array, comm))
-        self.comm = self.communicator if comm is None else comm
-        self.array = array
-        self.cuts = decompose.bounds(self.communicator.block_lengths(rows))
-        """Where each rank's rows begin in the whole; one more entry than ranks."""
+    _left_behind = (*RankRows._left_behind, "array")
 
-    def __getstate__(self) -> dict[str, Any]:
-        """A worker process needs the rows only."""
-        return {**super().__getstate__(), "array": None}
+    def __init__(self, array: Any, transforms: Transforms = None, *, comm: object = None) -> None:
+        super().__init__(array, transforms, comm)
+        self.array = array
+        self.cuts = decompose.bounds(self.communicator.block_lengths(self.data))
+        """Where each rank's rows begin in the whole; one more entry than ranks."""
 
 
 # Shuffles over ranks in a ring: half of the rows move on to the next rank, then all are mixed.

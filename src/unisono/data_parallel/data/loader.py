@@ -10,6 +10,7 @@ import torch.utils.data
 
 from unisono.comm import world
 from unisono.data_parallel.data.dataset import Dataset, dataset_irecv, generator_of
+from unisono.data_parallel.data.sampler import DistributedSampler
 from unisono.expect import expect, refusal
 
 
@@ -73,8 +74,6 @@ class DataLoader:
         self.last_epoch = False
         self.epoch = 0
         self._first_iter = True
-        self._own_shuffles = 0
-        self._shown: int | None = None
         can_shuffle = sampler is None and not isinstance(dataset, torch.utils.data.IterableDataset)
         if generator is None:
             ranks = dataset.communicator if isinstance(dataset, Dataset) else world()
@@ -98,15 +97,7 @@ class DataLoader:
     def __iter__(self) -> Iterator[Any]:
         """Begin an epoch: shuffle as the dataset asks, then yield its batches."""
         self.begin_epoch()
-        if self._shown is not None and self._shown != self._shuffles():
-            # Workers that stayed hold the rows of the epoch in which they were started.
-            self.DataLoader._iterator = None
-        self._shown = self._shuffles()
         return iter(self.DataLoader)
-
-    def _shuffles(self) -> int:
-        """Return how often the rows have changed so far."""
-        return getattr(self.dataset, "shuffles", self._own_shuffles)
 
     def __len__(self) -> int:
         """Number of batches of an epoch on this rank."""
@@ -133,7 +124,9 @@ class DataLoader:
     def begin_epoch(self) -> None:
         """Shuffle as the dataset asks and tell the sampler the epoch; iterating does it, too."""
         first, self._first_iter = self._first_iter, False
+        sampler, moves_rows = self.DataLoader.sampler, False
         if hasattr(self.dataset, "ishuffle"):
+            moves_rows = not getattr(self.dataset, "test_set", False)
             if self.ishuffle:
                 # Receive before the next start: the other order would overwrite what travels.
                 dataset_irecv(self.dataset)
@@ -141,9 +134,12 @@ class DataLoader:
                     self.dataset.Ishuffle()
             elif not first:
                 self.dataset.Shuffle()
-                self._own_shuffles += 1
-        set_epoch = getattr(self.DataLoader.sampler, "set_epoch", None)
+        set_epoch = getattr(sampler, "set_epoch", None)
         # A sampler is built in the state of epoch 0.
         if set_epoch is not None and not first:
             set_epoch(self.epoch)
+            moves_rows = moves_rows or (isinstance(sampler, DistributedSampler) and sampler.shuffle)
+        if moves_rows:
+            # Workers that stayed hold the rows of the epoch in which they were started.
+            self.DataLoader._iterator = None
         self.epoch += 1

@@ -29,7 +29,8 @@ from unisono.launch.pool.payload import nameless_file
 
 QUIET_S = 3
 """A host of which nothing comes for so many seconds, not even from its kernel, is gone."""
-_HELLO_S = 5.0
+_HELLO_BYTES = 1 << 16
+"""Who has not proved to know the secret may say no more than that."""
 _CHUNK = 1 << 20
 _MARKS_S, _NAP_S = 0.02, 3e-4
 """Longest time until a member of another host is told marks, and between two looks at them."""
@@ -74,17 +75,21 @@ class Seat:
         self._rest = b""
 
     def read(self) -> list[dict[str, Any]] | None:
-        """Return the messages that have come; None at the end of the connection."""
+        """Return the messages that have come; None at the end, or if it is not one of ours."""
         try:
             data = self.connection.recv(_CHUNK)
         except BlockingIOError:
             return []
         except OSError:
             data = b""
-        if not data:
-            return None
         *lines, self._rest = (self._rest + data).split(b"\n")
-        return [json.loads(line) for line in lines]
+        if not data or (self.number is None and len(self._rest) > _HELLO_BYTES):
+            return None
+        try:
+            messages = [json.loads(line) for line in lines]
+        except (ValueError, RecursionError):
+            return None
+        return messages if all(isinstance(message, dict) for message in messages) else None
 
 
 class Hub:
@@ -220,7 +225,7 @@ class Hub:
 
     def lost(self, seat: Seat) -> None:
         """The process of a member has ended: hear its last words, and give its work away."""
-        while messages := self._read(seat):
+        while messages := seat.read():
             for message in messages:
                 self._take(seat, message)
         self._drop(seat)
@@ -253,22 +258,16 @@ class Hub:
             send_line(connection, {"nonce": seat.nonce})
             self._selector.register(connection, selectors.EVENT_READ, seat)
 
-    def _read(self, seat: Seat) -> list[dict[str, Any]] | None:
-        try:
-            return seat.read()
-        except ValueError:  # not one of ours
-            return None
-
     def _listen(self, seat: Seat) -> None:
-        messages = self._read(seat)
+        messages = seat.read()
         for message in messages or ():
             self._take(seat, message)
         if messages is None:
             self._drop(seat)
 
     def _take(self, seat: Seat, message: dict[str, Any]) -> None:
-        self._last_news = now = time.monotonic()
         if seat.number is not None:
+            self._last_news = now = time.monotonic()
             if message["kind"] == "left" and seat.is_near:
                 self.leavers.add(seat.pid)
             elif message["kind"] == "going" and self._is_current(message["epoch"]):
@@ -276,7 +275,7 @@ class Hub:
                 self._died_at.clear()
             self.coordinator.told(seat.number, message)
             self.deliver()
-        elif not hmac.compare_digest(str(message.get("proof")), self._expected(seat.nonce)):
+        elif not self._is_proof(message.get("proof"), seat.nonce):
             self._drop(seat)
         elif message.get("kind") == "carry":
             self._carry(seat, int(message["number"]))
@@ -287,9 +286,10 @@ class Hub:
         """Whether a message does not tell of the time before a death."""
         return epoch == self.coordinator.epoch and self.coordinator.phase == "running"
 
-    def _expected(self, nonce: str) -> str:
-        """Return what only somebody with the secret can answer, see `seal.prove`."""
-        return hmac.new(self._secret, nonce.encode(), hashlib.sha256).hexdigest()
+    def _is_proof(self, answer: object, nonce: str) -> bool:
+        """Whether only somebody with the secret can have answered this, see `seal.prove`."""
+        expected = hmac.new(self._secret, nonce.encode(), hashlib.sha256).hexdigest()
+        return hmac.compare_digest(str(answer).encode(errors="replace"), expected.encode())
 
     def _seat(self, seat: Seat, message: dict[str, Any]) -> None:
         """Take a newcomer in, unless its results would have other bits."""
@@ -301,22 +301,28 @@ class Hub:
         if facts != there:
             unlike = sorted(name for name in facts if facts[name] != there.get(name))
             shown = [f"{name}: {facts[name]} here, {there.get(name)} there" for name in unlike]
-            send_line(seat.connection, {"kind": "refused", "why": "\n".join(shown)})
+            self._answer(seat, {"kind": "refused", "why": "\n".join(shown)})
             return
         seat.number, self._count = self._count, self._count + 1
         seat.rank, seat.pid, seat.host = message["rank"], message["pid"], message["host"]
         self.seats[seat.number] = seat
-        welcome = json.dumps({"kind": "welcome", "number": seat.number}).encode() + b"\n"
-        if seat.is_near:
-            socket.send_fds(seat.connection, [welcome], list(self._files))
-        else:
-            seat.connection.sendall(welcome)
+        self._answer(seat, {"kind": "welcome", "number": seat.number})
+        if not seat.is_near:
             self.coordinator.target += self._adds_guests
         self.coordinator.reached = self.step
         self.coordinator.joined(
             seat.number, rank=seat.rank, shards=message["shards"], step=message["step"]
         )
         self.deliver()
+
+    def _answer(self, seat: Seat, message: dict[str, Any]) -> None:
+        """Answer a newcomer, with the files if it is of this host; it may have died meanwhile."""
+        with suppress(OSError):  # whose end is read from its connection
+            if seat.is_near and seat.number is not None:
+                line = json.dumps(message).encode() + b"\n"
+                socket.send_fds(seat.connection, [line], list(self._files))
+            else:
+                send_line(seat.connection, message)
 
     def _drop(self, seat: Seat) -> None:
         """Let go of a connection; what a member had to do goes to others."""

@@ -134,32 +134,27 @@ def checked(
         return None
     if place == "inline":
         return None
+    asked = f"unisono.run(..., on={place!r}, elastic=True)"
+    by_hosts = "unisono run --elastic --invite FILE here and unisono run --join FILE on other hosts"
     if place == "slurm":
         if chaos is not None or invite is not None or join is not None:
             raise PlatformError.because(
-                'unisono.run(..., on="slurm", elastic=True) with --chaos, --invite or --join',
+                f"{asked} with --chaos, --invite or --join",
                 "the nodes of the job are all that its ranks come from, and whoever starts it has "
                 "no process of theirs to kill",
                 None,
                 "scancel --signal=KILL, or kill -9 on a node; the options without on",
             )
-    elif place == "mpi":
-        raise PlatformError.because(
-            'unisono.run(..., on="mpi", elastic=True)',
-            "ranks of MPI end together: mpiexec ends all with the first that dies, and none can "
-            "join its world later",
-            None,
-            'on="cpu" on one host, on="slurm" on a cluster; or unisono run --elastic --invite FILE '
-            "here and unisono run --join FILE on other hosts",
-        )
     elif place != "cpu" or platform.n_nodes > 1:
         raise PlatformError.because(
-            f"unisono.run(..., on={place!r}, elastic=True)",
-            "members are processes of this host that compute on its CPU, and those that other "
+            asked,
+            "ranks of MPI end together: mpiexec ends all with the first that dies, and none can "
+            "join its world later"
+            if place == "mpi"
+            else "members are processes of this host that compute on its CPU, and those that other "
             "hosts send to it",
             None,
-            'on="cpu"; unisono run --elastic --invite FILE here and unisono run --join FILE on '
-            'other hosts; on="slurm" for the nodes of a cluster',
+            f'on="cpu" on one host; {by_hosts}; on="slurm" for the nodes of a cluster',
         )
     return Elastic(
         least=least,

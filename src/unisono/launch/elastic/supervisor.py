@@ -22,6 +22,7 @@ from unisono.launch.elastic.settings import RESIZE, Elastic, Invitation
 from unisono.launch.job_files import check_ours
 from unisono.launch.places.local import LocalRanks
 from unisono.launch.pool.client import RankProcess
+from unisono.launch.pool.monitor import RankMonitor
 from unisono.launch.pool.protocol import Job, read_available
 from unisono.launch.supervisor import COLLECT_S
 
@@ -29,6 +30,13 @@ LOOK_S = 0.1
 """Seconds between two looks at ranks for whom others wait."""
 EVENTS = "members.jsonl"
 """File of a job with one line for each member that joined, died or was taken away."""
+NOT_TRAINED = "returned without training: each rank is a world of one"
+"""What ranks do whose function is meant for another kind of run."""
+TRAIN = (
+    "for step in unisono.train.elastic(model, optimizer, data, ...) in the function; "
+    "elastic=False for all other trainings"
+)
+"""What to try then."""
 
 
 class ElasticRanks(LocalRanks):
@@ -40,25 +48,21 @@ class ElasticRanks(LocalRanks):
         super().__init__(job, *args, **rest)
         self._elastic = elastic
         self._stdin_rank = None
-        secret, listen_at = job.secret, job.platform.master_addr
         self._stall_s = job.platform.comm_timeout_s
         self.coordinator = Coordinator(elastic.most, elastic.least)
-        if elastic.invite is not None and listen_at is None:
-            listen_at = address_of_job()
+        host, invite = elastic.host, elastic.invite
         self.hub = Hub(
             self.coordinator,
-            secret=secret,
+            secret=job.secret,
             fence=self._fence,
             on_event=self._note_event,
-            listen_at=listen_at if elastic.invite is not None else None,
+            listen_at=None if invite is None else job.platform.master_addr or address_of_job(),
         )
-        host = elastic.host
         address = self.hub.near if host is None else f"{host.host}:{host.port}"
         self._more["UNISONO_ELASTIC"] = address
-        if elastic.invite is not None and self.hub.far is not None:
-            Invitation(host=self.hub.far[0], port=self.hub.far[1], secret=secret.hex()).write(
-                elastic.invite
-            )
+        if invite is not None and self.hub.far is not None:
+            name, port = self.hub.far
+            Invitation(host=name, port=port, secret=job.secret.hex()).write(invite)
         self._is_growing = True
         self._deaths_in_a_row = 0
         self._step_of_death = -1
@@ -72,24 +76,17 @@ class ElasticRanks(LocalRanks):
         self.listen(self.hub.fileno(), self.hub.turn)
 
     def close(self, *, at_once: bool | None = None) -> None:
-        """Leave neither a rank nor the coordinator behind."""
         try:
             super().close(at_once=at_once)
         finally:
             self.hub.close()
 
     def heard(self, rank: RankProcess, news: Any) -> None:
-        """Pass on what is for other ranks."""
         if news.get("state") == "returned":
             self.hub.turn()  # it may have told us so before
             if rank.pid not in self.hub.leavers and self._elastic.host is None:
-                raise PlatformError.because(
-                    "unisono.run(..., elastic=True)",
-                    f"rank {rank.rank} has returned without training: each rank is a world of one",
-                    None,
-                    "for step in unisono.train.elastic(model, optimizer, data, ...) in the "
-                    "function; elastic=False for all other trainings",
-                )
+                found = f"rank {rank.rank} has {NOT_TRAINED}"
+                raise PlatformError.because("unisono.run(..., elastic=True)", found, None, TRAIN)
         super().heard(rank, news)
 
     def resize(self, ranks: int) -> None:
@@ -124,18 +121,15 @@ class ElasticRanks(LocalRanks):
         return all(rank.known.is_good for rank in self._ranks)
 
     def interrupt(self, seconds: float) -> None:
-        """Ask all to save and end within so many seconds."""
         self._is_growing = False
         super().interrupt(seconds)
 
     def finish(self) -> None:
-        """Let all leave, which have returned."""
         self._is_growing = False
-        self._ranks.sort(key=lambda rank: rank.rank)
+        self.states.sort(key=lambda state: state.rank)  # those of new ranks came last
         super().finish()
 
     def stop(self, reason: str) -> None:
-        """Note where those stand that have not come to an end, and end all."""
         self._is_growing = False
         if self.coordinator.phase == "lost":
             self.remark = (
@@ -190,16 +184,8 @@ class ElasticRanks(LocalRanks):
             self._let_go(rank)
 
     def _let_go(self, rank: RankProcess) -> None:
-        """Read the last output of a rank that is of no more use, and forget it."""
-        if rank.is_running:
-            rank.signal_group(signal.SIGKILL)
-            self._note_end(rank)
-        for number, fd in enumerate(rank.outputs):
-            while data := read_available(fd):
-                rank.log.write(data)
-                self.printed(rank, number, data)
         self._retired.discard(rank)
-        self.drop(rank)
+        let_go(self, rank)
 
     def _is_late_newcomer(self, rank: RankProcess) -> bool:
         """Whether the training is over, and this rank had no part in it."""
@@ -291,6 +277,18 @@ class ElasticRanks(LocalRanks):
     def _say(self, text: str) -> None:
         if self._console.shows_any:
             print(f"unisono: {text}", file=sys.stderr, flush=True)
+
+
+def let_go(monitor: RankMonitor, rank: RankProcess) -> None:
+    """End a rank that is of no more use, read its last output, and forget it."""
+    if rank.is_running:
+        rank.signal_group(signal.SIGKILL)
+        rank.collect()
+    for number, fd in enumerate(rank.outputs):
+        while data := read_available(fd):
+            rank.log.write(data)
+            monitor.printed(rank, number, data)
+    monitor.drop(rank)
 
 
 def address_of_job() -> str:

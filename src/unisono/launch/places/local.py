@@ -96,7 +96,6 @@ class LocalRanks(RankMonitor, Ranks):
             )
 
     def wake(self) -> None:
-        """Have `wait` return soon, from any thread."""
         with suppress(OSError):  # nobody supervises any more
             os.write(self._wake_write, b".")
 
@@ -105,27 +104,22 @@ class LocalRanks(RankMonitor, Ranks):
         return True
 
     def interrupt(self, seconds: float) -> None:
-        """Ask all to save and end within so many seconds."""
         for rank in self._ranks:
             rank.order(interrupt=seconds)
 
     def stop(self, reason: str) -> None:
-        """Note where those stand that have not come to an end, and end all."""
         if reason != "cancelled":
             self.note_places(is_deadline=reason == "deadline")
         self.end_all(self._plan.grace_s)
 
     def stacks(self) -> dict[int, str]:
-        """Return where those stand that answer."""
         dumps = self.raw_stacks(self._ranks, STACKS_S)
         return {rank: user_threads(text) for rank, text in dumps.items()}
 
     def value(self, rank: int) -> Parcel:
-        """Return what a rank has returned."""
         return self._values[rank]
 
     def close(self, *, at_once: bool | None = None) -> None:
-        """Leave no process, descriptor or half-read output behind."""
         self._at_end.close()
         try:
             self.end_all(None if at_once else self._plan.grace_s)
@@ -149,7 +143,6 @@ class LocalRanks(RankMonitor, Ranks):
                 other.signal(signal.SIGTERM)
 
     def printed(self, rank: RankProcess, number: int, data: bytes) -> None:
-        """Show on the console what a rank has printed."""
         key = rank, number
         if key not in self._streams:
             self._streams[key] = self._console.stream(rank.rank, number)

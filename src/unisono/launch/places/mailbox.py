@@ -1,9 +1,9 @@
 """What the ranks of other hosts and whoever started them leave each other in the job's directory.
 
 `Plan` is what both sides know from the start, as plain data in `job.json`; neither unpickles
-anything of the user's. How a rank stands is in the files that its agent writes, and orders go the
-same way. Each file has one writer and is replaced by a rename; only private files of this user are
-read back.
+anything of the user's. `Mailbox` is what they tell each other later: how a rank stands is in a file
+that its agent writes, and orders go the same way. Each file has one writer and is replaced by a
+rename; only private files of this user are read back.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ import os
 import platform as python_platform
 import secrets
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -24,9 +24,9 @@ from unisono.errors import PlatformError
 from unisono.launch import job_files
 from unisono.launch.job_files import check_ours, write_private
 from unisono.launch.platform import Platform
-from unisono.launch.pool import verdict
 from unisono.launch.pool.payload import Parcel
 from unisono.launch.pool.protocol import RankState
+from unisono.launch.pool.stacks import StackDumps, user_threads
 
 PAYLOAD = "payload.pkl"
 """Search path, function, arguments: what each rank is started with."""
@@ -34,16 +34,19 @@ CANCEL = "cancel"
 """Is there once somebody has cancelled the job."""
 INTERRUPT = "interrupt"
 """Is there once somebody has interrupted the launcher that waits for the job."""
+REFUSED = "refused"
+"""Is there if our own program has started no rank, with the reason."""
+NOTICE = "notice"
+"""Lines of that program which the user should see while ranks are being started."""
 _TIMES = 3
 """How often an order is written until it is whole."""
 _HOLE_S = 2.0
 """How long zeros in the orders may wait for their bytes."""
 
 
-def own_versions() -> tuple[str, str]:
+def own_versions() -> list[str]:
     """Return the versions that must agree: Python's first two numbers, and ours."""
-    python = ".".join(python_platform.python_version_tuple()[:2])
-    return python, unisono.__version__
+    return [".".join(python_platform.python_version_tuple()[:2]), unisono.__version__]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,15 +77,15 @@ class Plan:
     """Attempts after a failure."""
     max_requeues: int
     """Attempts that the function itself may ask for."""
-    stop_signals: tuple[str, ...]
+    stop_signals: Sequence[str]
     """Signals that ask a rank to stop."""
     stack_signal: str
     """Signal at which a rank writes its stacks."""
-    words: tuple[str, ...] = ()
+    srun_args: Sequence[str]
     """More words for `srun`."""
-    versions: tuple[str, str] = field(default_factory=own_versions)
+    versions: Sequence[str] = field(default_factory=own_versions)
     """Python and unisono of whoever made the plan."""
-    launcher: tuple[str, int, int] | None = None
+    launcher: Sequence[Any] | None = None
     """Host, number and start of a process without which the ranks should not go on."""
     elastic: dict[str, Any] | None = None
     """For ranks that may die: `least`, `stall_s` and the `secret` of the job."""
@@ -111,22 +114,15 @@ class Plan:
             env=dict(platform.env or {}),
             timeout_s=timeout_s,
             max_restarts=max_restarts,
-            stop_signals=tuple(platform.stop_signals),
-            words=tuple(platform.srun_args),
+            stop_signals=list(platform.stop_signals),
+            srun_args=list(platform.srun_args),
             elastic=elastic,
         )
 
     @classmethod
     def read(cls, directory: Path) -> Plan:
         """Return the plan of the job in `directory`."""
-        entry: dict[str, Any] = job_files.read_state(directory)["plan"]
-        tuples = {name: tuple(entry[name]) for name in ("stop_signals", "words", "versions")}
-        launcher = entry["launcher"] and tuple(entry["launcher"])
-        return cls(**{**entry, **tuples, "launcher": launcher})
-
-    def as_json(self) -> dict[str, Any]:
-        """Return what `read` needs."""
-        return asdict(self)
+        return cls(**job_files.read_state(directory)["plan"])
 
     def check_versions(self) -> None:
         """Raise `PlatformError` if this interpreter would not understand the payload."""
@@ -138,40 +134,6 @@ class Plan:
                 None,
                 "the same environment on all nodes, in a directory that they share",
             )
-
-
-def write_state(directory: Path, state: RankState) -> None:
-    """Tell others how a rank stands."""
-    path = directory / f"rank-{state.rank}.state.json"
-    write_private(path, json.dumps(state.as_json()).encode())
-
-
-def read_state(directory: Path, rank: int, attempt: int) -> RankState | None:
-    """Return how a rank stands in this attempt; None if it has not said."""
-    found = read_json(directory / f"rank-{rank}.state.json")
-    return RankState.from_json(found) if found and found["attempt"] == attempt else None
-
-
-def read_states(directory: Path, ranks: int, attempt: int) -> list[RankState]:
-    """Return how all ranks stand; of those that have not said, nothing is known."""
-    return [
-        read_state(directory, rank, attempt) or RankState(rank=rank, attempt=attempt)
-        for rank in range(ranks)
-    ]
-
-
-def has_failure(directory: Path, attempt: int, *, but_consequences: bool = False) -> bool:
-    """Whether any rank has failed or died in this attempt.
-
-    `but_consequences` leaves out reports that only say that another rank went away.
-    """
-    for path in directory.glob("rank-*.state.json"):
-        found = read_json(path)
-        if found and found["attempt"] == attempt:
-            state = RankState.from_json(found)
-            if verdict.is_own(state) if but_consequences else state.is_bad:
-                return True
-    return False
 
 
 def pause_s(elapsed_s: float, ranks: int = 1) -> float:
@@ -186,53 +148,82 @@ def pause_s(elapsed_s: float, ranks: int = 1) -> float:
     return min(0.5, 0.1 * (1 + ranks // 64), max(0.02, elapsed_s / 100))
 
 
-def result_path(directory: Path, rank: int) -> Path:
-    """Return where a rank leaves what its function returned."""
-    return directory / f"rank-{rank}.result"
+class Mailbox:
+    """The files of one attempt: how its ranks stand, what they return, and orders for them.
 
-
-def read_value(directory: Path, rank: int) -> Parcel:
-    """Return what the function of a rank returned, from a private file of this user."""
-    path = result_path(directory, rank)
-    check_ours(path)
-    return Parcel.in_file(path)
-
-
-class Orders:
-    """The orders of an attempt: a file that grows by one JSON object a line.
-
-    It is there before the ranks are, and grows in place: on a network file system that is seen
-    much sooner than a new file. There two hosts that add at once may also tear a line, so whoever
-    gives an order looks whether it is whole, and readers leave out what is none. Orders are
-    `{"finish": true}`, `{"stop": "why"}`, `{"interrupt": seconds}` and `{"preempt": rank}`.
+    The orders are a file that grows by one JSON object a line. It is there before the ranks are,
+    and grows in place: on a network file system that is seen much sooner than a new file. There two
+    hosts that add at once may also tear a line, so whoever gives an order looks whether it is
+    whole, and readers leave out what is none. Orders are `{"finish": true}`, `{"stop": "why"}`,
+    `{"interrupt": seconds}`, `{"stack": true}` and `{"preempt": rank}`.
     """
 
     def __init__(self, directory: Path, attempt: int) -> None:
-        self._path = directory / f"orders-{attempt}"
+        self.dir = directory
+        self.attempt = attempt
+        self._orders = directory / f"orders-{attempt}"
         self._read = 0
         self._hole_since: float | None = None
 
-    def open(self) -> None:
-        """Make the file."""
-        os.close(os.open(self._path, os.O_WRONLY | os.O_CREAT, 0o600))
+    def write_state(self, state: RankState) -> None:
+        """Tell others how a rank stands."""
+        path = self.dir / f"rank-{state.rank}.state.json"
+        write_private(path, json.dumps(state.as_json()).encode())
 
-    def give(self, **order: Any) -> None:
+    def read_state(self, rank: int) -> RankState | None:
+        """Return how a rank stands in this attempt; None if it has not said."""
+        found = read_json(self.dir / f"rank-{rank}.state.json")
+        if found is None or found["attempt"] != self.attempt:
+            return None
+        return RankState.from_json(found)
+
+    def read_states(self, ranks: int) -> list[RankState]:
+        """Return how all ranks stand; of those that have not said, nothing is known."""
+        return [
+            self.read_state(rank) or RankState(rank=rank, attempt=self.attempt)
+            for rank in range(ranks)
+        ]
+
+    def write_value(self, rank: int, value: Parcel) -> None:
+        """Leave what the function of a rank has returned."""
+        value.save(self.dir / f"rank-{rank}.result")
+
+    def read_value(self, rank: int) -> Parcel:
+        """Return what the function of a rank has returned, from a private file of this user."""
+        path = self.dir / f"rank-{rank}.result"
+        check_ours(path)
+        return Parcel.in_file(path)
+
+    def ask_for_stacks(self, ranks: int) -> dict[int, str]:
+        """Have the agents take stacks; return those that come in time."""
+        dumps = StackDumps({rank: self.dir / f"rank-{rank}.stack" for rank in range(ranks)})
+        try:
+            self.order(stack=True)
+        except OSError:
+            return {}
+        return {rank: user_threads(text) for rank, text in dumps.wait().items()}
+
+    def open(self) -> None:
+        """Make the file of the orders."""
+        os.close(os.open(self._orders, os.O_WRONLY | os.O_CREAT, 0o600))
+
+    def order(self, **order: Any) -> None:
         """Add an order."""
         line = json.dumps(order).encode()
         for _ in range(_TIMES):
-            fd = os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_NOFOLLOW)
+            fd = os.open(self._orders, os.O_WRONLY | os.O_APPEND | os.O_NOFOLLOW)
             try:
                 os.write(fd, b"\n" + line + b"\n")  # apart from what may be torn before it
             finally:
                 os.close(fd)
-            if line in self._path.read_bytes().splitlines():
+            if line in self._orders.read_bytes().splitlines():
                 return
 
-    def new(self) -> Iterator[dict[str, Any]]:
+    def new_orders(self) -> Iterator[dict[str, Any]]:
         """Yield the orders that came since the last call."""
         try:
-            check_ours(self._path)
-            with self._path.open("rb") as file:
+            check_ours(self._orders)
+            with self._orders.open("rb") as file:
                 file.seek(self._read)
                 data = file.read()
         except (OSError, ValueError):

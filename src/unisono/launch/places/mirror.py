@@ -3,7 +3,8 @@
 `Mirror` is one side of a directory that is kept twice. `Host` is what stands for the launcher on
 another host: its copy, and the agents of its ranks. `follow_all` is the launcher's side of all
 hosts. How messages get there is a `Link`, of which ssh has one for each host and Ray one for each
-rank; a host that falls silent is lost, and a host that hears nothing ends its ranks.
+rank; a host that falls silent is lost, and a host that hears nothing ends its ranks. A program of
+ours has the links (`ssh.py`, `ray.py`); the launcher starts it as it does `mpiexec` (`on_copies`).
 """
 
 from __future__ import annotations
@@ -19,29 +20,25 @@ import sys
 import sysconfig
 import threading
 import time
+from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
-from types import FrameType
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
-from unisono.errors import PlatformError
 from unisono.launch import job_files
-from unisono.launch.logs import RankLog, tail
-from unisono.launch.places import mailbox
-from unisono.launch.places.mailbox import PAYLOAD, Orders
+from unisono.launch.logs import LogReader, RankLog, tail
+from unisono.launch.places.mailbox import PAYLOAD, Mailbox, Plan, pause_s
+from unisono.launch.places.program import LaunchedRanks
 from unisono.launch.pool import cleanup
-from unisono.launch.pool.protocol import Failed, RankState, replace_search_path
+from unisono.launch.pool.protocol import Failed, Job, RankState, replace_search_path
 
 CHUNK = 4 << 20
 """Most bytes of growing files in one message."""
 SILENT_S = 10.0
 """A side that has heard nothing for so long gives the other up."""
-REFUSED = "refused"
-"""Is there if the ranks were not started, with the reason."""
-NOTICE = "notice"
-"""One line that the user should see while ranks are being started."""
 _FORWARDED = ("UNISONO_", "PYTHON", "TORCH", "OMP_", "MKL_", "GLOO_", "NCCL_", "COLUMNS", "LINES")
 """Starts of names of variables that ranks of other hosts get as well."""
 _OF_THIS_HOST = ("PYTHONPATH", "PYTHONHOME", "UNISONO_HOST_ID", "UNISONO_JOB_DIR")
@@ -74,10 +71,9 @@ class Mirror:
         self._dir = directory
         self._is_host = is_host
         self._meeting = f"rendezvous-{attempt}.json"
-        self._orders = Orders(directory, attempt)
+        self._mail = Mailbox(directory, attempt)
         self._orders_name = f"orders-{attempt}"
-        self._sent: dict[str, tuple[int, int]] = {}  # inode, bytes
-        self._stamps: dict[str, tuple[int, int]] = {}
+        self._growing: dict[str, LogReader] = {}
         self._known: dict[str, bytes] = {}
         self._from_other: Counter[str] = Counter()
         self._logs: dict[str, RankLog] = {}
@@ -86,18 +82,17 @@ class Mirror:
 
     def changes(self) -> list[Change]:
         """Return what this side has written since the last call."""
-        replaced = list(self._replaced())
+        replaced = list(self._replaced())  # before what they tell of, which must not be missed
         found = list(self._grown())
-        for order in self._orders.new():
+        for order in self._mail.new_orders():
             text = json.dumps(order)
             if self._from_other[text]:
                 self._from_other[text] -= 1
             else:
                 found.append(Change(self._orders_name, text.encode()))
         if not self.has_more:
-            for change, stamp in replaced:
-                self._stamps[change.name], self._known[change.name] = stamp, change.data
-                found.append(change)
+            self._known |= {change.name: change.data for change in replaced}
+            found += replaced
         return found
 
     def apply(self, changes: Sequence[Change]) -> None:
@@ -107,7 +102,7 @@ class Mirror:
             if change.name == self._orders_name:
                 order = json.loads(change.data)
                 self._from_other[json.dumps(order)] += 1
-                self._orders.give(**order)
+                self._mail.order(**order)
             elif not self._is_expected(change.name):
                 raise Lost(f"was lost: it sent {change.name!r}, which is not a file of a job")
             elif path.suffix == ".log":
@@ -118,7 +113,11 @@ class Mirror:
                 self._known[change.name] = change.data
                 job_files.write_private(path, change.data)
             else:
-                _write_at(path, change.data, change.offset)
+                flags = os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW
+                flags |= 0 if change.offset else os.O_TRUNC
+                with open(os.open(path, flags, 0o600), "wb") as file:  # noqa: PTH123
+                    file.seek(change.offset)
+                    file.write(change.data)
 
     def close(self) -> None:
         """Let go of all files."""
@@ -137,48 +136,45 @@ class Mirror:
             entry.name for entry in os.scandir(self._dir) if pattern.fullmatch(entry.name)
         )
 
-    def _replaced(self) -> Iterator[tuple[Change, tuple[int, int]]]:
+    def _replaced(self) -> Iterator[Change]:
         for name in self._names(_REPLACED, (self._meeting, job_files.STATE)):
-            with suppress(OSError):
-                found = (self._dir / name).stat()
-                stamp = found.st_ino, found.st_mtime_ns
-                if self._stamps.get(name) != stamp:
-                    data = (self._dir / name).read_bytes()
-                    if self._known.get(name) != data:
-                        yield Change(name, data), stamp
+            with suppress(FileNotFoundError):
+                data = (self._dir / name).read_bytes()
+                if self._known.get(name) != data:
+                    yield Change(name, data)
 
     def _grown(self) -> Iterator[Change]:
         room, self.has_more = CHUNK, False
         for name in self._names(_GROWING, (PAYLOAD,)):
-            path = self._dir / name
-            with suppress(OSError), path.open("rb") as file:
-                found = os.fstat(file.fileno())
-                inode, sent = found.st_ino, 0
-                if name in self._sent:
-                    before, sent = self._sent[name]
-                    if before != inode:  # a new log has begun
-                        rest = path.with_name(f"{name}.old").read_bytes()[sent:]
-                        if rest:
-                            yield Change(name, rest)
-                        sent = 0
-                file.seek(sent)
-                if data := file.read(room):
-                    yield Change(name, data, sent)
-                    room -= len(data)
-                self._sent[name] = inode, sent + len(data)
-                self.has_more |= found.st_size > sent + len(data)
+            file = self._growing.setdefault(name, LogReader(self._dir / name))
+            for data in file.new():
+                yield Change(name, data, file.place - len(data))
+                room -= len(data)
+                if room <= 0:
+                    self.has_more = True
+                    return
 
 
-def _write_at(path: Path, data: bytes, offset: int) -> None:
-    flags = os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | (0 if offset else os.O_TRUNC)
-    fd = os.open(path, flags, 0o600)
-    try:
-        view = memoryview(data)
-        while view:
-            count = os.pwrite(fd, view, offset)
-            view, offset = view[count:], offset + count
-    finally:
-        os.close(fd)
+def places_of(nodes: Sequence[str], names: Mapping[str, str]) -> list[dict[str, Any]]:
+    """Return what agents are told of their ranks: fields of an `Environment`, and the `name`.
+
+    Args:
+        nodes: that of each rank; ranks of a node are neighbours.
+        names: of the nodes, as users know them.
+    """
+    order = list(dict.fromkeys(nodes))
+    return [
+        {
+            "rank": rank,
+            "size": len(nodes),
+            "local_rank": rank - nodes.index(node),
+            "local_size": nodes.count(node),
+            "node": order.index(node),
+            "nodes": len(order),
+            "name": names[node],
+        }
+        for rank, node in enumerate(nodes)
+    ]
 
 
 class Host:
@@ -193,15 +189,15 @@ class Host:
 
         Args:
             attempt: number of the attempt.
-            places: of each rank the fields of its `Environment`, and the host's `name`.
+            places: of its ranks, see `places_of`.
             cwd: working directory of the launcher; taken if it is here, too.
         """
         self._attempt = attempt
         self._places = places
         self._cwd = cwd if Path(cwd).is_dir() else None
         self._dir = cleanup.make_temporary_directory(None)
-        self._orders = Orders(self._dir, attempt)
-        self._orders.open()
+        self._mail = Mailbox(self._dir, attempt)
+        self._mail.open()
         self._mirror = Mirror(self._dir, attempt, is_host=True)
         self._agents: dict[int, subprocess.Popen[bytes]] = {}
         self._grace_s = 1.0
@@ -222,7 +218,7 @@ class Host:
         running = [agent for agent in self._agents.values() if agent.poll() is None]
         if running:
             with suppress(OSError):
-                self._orders.give(stop="the launcher is gone")
+                self._mail.order(stop="the launcher is gone")
         end = time.monotonic() + self._grace_s + 3.0
         for agent in running:
             with suppress(subprocess.TimeoutExpired):
@@ -255,31 +251,35 @@ class Host:
     def _report_silent(self) -> None:
         """Report the ranks whose agents have ended without a word."""
         for rank, agent in self._agents.items():
-            state = mailbox.read_state(self._dir, rank, self._attempt)
+            state = self._mail.read_state(rank)
             if state is None or not state.is_over:
                 name = next(p["name"] for p in self._places if p["rank"] == rank)
                 words = tail(self._dir / f"agent-{rank}.log").strip().splitlines() or ["no word"]
                 what = f"was lost: its agent ended with code {agent.returncode}: {words[-1]}"
-                report_lost(self._dir, self._attempt, (rank,), name, what, "the same environment")
+                report_lost(self._mail, (rank,), name, what, "the same environment")
 
 
-def report_lost(
-    directory: Path, attempt: int, ranks: Sequence[int], host: str, what: str, hint: str
-) -> None:
+def report_lost(mail: Mailbox, ranks: Sequence[int], host: str, what: str, hint: str) -> None:
     """Say that ranks are gone that cannot say so themselves, unless they have come to an end."""
     for rank in ranks:
-        state = mailbox.read_state(directory, rank, attempt)
-        state = state or RankState(rank=rank, attempt=attempt, host=host, node=host)
+        state = mail.read_state(rank)
+        state = state or RankState(rank=rank, attempt=mail.attempt, host=host, node=host)
         if not state.is_over:
             failed = Failed(
                 summary=what, traceback=what, pickled=None, is_consequence=False, lost=hint
             )
             state.take({"state": "failed", "failed": failed})
-            mailbox.write_state(directory, state)
+            mail.write_state(state)
 
 
-def job_entry(environment: Mapping[str, str]) -> dict[str, Any]:
-    """Return what hosts need to know of the launcher besides the plan."""
+def on_copies(
+    job: Job, plan: Plan, attempt: int, entry: Mapping[str, Any], **shown: Any
+) -> LaunchedRanks:
+    """Return ranks on hosts that need share no directory, started by our own program there.
+
+    `entry` is what the program has to know, beside the plan, in `job.json`. The variables of this
+    process stay here, but for those that are meant for ranks.
+    """
     paths = sysconfig.get_paths()
     own = [paths[name] for name in ("stdlib", "platstdlib", "purelib", "platlib")]
     # A host has a Python of its own, perhaps at another place; the user's directories go along.
@@ -288,10 +288,22 @@ def job_entry(environment: Mapping[str, str]) -> dict[str, Any]:
         for entry in sys.path
         if not entry.endswith(".zip") and not any(Path(entry).is_relative_to(p) for p in own)
     ]
-    cwd = ""
-    with suppress(OSError):
-        cwd = str(Path.cwd())
-    return {"search_path": search_path, "cwd": cwd, "variables": forwarded(environment)}
+    environment, place = job.setting.environment, job.platform.kind.value
+    variables = {**forwarded(environment), **(job.platform.env or {})}
+    told = {"search_path": search_path, "cwd": job.setting.directory or "", place: dict(entry)}
+    return LaunchedRanks(
+        replace(
+            job,
+            setting=replace(job.setting, environment={}),
+            platform=job.platform.but(env=variables),
+        ),
+        replace(plan, env=variables),
+        attempt,
+        [sys.executable, "-P", "-m", f"unisono.launch.places.{place}"],
+        env=environment,
+        entry=told,
+        **shown,
+    )
 
 
 def forwarded(environment: Mapping[str, str]) -> dict[str, str]:
@@ -303,29 +315,40 @@ def forwarded(environment: Mapping[str, str]) -> dict[str, str]:
     }
 
 
-class Link(Protocol):
-    """A way to the `Host` of some ranks."""
+class Link(ABC):
+    """A way to the `Host` of some ranks.
 
-    host: str
-    """Its name."""
-    ranks: Sequence[int]
-    """Who runs there."""
+    Args:
+        places: of these ranks, see `places_of`.
+        start_timeout_s: how long the first answer may take.
+
+    Attributes:
+        host: its name.
+        ranks: who runs there.
+        limit_s: how long the next answer may take.
+        has_answered: whether that host has said anything yet.
+    """
+
     hint: str
     """What to try if it is lost."""
-    has_answered: bool
-    """Whether that host has said anything yet."""
 
+    def __init__(self, places: Sequence[Mapping[str, Any]], start_timeout_s: float) -> None:
+        self.host = str(places[0]["name"])
+        self.ranks = [int(place["rank"]) for place in places]
+        self.limit_s = start_timeout_s
+        self.has_answered = False
+
+    @abstractmethod
     def exchange(self, changes: Sequence[Change]) -> tuple[list[Change], bool]:
         """See `Host.exchange`. Raises `Lost`."""
-        ...
 
+    @abstractmethod
     def abort(self) -> None:
         """Have `exchange` raise, from another thread: nobody waits any more."""
-        ...
 
+    @abstractmethod
     def close(self) -> None:
         """Have the host end what it has, and let it go."""
-        ...
 
 
 def follow_all(directory: Path, attempt: int, links: Sequence[Link]) -> None:
@@ -333,13 +356,10 @@ def follow_all(directory: Path, attempt: int, links: Sequence[Link]) -> None:
 
     Also ends when this process is told to, or when who started it has gone.
     """
+    mail = Mailbox(directory, attempt)
     size, launcher = sum(len(link.ranks) for link in links), os.getppid()
     stop, late = threading.Event(), threading.Event()
-
-    def end(_number: int, _frame: FrameType | None) -> None:
-        stop.set()
-
-    signal.signal(signal.SIGTERM, end)
+    signal.signal(signal.SIGTERM, lambda *_: stop.set())
 
     def follow(link: Link) -> None:
         mirror = Mirror(directory, attempt, is_host=False)
@@ -350,15 +370,15 @@ def follow_all(directory: Path, attempt: int, links: Sequence[Link]) -> None:
                 changes, is_over = link.exchange(mirror.changes())
                 mirror.apply(changes)
                 if not mirror.has_more and sum(len(c.data) for c in changes) < CHUNK:
-                    stop.wait(0 if is_over else mailbox.pause_s(time.monotonic() - began, size))
+                    stop.wait(0 if is_over else pause_s(time.monotonic() - began, size))
         except Exception as error:
             if late.is_set() and not link.has_answered:
                 for rank in link.ranks:
                     state = RankState(rank=rank, attempt=attempt, host=link.host, state="stopped")
-                    mailbox.write_state(directory, state)
+                    mail.write_state(state)
                 return
             kind = "" if isinstance(error, Lost) else f"was lost: {type(error).__name__}: "
-            report_lost(directory, attempt, link.ranks, link.host, f"{kind}{error}", link.hint)
+            report_lost(mail, link.ranks, link.host, f"{kind}{error}", link.hint)
         finally:
             mirror.close()
             link.close()
@@ -366,18 +386,12 @@ def follow_all(directory: Path, attempt: int, links: Sequence[Link]) -> None:
     threads = [threading.Thread(target=follow, args=(link,), daemon=True) for link in links]
     for thread in threads:
         thread.start()
-    orders = Orders(directory, attempt)
     while any(thread.is_alive() for thread in threads):
         if os.getppid() != launcher:
             stop.set()
-        if any("stop" in order or "interrupt" in order for order in orders.new()):
+        if any("stop" in order or "interrupt" in order for order in mail.new_orders()):
             late.set()
             for link in links:
                 if not link.has_answered:
                     link.abort()
         time.sleep(0.02)
-
-
-def refuse(directory: Path, error: PlatformError) -> None:
-    """Leave the reason why no rank was started."""
-    job_files.write_private(directory / REFUSED, str(error).encode())

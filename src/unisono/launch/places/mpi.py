@@ -49,7 +49,6 @@ class MpiRanks(LaunchedRanks):
         super().__init__(job, plan, attempt, words, env=env, **shown)
 
     def close(self, *, at_once: bool | None) -> None:
-        """Leave neither `mpiexec`, nor a rank, nor memory of MPI behind."""
         try:
             super().close(at_once=at_once)
         finally:

@@ -15,19 +15,18 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 from unisono.errors import PlatformError
 from unisono.launch import job_files
 from unisono.launch.console import STDIN_VARIABLE, Console, stdin_rank
-from unisono.launch.logs import LogFollower, text_from
-from unisono.launch.places import mailbox, mirror
-from unisono.launch.places.mailbox import Orders, Plan, read_states
+from unisono.launch.logs import LogFollower, LogReader, text_from
+from unisono.launch.places import mailbox
+from unisono.launch.places.mailbox import Mailbox, Plan
 from unisono.launch.pool.payload import Parcel
 from unisono.launch.pool.protocol import Job, RankState, write_payload
-from unisono.launch.pool.stacks import StackDumps, user_threads
 from unisono.launch.pool.verdict import STARTER_LOG
 from unisono.launch.supervisor import Ranks
 
@@ -42,7 +41,8 @@ class ProgramRanks(Ranks):
         directory: of the job.
         plan: its plain facts.
         attempt: number of the attempt.
-        command: starts one agent for each rank, and ends when they have.
+        command: starts one agent for each rank, and ends when they have; it is told the directory
+            and the number of the attempt.
         env: variables of the program; None are those of this process.
         on_look: called every round; what it raises ends all ranks and passes.
     """
@@ -59,18 +59,16 @@ class ProgramRanks(Ranks):
     ) -> None:
         self._dir = directory
         self._plan = plan
-        self._attempt = attempt
-        self._command = list(command)
+        self._command = [*command, str(directory), str(attempt)]
         self._env = env
         self._on_look = on_look
-        self._orders = Orders(directory, attempt)
+        self._mail = Mailbox(directory, attempt)
         self.states = [RankState(rank=rank, attempt=attempt) for rank in range(plan.ranks)]
         self._began = time.monotonic()
         self._process: subprocess.Popen[bytes] | None = None
 
     def start(self) -> None:
-        """Start the program."""
-        self._orders.open()
+        self._mail.open()
         flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND
         output = os.open(self._dir / STARTER_LOG, flags, 0o600)
         try:
@@ -88,48 +86,40 @@ class ProgramRanks(Ranks):
             os.close(output)
 
     def wait(self, timeout_s: float | None) -> bool:
-        """Wait for news at most so long, and take all that has come; say whether there was any."""
         pause = mailbox.pause_s(time.monotonic() - self._began, self._plan.ranks)
         self._wait_for_program(pause if timeout_s is None else min(pause, timeout_s))
         self._on_look()
         before = list(self.states)
         for rank, known in enumerate(before):
             if not known.is_good and not known.is_bad:
-                found = mailbox.read_state(self._dir, rank, self._attempt)
-                self.states[rank] = found or known
+                self.states[rank] = self._mail.read_state(rank) or known
         return self.states != before
 
     def wake(self) -> None:
         """Do nothing: `wait` returns soon by itself."""
 
     def interrupt(self, seconds: float) -> None:
-        """Ask all to save and end within so many seconds."""
-        self._orders.give(interrupt=seconds)
+        self._mail.order(interrupt=seconds)
 
     def finish(self) -> None:
-        """Let all leave, which have returned, and stay until the program has ended."""
-        self._orders.give(finish=True)
+        self._mail.order(finish=True)
         self._wait_for_end()
 
     def stop(self, reason: str) -> None:
-        """Have all agents note where their ranks stand, and end them."""
-        self._orders.give(stop=reason)
+        self._mail.order(stop=reason)
         self._wait_for_end()
 
     def stacks(self) -> dict[int, str]:
-        """Return where those stand that answer."""
-        return ask_for_stacks(self._dir, self._plan.ranks, self._attempt)
+        return self._mail.ask_for_stacks(self._plan.ranks)
 
     def value(self, rank: int) -> Parcel:
-        """Return what a rank has returned."""
-        return mailbox.read_value(self._dir, rank)
+        return self._mail.read_value(rank)
 
     def close(self, *, at_once: bool | None) -> None:
-        """Leave neither the program nor a rank of this host behind."""
         try:
             if at_once is not None:
                 with suppress(OSError):
-                    self._orders.give(stop="the launcher was interrupted")
+                    self._mail.order(stop="the launcher was interrupted")
                 if at_once:
                     self._end_ranks_here()
                 for limit_s in (lambda: self._plan.grace_s + 2.0, self._finishing_s):
@@ -141,7 +131,7 @@ class ProgramRanks(Ranks):
                         os.killpg(self._process.pid, number)
                     self._wait_for_program(2.0)
             self._end_ranks_here()
-            self.states = read_states(self._dir, self._plan.ranks, self._attempt)
+            self.states = self._mail.read_states(self._plan.ranks)
 
     def _wait_for_end(self) -> None:
         """Wait for the end of the program; longer where a rank finishes a save."""
@@ -157,26 +147,15 @@ class ProgramRanks(Ranks):
 
     def _finishing_s(self) -> float:
         """Return how long ranks may take that finish a save before they end."""
-        states = read_states(self._dir, self._plan.ranks, self._attempt)
-        return max(state.finishing_s for state in states)
+        return max(state.finishing_s for state in self._mail.read_states(self._plan.ranks))
 
     def _end_ranks_here(self) -> None:
         """Kill ranks of this host that outlived the program, if they still are what they were."""
-        for state in read_states(self._dir, self._plan.ranks, self._attempt):
+        for state in self._mail.read_states(self._plan.ranks):
             is_here = state.pid and state.host == socket.gethostname()
             if is_here and job_files.process_start(state.pid) == state.pid_start:
                 with suppress(ProcessLookupError, PermissionError):
                     os.killpg(state.pid, signal.SIGKILL)
-
-
-def ask_for_stacks(directory: Path, ranks: int, attempt: int) -> dict[int, str]:
-    """Have the agents of an attempt take stacks; return those that come in time."""
-    dumps = StackDumps({rank: directory / f"rank-{rank}.stack" for rank in range(ranks)})
-    try:
-        Orders(directory, attempt).give(stack=True)
-    except OSError:
-        return {}
-    return {rank: user_threads(text) for rank, text in dumps.wait().items()}
 
 
 class LaunchedRanks(ProgramRanks):
@@ -186,7 +165,7 @@ class LaunchedRanks(ProgramRanks):
         job: what ranks are told.
         plan: its plain facts.
         attempt: number of the attempt.
-        command: the program, to which the directory and the number of the attempt are added.
+        command: the program.
         env: its variables.
         console: where output is shown.
         job_dir: directory of the run.
@@ -215,52 +194,23 @@ class LaunchedRanks(ProgramRanks):
         me = os.getpid()
         launcher = socket.gethostname(), me, job_files.process_start(me) or 0
         plan = replace(plan, launcher=launcher)
-        job_files.update_state(job_dir, {"plan": plan.as_json(), **(entry or {})})
+        job_files.update_state(job_dir, {"plan": asdict(plan), **(entry or {})})
         write_payload(job, job_dir / mailbox.PAYLOAD)
-        words = [*command, str(job_dir), str(attempt)]
-        super().__init__(job_dir, plan, attempt, words, env=env, on_look=self._show)
+        super().__init__(job_dir, plan, attempt, command, env=env, on_look=self._show)
         self._console = console
         self._follower = LogFollower(job_dir, console, range(plan.ranks), tail=0)
-        self._told = 0
+        self._notices = LogReader(job_dir / mailbox.NOTICE, tail=0)
 
     def _show(self) -> None:
         self._follower.look()
-        text = text_from(self._dir / mirror.NOTICE, self._told)
-        if text and self._console.shows_any:
-            self._told += len(text.encode())
-            print(text, end="", file=sys.stderr, flush=True)
+        for text in self._notices.new():
+            if self._console.shows_any:
+                print(text.decode(), end="", file=sys.stderr, flush=True)
 
     def close(self, *, at_once: bool | None) -> None:
-        """Leave neither the program nor a rank of this host behind."""
         try:
             super().close(at_once=at_once)
         finally:
             self._follower.close()
-        if at_once is None and (reason := text_from(self._dir / mirror.REFUSED)):
+        if at_once is None and (reason := text_from(self._dir / mailbox.REFUSED)):
             raise PlatformError(reason)
-
-
-def on_copies(
-    job: Job, plan: Plan, attempt: int, place: str, entry: Mapping[str, Any], **shown: Any
-) -> LaunchedRanks:
-    """Return ranks on hosts that need share no directory, started by our own program there.
-
-    `entry` is what the program has to know, beside the plan, in `job.json`. The variables of this
-    process stay here, but for those that are meant for ranks.
-    """
-    environment = job.setting.environment
-    told = mirror.job_entry(environment)
-    variables = {**told.pop("variables"), **(job.platform.env or {})}
-    return LaunchedRanks(
-        replace(
-            job,
-            setting=replace(job.setting, environment={}),
-            platform=job.platform.but(env=variables),
-        ),
-        replace(plan, env=variables),
-        attempt,
-        [sys.executable, "-P", "-m", f"unisono.launch.places.{place}"],
-        env=environment,
-        entry={**told, place: dict(entry)},
-        **shown,
-    )

@@ -15,6 +15,7 @@ import sys
 import textwrap
 import threading
 import time
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -23,17 +24,18 @@ from typing import Any
 
 from unisono.errors import PlatformError
 from unisono.launch import job_files
-from unisono.launch.places.mailbox import Orders, Plan
+from unisono.launch.places.mailbox import NOTICE, REFUSED, Mailbox, Plan
 from unisono.launch.places.mirror import (
-    NOTICE,
     SILENT_S,
     Change,
     Host,
+    Link,
     Lost,
     follow_all,
-    refuse,
+    on_copies,
+    places_of,
 )
-from unisono.launch.places.program import LaunchedRanks, on_copies
+from unisono.launch.places.program import LaunchedRanks
 from unisono.launch.pool.protocol import Job
 
 _SHARE_OF_START = 0.9
@@ -52,7 +54,7 @@ def ray_ranks(job: Job, plan: Plan, attempt: int, **shown: Any) -> LaunchedRanks
         "need": {"CPU": platform.cpus_per_rank, "GPU": platform.n_gpus_per_node / per_node},
         "nodes": platform.n_nodes if platform.is_explicit("n_nodes") else None,
     }
-    return on_copies(job, plan, attempt, "ray", entry, **shown)
+    return on_copies(job, plan, attempt, entry, **shown)
 
 
 def _session_here() -> dict[str, Any]:
@@ -194,31 +196,20 @@ class Cluster:
         """Start the actors of all ranks, each in its bundle."""
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-        addresses = {node["NodeID"]: node["NodeManagerHostname"] for node in self._alive()}
-        nodes = list(dict.fromkeys(node for _, node in places))
+        names = {node["NodeID"]: node["NodeManagerHostname"] for node in self._alive()}
         kind = self._ray.remote(Host)
         actors: list[Actor] = []
-        for rank, (bundle, node) in enumerate(places):
-            neighbours = [r for r, place in enumerate(places) if place[1] == node]
-            told = {
-                "rank": rank,
-                "size": self._wanted.size,
-                "local_rank": rank - neighbours[0],
-                "local_size": len(neighbours),
-                "node": nodes.index(node),
-                "nodes": len(nodes),
-                "name": addresses.get(node, ""),
-            }
+        told = places_of([node for _, node in places], defaultdict(str, names))
+        for place, (bundle, _) in zip(told, places, strict=True):
             handle = kind.options(
-                name=f"unisono-{self._plan['run_id']}-rank-{rank}",
+                name=f"unisono-{self._plan['run_id']}-rank-{place['rank']}",
                 num_cpus=self._wanted.need["CPU"],
                 num_gpus=self._wanted.need.get("GPU", 0),
                 scheduling_strategy=PlacementGroupSchedulingStrategy(
                     self._group, placement_group_bundle_index=bundle
                 ),
-            ).remote(attempt, [told], cwd)
-            start_s = self._plan["start_timeout_s"]
-            actors.append(Actor(self._ray, handle, rank, told["name"], start_s))
+            ).remote(attempt, [place], cwd)
+            actors.append(Actor(self._ray, handle, place, self._plan["start_timeout_s"]))
         return actors
 
     def leave(self) -> None:
@@ -255,38 +246,34 @@ def _knock(address: str) -> None:
         socket.create_connection((host.strip("[]"), int(port)), timeout=_KNOCK_S).close()
 
 
-class Actor:
+class Actor(Link):
     """The link to the actor of one rank."""
 
     hint = "ray status, ray list actors; the host may be out of memory, or gone"
 
-    def __init__(self, ray: Any, handle: Any, rank: int, host: str, start_timeout_s: float) -> None:
-        self.host = host
-        self.ranks: Sequence[int] = [rank]
-        self.has_answered = False
+    def __init__(
+        self, ray: Any, handle: Any, place: Mapping[str, Any], start_timeout_s: float
+    ) -> None:
+        super().__init__([place], start_timeout_s)
         self._ray = ray
         self._handle = handle
-        self._limit_s = start_timeout_s
 
     def exchange(self, changes: Sequence[Change]) -> tuple[list[Change], bool]:
-        """See `Link`."""
         errors = self._ray.exceptions
         try:
-            answer = self._ray.get(self._handle.exchange.remote(changes), timeout=self._limit_s)
+            answer = self._ray.get(self._handle.exchange.remote(changes), timeout=self.limit_s)
         except errors.GetTimeoutError:
-            raise Lost(f"was lost: its Ray actor gave no word for {self._limit_s:g} s") from None
+            raise Lost(f"was lost: its Ray actor gave no word for {self.limit_s:g} s") from None
         except errors.RayError as error:
             raise Lost(f"was lost: {_words(error)}") from None
-        self.has_answered, self._limit_s = True, SILENT_S
+        self.has_answered, self.limit_s = True, SILENT_S
         return answer
 
     def abort(self) -> None:
-        """See `Link`."""
         with suppress(Exception):
             self._ray.kill(self._handle)
 
     def close(self) -> None:
-        """See `Link`."""
         with suppress(Exception):
             self._ray.get(self._handle.close.remote(), timeout=_CLOSE_S)
         with suppress(Exception):
@@ -306,12 +293,12 @@ def main(directory: Path, attempt: int) -> int:
     entry = job_files.read_state(directory)
     cluster = None
     try:
-        with _ends_when_told(Orders(directory, attempt)):
+        with _ends_when_told(Mailbox(directory, attempt)):
             cluster = Cluster(directory, entry)
             places = cluster.reserve()
         follow_all(directory, attempt, cluster.start(places, attempt, entry["cwd"]))
     except PlatformError as error:
-        refuse(directory, error)
+        job_files.write_private(directory / REFUSED, str(error).encode())
         return 1
     finally:
         if cluster is not None:
@@ -320,7 +307,7 @@ def main(directory: Path, attempt: int) -> int:
 
 
 @contextmanager
-def _ends_when_told(orders: Orders) -> Iterator[None]:
+def _ends_when_told(mail: Mailbox) -> Iterator[None]:
     """End this process inside the block on an order to stop, or when who started it has gone.
 
     Ray hears nothing while it starts or joins a cluster. What it has begun ends with the process.
@@ -329,7 +316,7 @@ def _ends_when_told(orders: Orders) -> Iterator[None]:
 
     def listen() -> None:
         while not is_over.wait(_ASK_S):
-            is_told = any("stop" in order or "interrupt" in order for order in orders.new())
+            is_told = any("stop" in order or "interrupt" in order for order in mail.new_orders())
             if is_told or os.getppid() != launcher:
                 os._exit(0)
 

@@ -10,6 +10,7 @@ plain data and bytes after it; nothing is unpickled.
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import re
@@ -22,6 +23,7 @@ import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -29,8 +31,17 @@ from unisono.errors import PlatformError
 from unisono.launch import job_files
 from unisono.launch.logs import tail
 from unisono.launch.places.mailbox import Plan
-from unisono.launch.places.mirror import SILENT_S, Change, Host, Lost, follow_all
-from unisono.launch.places.program import LaunchedRanks, on_copies
+from unisono.launch.places.mirror import (
+    SILENT_S,
+    Change,
+    Host,
+    Link,
+    Lost,
+    follow_all,
+    on_copies,
+    places_of,
+)
+from unisono.launch.places.program import LaunchedRanks
 from unisono.launch.platform import Platform
 from unisono.launch.pool.protocol import Job
 
@@ -51,39 +62,25 @@ def ssh_ranks(job: Job, plan: Plan, attempt: int, **shown: Any) -> LaunchedRanks
         "args": list(platform.ssh_args),
         "python": platform.python or sys.executable,
     }
-    return on_copies(job, plan, attempt, "ssh", entry, **shown)
+    return on_copies(job, plan, attempt, entry, **shown)
 
 
 def check_hosts(platform: Platform) -> None:
     """Raise `PlatformError` unless the hosts of a platform make sense."""
-    hosts = list(platform.hosts)
-    strange = [host for host in hosts if not host or host.startswith("-") or host.split() != [host]]
-    twice = [host for host, count in Counter(hosts).items() if count > 1]
-    if not hosts:
-        raise PlatformError.because(
-            'unisono.run(..., on="ssh")', "no hosts", None, 'hosts=["a", "b"], or --hosts a,b'
-        )
-    if strange:
-        raise PlatformError.because(
-            f"hosts={hosts!r}",
-            f"{strange[0]!r} is not the name of a host",
-            None,
-            'names as ssh takes them: hosts=["a", "user@b"]',
-        )
-    if twice:
-        raise PlatformError.because(
-            f"hosts={hosts!r}",
-            f"{twice[0]!r} more than once",
-            None,
-            f"each host once, and ranks={len(hosts)} for more ranks on each",
-        )
-    if platform.n_nodes != len(hosts):
-        raise PlatformError.because(
-            f"nodes={platform.n_nodes}, hosts={hosts!r}",
-            f"{len(hosts)} host{'' if len(hosts) == 1 else 's'}",
-            f"{platform.n_nodes} nodes != {len(hosts)} hosts",
-            "leave nodes out",
-        )
+    hosts, nodes = list(platform.hosts), platform.n_nodes
+    strange = next((h for h in hosts if h.startswith("-") or h.split() != [h]), None)
+    twice = next((host for host, count in Counter(hosts).items() if count > 1), None)
+    names = 'names as ssh takes them: hosts=["a", "user@b"]'
+    blocks = f"each host once, and ranks={len(hosts)} for more ranks on each"
+    for is_wrong, found, hint in (
+        (not hosts, "no hosts", 'hosts=["a", "b"], or --hosts a,b'),
+        (strange is not None, f"{strange!r} is not the name of a host", names),
+        (twice is not None, f"{twice!r} more than once", blocks),
+        (nodes != len(hosts), f"{nodes} nodes != {len(hosts)} hosts", "leave nodes out"),
+    ):
+        if is_wrong:
+            asked = f'unisono.run(..., on="ssh", hosts={hosts!r})'
+            raise PlatformError.because(asked, found, None, hint)
 
 
 def check_program() -> None:
@@ -154,29 +151,31 @@ class Channel:
         return bytes(data)
 
 
-class Connection:
-    """The link to one host: an ssh, and what is said through it."""
+class Connection(Link):
+    """An ssh to one host, and what is said through it.
+
+    Args:
+        places: of the ranks of this host.
+        entry: what `job.json` says.
+        directory: of the job.
+        attempt: number of the attempt.
+    """
 
     def __init__(
         self,
-        host: str,
         places: Sequence[Mapping[str, Any]],
-        *,
         entry: Mapping[str, Any],
         directory: Path,
         attempt: int,
-        start_timeout_s: float,
     ) -> None:
-        self.host = host
-        self.ranks: Sequence[int] = [place["rank"] for place in places]
-        self.hint = f"ssh {shlex.quote(host)} {entry['ssh']['python']} -m unisono doctor"
+        super().__init__(places, entry["plan"]["start_timeout_s"])
+        python, args = entry["ssh"]["python"], entry["ssh"]["args"]
+        self.hint = f"ssh {shlex.quote(self.host)} {python} -m unisono doctor"
         self._log = directory / f"ssh-{self.ranks[0]}.log"
-        self._start_timeout_s = start_timeout_s
-        self.has_answered = False
         output = os.open(self._log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
         try:
             self._ssh = subprocess.Popen(
-                ssh_command(host, entry["ssh"]["python"], entry["ssh"]["args"]),
+                ssh_command(self.host, python, args),
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=output,
@@ -189,10 +188,9 @@ class Connection:
         self._first = {"attempt": attempt, "places": list(places), "cwd": entry["cwd"]}
 
     def exchange(self, changes: Sequence[Change]) -> tuple[list[Change], bool]:
-        """See `Link`."""
         try:
             if not self.has_answered:
-                self._channel.skip_to_begin(self._start_timeout_s)
+                self._channel.skip_to_begin(self.limit_s)
                 self._channel.send(self._first)
                 self.has_answered = True
             self._channel.send({}, changes)
@@ -202,11 +200,9 @@ class Connection:
         return found, head["over"]
 
     def abort(self) -> None:
-        """See `Link`."""
         self._ssh.kill()
 
     def close(self) -> None:
-        """See `Link`."""
         for pipe in self._pipes:
             if pipe is not None:
                 with suppress(OSError):
@@ -253,32 +249,12 @@ def _serve() -> int:
 def _start(directory: Path, attempt: int) -> int:
     """Be the program that starts ranks on all hosts."""
     entry = job_files.read_state(directory)
-    plan, hosts = entry["plan"], entry["ssh"]["hosts"]
-    per_host = plan["ranks_per_node"]
-    links: list[Connection] = []
-    for node, host in enumerate(hosts):
-        places = [
-            {
-                "rank": node * per_host + local_rank,
-                "size": plan["ranks"],
-                "local_rank": local_rank,
-                "local_size": per_host,
-                "node": node,
-                "nodes": len(hosts),
-                "name": host,
-            }
-            for local_rank in range(per_host)
-        ]
-        links.append(
-            Connection(
-                host,
-                places,
-                entry=entry,
-                directory=directory,
-                attempt=attempt,
-                start_timeout_s=plan["start_timeout_s"],
-            )
-        )
+    hosts, per_host = entry["ssh"]["hosts"], entry["plan"]["ranks_per_node"]
+    places = places_of([host for host in hosts for _ in range(per_host)], {h: h for h in hosts})
+    links = [
+        Connection(list(of_host), entry, directory, attempt)
+        for _, of_host in itertools.groupby(places, key=itemgetter("node"))
+    ]
     follow_all(directory, attempt, links)
     return 0
 

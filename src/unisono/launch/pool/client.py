@@ -10,8 +10,10 @@ from __future__ import annotations
 import atexit
 import contextlib
 import fcntl
+import itertools
 import json
 import os
+import resource
 import select
 import signal
 import socket
@@ -25,6 +27,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, Self
 
+from unisono.errors import PlatformError
 from unisono.expect import number_in
 from unisono.launch.logs import FAILED, RankLog
 from unisono.launch.pool.cleanup import end_processes_of
@@ -243,6 +246,8 @@ class ForkedProcess(Process):
 
     def __init__(self, status_fd: int) -> None:
         self.end_fd = self._status_fd = status_fd
+        self._news = select.poll()  # `select` knows no descriptor from 1024 on
+        self._news.register(status_fd, select.POLLIN)
         self._rest = b""
 
     def confirm(self, timeout_s: float) -> str | None:
@@ -268,10 +273,8 @@ class ForkedProcess(Process):
         end = None if timeout_s is None else time.monotonic() + timeout_s
         while b"\n" not in self._rest:
             left = None if end is None else max(0.0, end - time.monotonic())
-            if not select.select([self._status_fd], [], [], left)[0]:
-                return None
-            data = os.read(self._status_fd, 4096)
-            if not data:
+            has_news = self._news.poll(None if left is None else 1000 * left)
+            if not has_news or not (data := os.read(self._status_fd, 4096)):
                 return None
             self._rest += data
         line, _, self._rest = self._rest.partition(b"\n")
@@ -329,14 +332,28 @@ class RankProcess:
         self.rank = rank
         self.log = RankLog(job_dir / f"rank-{rank}.log")
         self.stack_path = job_dir / f"rank-{rank}.stack"
-        self.report, their_report = os.pipe()
-        their_control, self.control = os.pipe()
-        (out, their_out), (err, their_err) = os.pipe(), os.pipe()
+        pipes: list[tuple[int, int]] = []
+        try:
+            while len(pipes) < 4:
+                pipes.append(os.pipe())
+            self.result = nameless_file()
+        except OSError as error:
+            self.log.close()
+            for fd in itertools.chain(*pipes):
+                os.close(fd)
+            limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+            raise PlatformError.because(
+                f"the pipes of rank {rank}",
+                f"{error.strerror}: this process may have {limit} of them",
+                None,
+                "ulimit -n 65536 in the shell, or fewer ranks",
+            ) from error
+        (self.report, their_report), (their_control, self.control) = pipes[:2]
+        (out, their_out), (err, their_err) = pipes[2:]
         for fd in (their_out, their_err):
             if hasattr(fcntl, "F_SETPIPE_SZ"):
                 with suppress(OSError):  # beyond what this user may have
                     fcntl.fcntl(fd, fcntl.F_SETPIPE_SZ, _PIPE_BYTES)
-        self.result = nameless_file()
         self.outputs = out, err
         self.theirs = their_report, their_control, self.result
         self.streams = {1: their_out, 2: their_err}

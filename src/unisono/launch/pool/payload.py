@@ -35,7 +35,7 @@ from typing import TYPE_CHECKING, Any
 
 import cloudpickle
 
-from unisono.errors import PlatformError
+from unisono.errors import PlatformError, an
 from unisono.launch.console import warn
 from unisono.launch.job_files import appearing_whole
 
@@ -308,7 +308,7 @@ def dump_call(
             path, culprit = first_unpicklable(parts) or (name, fn)
             raise PlatformError.because(
                 f"unisono.run({name}, ...) sends the function and its arguments to each rank",
-                f"{path} is a {type(culprit).__qualname__} that cannot be pickled",
+                f"{path} is {an(type(culprit).__qualname__)} that cannot be pickled",
                 f"{type(error).__name__}: {error}",
                 f"make {path} inside the function, or pass what it is made from",
             ) from error
@@ -344,7 +344,7 @@ def dump_value(value: object, file: int | None = None) -> Parcel:
     except Exception as error:
         path, culprit = first_unpicklable({"result": value}) or ("result", value)
         raise TypeError(
-            f"the return value cannot be pickled: {path} is a {type(culprit).__qualname__} "
+            f"the return value cannot be pickled: {path} is {an(type(culprit).__qualname__)} "
             f"({type(error).__name__}: {error})"
         ) from None
 

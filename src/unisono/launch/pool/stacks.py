@@ -35,15 +35,15 @@ _OWN_THREADS = re.compile(
 )
 """Threads of ours, which always wait."""
 _CRASH = "Fatal Python error: "
-_PACKAGE = str(Path(__file__).resolve().parents[2])
-_SHIPPED = tuple(str(Path(_PACKAGE, name)) for name in ("_examples", "_benchmarks"))
+_OWN = f"{Path(__file__).resolve().parents[2]}{os.sep}"
+_SHIPPED = (f"{_OWN}_examples", f"{_OWN}_benchmarks")
 """Programs that an installed package carries along: users run them as they run their own."""
 _FOLDED = "<frames of unisono>"
-_LIBRARIES = tuple(
-    str(Path(path).resolve())
-    for key in ("stdlib", "platstdlib", "purelib", "platlib")
-    if (path := sysconfig.get_path(key))
+_STDLIB = tuple(
+    f"{Path(sysconfig.get_path(key)).resolve()}{os.sep}" for key in ("stdlib", "platstdlib")
 )
+_INSTALLED = frozenset(("site-packages", "dist-packages"))
+"""Folders of packages, which need not be those of this environment: it may add to another one."""
 ANSWER_S = 2.0
 """Longest wait for the stacks of ranks that another process supervises."""
 _LOOK_S = 0.05
@@ -194,15 +194,16 @@ def user_line(dump: str) -> str:
 
 def is_user_file(file: str) -> bool:
     """Whether a file is neither ours, nor Python's, nor of an installed package."""
-    if file.startswith("<frozen"):
-        return False
-    path = str(Path(file).resolve()) if not file.startswith("<") else file
-    return not path.startswith((_PACKAGE, *_LIBRARIES))
+    if file.startswith("<"):
+        return not file.startswith("<frozen")
+    path = Path(file).resolve()
+    is_installed = not _INSTALLED.isdisjoint(path.parts) or str(path).startswith((_OWN, *_STDLIB))
+    return not is_installed or str(path).startswith(_SHIPPED)
 
 
 def is_own_file(file: str) -> bool:
     """Whether a file is part of unisono, and no example in it."""
-    return file.startswith(_PACKAGE + os.sep) and not file.startswith(_SHIPPED)
+    return file.startswith(_OWN) and not file.startswith(_SHIPPED)
 
 
 def format_error(error: BaseException) -> str:

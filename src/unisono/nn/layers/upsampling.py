@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property, lru_cache, partial, reduce
+from functools import cached_property, lru_cache, reduce
 
 import torch
 from torch import Tensor
@@ -15,7 +15,7 @@ from unisono.nn.planned import PlannedModule, index_in
 from unisono.topology import Partition
 from unisono.topology.decompose import block, split_cuts
 from unisono.topology.halo import Axis, HaloPlan, plan_windows
-from unisono.topology.resample import resample_length, resample_taps, resample_window
+from unisono.topology.resample import Resampling, resample_length
 from unisono.topology.window import copied
 
 MODES = {
@@ -135,13 +135,10 @@ class DistributedUpsample(PlannedModule[_UpsamplePlan]):
             size = None if self.size is None else int(self.size[dim - 2])
             y = resample_length(x, size=size, scale=scale)
             mode, aligned = MODES[self.mode], bool(self.align_corners)
-            options = {"scale": scale, "align_corners": aligned, "double": double}
-            reads = partial(resample_window, x=x, y=y, mode=mode, **options)
-            axes.append(Axis(split_cuts(y, parts), reads))
+            how = Resampling(x, y, mode, scale, aligned, double)
+            axes.append(Axis(split_cuts(y, parts), how.window))
             y0, y1 = block(y, parts, i)
-            first = reads(y0, y1)
-            start = first[0].source[0] if first else 0
-            taps.append(taps_of(y0, y1, x, y, start, mode, scale, aligned, double))
+            taps.append(taps_of(how, y0, y1, how.needed(y0, y1)[0]))
         return _UpsamplePlan(plan_windows(cuts, index, axes), tuple(taps))
 
     def forward(self, input: Tensor) -> Tensor:
@@ -183,9 +180,11 @@ class Interpolate(torch.nn.Module):
         self._taps, self._taps_double = (
             tuple(
                 taps_of(
-                    y_local_start[at], y_local_stop[at], x_global_shape[at], y_global_shape[at],
-                    x_local_start[at], MODES.get(mode, mode),
-                    None if scales is None else scales[at - 2], align_corners, double,
+                    Resampling(
+                        x_global_shape[at], y_global_shape[at], MODES.get(mode, mode),
+                        None if scales is None else scales[at - 2], align_corners, double,
+                    ),
+                    y_local_start[at], y_local_stop[at], x_local_start[at],
                 )
                 for at in dims
             )
@@ -218,22 +217,9 @@ class Interpolate(torch.nn.Module):
 
 
 @lru_cache(1024)
-def taps_of(
-    y0: int,
-    y1: int,
-    x: int,
-    y: int,
-    start: int,
-    mode: str,
-    scale: float | None,
-    align_corners: bool,
-    double: bool,
-) -> Taps:
+def taps_of(how: Resampling, y0: int, y1: int, start: int) -> Taps:
     """Return the taps of outputs `[y0, y1)` of one dim, for a window that begins at `start`."""
-    found = [
-        resample_taps(j, x, y, mode, scale=scale, align_corners=align_corners, double=double)
-        for j in range(y0, y1)
-    ]
+    found = [how.taps(j) for j in range(y0, y1)]
     count = len(found[0].points) if found else 1
     return Taps(
         tuple(tuple(t.points[k] - start for t in found) for k in range(count)),

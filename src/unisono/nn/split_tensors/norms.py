@@ -13,7 +13,7 @@ from torch import Tensor
 
 from unisono.comm import Communicator
 from unisono.nn.parameters import summed_gradients
-from unisono.nn.planned import is_transformed, wide
+from unisono.nn.planned import is_plain, wide
 from unisono.nn.split_tensors.blocks import fitted
 from unisono.nn.split_tensors.reductions import added
 from unisono.nn.split_tensors.tensor import (
@@ -213,7 +213,7 @@ def normalized(
     is_summed: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the block, normalised; mean and variance of all ranks. See `Normalize`."""
-    if not is_transformed():
+    if is_plain(x) or torch.is_autocast_enabled(x.device.type):
         return Normalize.apply(x, weight, bias, over, eps, is_summed)
     with torch.no_grad():
         mean, variance = statistics(wide(x), over)

@@ -235,6 +235,7 @@ def _class_loss(
     logits, labels = fitted(input, of_input, run), fitted(target, layout, run)
     scale = None if weight is None else own_copy(weight, layout.values(), run)
     smooth = {"label_smoothing": label_smoothing} if label_smoothing else {}
+    logits = logits.contiguous()  # torch cannot differentiate single terms of others
     terms = func(logits, labels, scale, ignore_index=ignore_index, reduction="none", **smooth)
     if reduction == "none":
         return Split(terms, {target.ndim + place: cut for place, cut in layout.items()}, run)

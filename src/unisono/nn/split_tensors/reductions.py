@@ -31,6 +31,12 @@ def _dims(x: Tensor, dim: int | Sequence[int] | None) -> list[int]:
     return sorted({d % x.ndim for d in ([dim] if isinstance(dim, int) else dim)})
 
 
+def _check_numbers(x: Tensor) -> None:
+    """Leave to torch what it refuses: statistics of integers."""
+    if not (x.dtype.is_floating_point or x.dtype.is_complex):
+        raise NoRule("integers")
+
+
 def _left(x: Split, dims: Sequence[int], keepdim: bool) -> dict[int, Cut]:
     """Return the cuts of what is left when dims are reduced."""
     return {
@@ -70,8 +76,8 @@ def _sum(
     *,
     dtype: torch.dtype | None = None,
 ) -> Tensor:
-    if func.__name__ == "mean" and not (input.dtype.is_floating_point or input.dtype.is_complex):
-        raise NoRule("a mean of integers")
+    if func.__name__ == "mean" and dtype is None:
+        _check_numbers(input)
     x = like(input, input.local.to(dtype)) if dtype is not None else input
     return reduced(x, func.__name__, dim, keepdim)
 
@@ -86,6 +92,7 @@ def _var(
     *,
     correction: float | None = None,
 ) -> Tensor:
+    _check_numbers(input)
     if isinstance(dim, bool):
         dim, unbiased = None, dim
     taken = correction if correction is not None else 0 if unbiased is False else 1
@@ -145,6 +152,7 @@ def _vector_norm(
     if ord != 2 or x.is_complex():
         raise NoRule("a norm along the cut that is not Euclidean")
     local = x.local if dtype is None else x.local.to(dtype)
+    _check_numbers(local)
     inside = [cut for d, cut in x.cuts.items() if d in dims]
     total = added(wide(local).square().sum(dims, keepdim), inside, x.run)
     # Where all points are 0, the derivative is 0, as torch's is; that of a root is infinite.
@@ -198,6 +206,7 @@ def _softmax(
     cut = input.cuts.get(dim)
     if cut is None:
         return like(input, getattr(torch, name)(local, dim))
+    _check_numbers(local)
     # The largest value only keeps exp in range; it has no part in the derivative.
     with torch.no_grad():
         top = cut.comm.all_reduce(local.detach().amax(dim, keepdim=True), "max")

@@ -40,7 +40,7 @@ from unisono.nn.split_tensors.tensor import (
 from unisono.operators.halo import HaloOnGroup
 from unisono.topology import HaloPlan, halo
 from unisono.topology.decompose import split_sizes
-from unisono.topology.resample import resample_needed
+from unisono.topology.resample import Resampling
 from unisono.topology.window import (
     output_length,
     padding_pairs,
@@ -402,6 +402,8 @@ def _interpolate(
         return like(x, local)
     if antialias or mode not in MODES:
         raise NoRule(f"mode {mode!r}" if not antialias else "antialias")
+    if not x.is_floating_point() and not mode.startswith("nearest"):
+        raise NoRule("weighted sums of integers")
     kind = MODES[mode]
     scales: list[float | None] = [None] * count
     if size is not None:
@@ -419,14 +421,13 @@ def _interpolate(
             continue
         cut = without_runs(x, dim)
         out = resized(cut, balanced(sizes[i], x, dim, "interpolate"))
-        options = {"scale": scales[i], "align_corners": bool(align_corners),
-                   "double": x.dtype == torch.float64}  # fmt: skip
-        needed = [resample_needed(a, b, cut.length, sizes[i], kind, **options)
-                  for a, b in pairwise(out.bounds)]  # fmt: skip
+        double = x.dtype == torch.float64
+        how = Resampling(cut.length, sizes[i], kind, scales[i], bool(align_corners), double)
+        needed = [how.needed(a, b) for a, b in pairwise(out.bounds)]
         wanted[dim] = cut, [span(a, b) for a, b in needed]
         low, high = out.bounds[cut.comm.rank : cut.comm.rank + 2]
         start = needed[cut.comm.rank][0]
-        taps[dim] = taps_of(low, high, cut.length, sizes[i], start, kind, *options.values())
+        taps[dim] = taps_of(how, low, high, start)
         cuts[dim] = out
     local = window(x, wanted)
     for dim, own in taps.items():

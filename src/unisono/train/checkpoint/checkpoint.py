@@ -26,9 +26,6 @@ from unisono.train.checkpoint.parts import (
     Reading,
     parts_of,
     parts_to_restore,
-    random_states,
-    seed_from,
-    set_random_states,
 )
 from unisono.train.checkpoint.pieces import (
     SavePlanner,
@@ -46,6 +43,12 @@ from unisono.train.checkpoint.pieces import (
 )
 from unisono.train.checkpoint.saving import Background, Order, advice, as_text, commit, write
 from unisono.train.exact.run import writes_here
+from unisono.train.generators import (
+    random_states,
+    seed_generators,
+    seed_of,
+    set_random_states,
+)
 
 __all__ = ["Checkpoint", "Restored"]
 
@@ -194,7 +197,7 @@ class Checkpoint:
         _check(asked, problems, problem)
         _check_equal(asked, "step", steps, "count steps alike on all ranks")
         hint = "one number for all: comm.all_reduce(loss, 'mean').item()"
-        _check_equal(asked, "metric", [str(metric) for metric in metrics], hint)
+        _check_equal(asked, "metric", list(map(str, metrics)), hint)
         _check_equal(asked, "objects", names, "name the same objects on all ranks")
         if not isinstance(step, int) or step < 0:
             raise CheckpointError.because(asked, "not the number of a step", hint="save(100, ...)")
@@ -371,12 +374,13 @@ class Checkpoint:
         if self.comm.rank < ranks or (were_alike and ranks > 1):
             set_random_states(states)
         else:
-            seed_from(states, self.comm.rank)
+            seed_generators(seed_of(states["torch"].numpy().tobytes(), self.comm.rank))
 
     def _chosen(self, step: int | None) -> Saved | None:
         """Return the checkpoint to restore, the same on all ranks; damaged ones are passed over."""
-        there = self.comm.broadcast_object(folder.saved_in(self.directory))
-        lost = self.comm.broadcast_object(folder.unreadable_in(self.directory))
+        there, lost = self.comm.broadcast_object(
+            (folder.saved_in(self.directory), folder.unreadable_in(self.directory))
+        )
         if step is not None:
             chosen = [saved for saved in there if saved.step == step]
             if not chosen:

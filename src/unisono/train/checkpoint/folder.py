@@ -11,7 +11,6 @@ import os
 import shutil
 import zlib
 from collections.abc import Iterable, Mapping
-from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -77,7 +76,7 @@ def unreadable_in(directory: Path) -> list[Path]:
     return [path for path in sorted(directory.glob("step-*")) if _read(path) is None]
 
 
-def commit(partial: Path, manifest: Manifest) -> Saved:
+def commit(partial: Path, manifest: Manifest) -> None:
     """Let the directory `partial` become a checkpoint, at once and for good."""
     text = json.dumps(asdict(manifest), indent=1)
     with (partial / MANIFEST).open("w") as file:
@@ -91,7 +90,6 @@ def commit(partial: Path, manifest: Manifest) -> Saved:
         path = directory / f"{path.name}.{manifest.sequence}"
     partial.rename(path)
     _sync_directory(directory)
-    return Saved(path, manifest)
 
 
 def remove(path: Path) -> None:
@@ -144,14 +142,16 @@ def damage(saved: Saved, names: Iterable[str]) -> str | None:
     expected: Mapping[str, Any] = saved.manifest.files
     for name in names:
         size, crc = expected[name]
-        with suppress(FileNotFoundError):
+        try:
             there, sum_there = _measured(saved.path / name)
-            if there != size:
-                return f"{name} has {there} bytes of {size}"
-            if sum_there != crc:
-                return f"{name} has other content than was written"
-            continue
-        return f"{name} is missing"
+        except FileNotFoundError:
+            return f"{name} is missing"
+        except OSError as error:  # on one rank perhaps, and all must come to the same verdict
+            return f"{name} cannot be read: {error}"
+        if there != size:
+            return f"{name} has {there} bytes of {size}"
+        if sum_there != crc:
+            return f"{name} has other content than was written"
     return None
 
 

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import hashlib
-import random
 import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.distributed.checkpoint import FileSystemReader
@@ -236,20 +233,14 @@ class NetPart(Part):
         self._net.set_recurrent_state(tree)
 
     def problems(self, rest: Any, shapes: Shapes) -> list[str]:  # noqa: ARG002
-        """Compare layers and sizes."""
+        """Compare the parameters of layers; recurrent states have shapes of the last batch."""
+
+        def by_name(found: Shapes) -> dict[str, list[int]]:
+            return {".".join(map(str, p[1:])): list(s) for p, s in found.items() if p[0] == "state"}
+
         _, leaves = taken_apart(self._state(), is_leaf)
-        here = {path: list(shape_of(leaf)) for path, leaf in leaves.values()}
-        there = {path: list(shape) for path, shape in shapes.items()}
-        return compared(_by_layer(there), _by_layer(here))
-
-
-def _by_layer(shapes: Mapping[Path, list[int]]) -> dict[str, str]:
-    """Return shapes of each layer's parameters; recurrent states have those of the last batch."""
-    layers: dict[str, str] = {}
-    for path, shape in shapes.items():
-        if path[0] == "state":
-            layers[path[1]] = f"{layers.get(path[1], '')} {shape}".strip()
-    return layers
+        here = {path: shape_of(leaf) for path, leaf in leaves.values()}
+        return compared(by_name(shapes), by_name(here))
 
 
 def parts_of(objects: Mapping[str, Any]) -> tuple[dict[str, Part], dict[str, Any]]:
@@ -332,35 +323,6 @@ def _inside(module: nn.Module) -> nn.Module:
             module = compiled
         else:
             return module
-
-
-def random_states() -> dict[str, Any]:
-    """Return the states of this rank's generators."""
-    uses_cuda = torch.cuda.is_available() and torch.cuda.is_initialized()
-    return {
-        "torch": torch.get_rng_state(),
-        "cuda": torch.cuda.get_rng_state() if uses_cuda else None,
-        "numpy": np.random.get_state(),
-        "python": random.getstate(),
-    }
-
-
-def set_random_states(states: dict[str, Any]) -> None:
-    """Put the generators into states that `random_states` gave."""
-    torch.set_rng_state(states["torch"])
-    if states["cuda"] is not None and torch.cuda.is_available():
-        torch.cuda.set_rng_state(states["cuda"])
-    np.random.set_state(states["numpy"])
-    random.setstate(states["python"])
-
-
-def seed_from(states: dict[str, Any], rank: int) -> None:
-    """Seed the generators of a rank that did not exist when the states were saved."""
-    text = states["torch"].numpy().tobytes() + str(rank).encode()
-    number = int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "big")
-    torch.manual_seed(number)
-    np.random.seed(number % 2**32)
-    random.seed(number)
 
 
 # A checkpoint as one rank reads it. Local: every rank reads what it needs, whoever wrote it.

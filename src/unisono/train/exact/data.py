@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -11,7 +12,8 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 from unisono.errors import PlatformError
 from unisono.launch.elastic.coordinator import Run, split
-from unisono.train.exact.shards import fresh, seed_generators, seed_of
+from unisono.train.exact.shards import fresh
+from unisono.train.generators import seed_generators, seed_of
 
 
 class Pair(NamedTuple):
@@ -61,8 +63,7 @@ class Shards(Dataset[Any]):
             raise PlatformError.because(
                 f"elastic(..., data={type(data).__name__})",
                 "no length and no samples by number: nobody could fetch a shard a second time",
-                None,
-                "a dataset with __len__ and __getitem__, or a tuple of tensors",
+                hint="a dataset with __len__ and __getitem__, or a tuple of tensors",
             )
         if len(data) < batch_size:
             raise PlatformError.because(
@@ -113,8 +114,8 @@ class Loader:
     """Fetches shards, ahead of time in `workers` processes if there are any."""
 
     def __init__(self, shards: Shards, workers: int, last: int) -> None:
-        self._shards, self._last = shards, last
-        self._ahead = _Ahead()
+        self._shards = shards
+        self._ahead = _Ahead(last)
         self._iterator: Iterator[Any] | None = None
         self._expected: Iterator[tuple[int, int]] = iter(())
         self._next: tuple[int, int] | None = None
@@ -134,7 +135,7 @@ class Loader:
         numbers = [shard for begin, end in runs for shard in range(begin, end)]
         if self._loader is None or not numbers or self._next == (step, numbers[0]):
             return
-        self._ahead.begin(step, numbers, self._last)
+        self._ahead.step, self._ahead.numbers = step, numbers
         self._expected, self._iterator = iter(self._ahead), iter(self._loader)
         self._next = next(self._expected, None)
 
@@ -148,18 +149,17 @@ class Loader:
         return fresh(batch)
 
 
+@dataclass
 class _Ahead:
     """Says which shards will probably be needed, in order."""
 
-    def __init__(self) -> None:
-        self._step, self._numbers, self._last = 0, list[int](), 0
-
-    def begin(self, step: int, numbers: list[int], last: int) -> None:
-        self._step, self._numbers, self._last = step, numbers, last
+    last: int
+    step: int = 0
+    numbers: Sequence[int] = ()
 
     def __iter__(self) -> Iterator[tuple[int, int]]:
-        for step in range(self._step, self._last):
-            for shard in self._numbers:
+        for step in range(self.step, self.last):
+            for shard in self.numbers:
                 yield step, shard
 
 

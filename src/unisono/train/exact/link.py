@@ -10,6 +10,8 @@ import mmap
 import os
 import socket
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -174,18 +176,15 @@ class NearLink(Link):
             raise PlatformError.because(
                 "a rank joins an elastic training",
                 f"its results would have other bits than those of the members\n{answer['why']}",
-                None,
-                "the same arguments, threads, torch and kind of CPU on all ranks",
+                hint="the same arguments, threads, torch and kind of CPU on all ranks",
             )
         self._connection.settimeout(None)
         return answer["number"]
 
     def tell(self, kind: str, **rest: Any) -> None:
         """Tell the coordinator something."""
-        try:
+        with _or_lost():
             send_line(self._connection, {"kind": kind, **rest})
-        except OSError:
-            raise _lost() from None
 
     def _listen(self, *, blocks: bool) -> None:
         try:
@@ -227,6 +226,8 @@ class NearLink(Link):
     def _read_into(self, file: int, data: memoryview, begin: int) -> None:
         while data:
             count = os.preadv(self._files[file], [data], begin)
+            if not count:
+                raise _lost()
             data, begin = data[count:], begin + count
 
     def close(self) -> None:
@@ -292,42 +293,35 @@ class FarLink(NearLink):
     def _marks(self) -> list[int]:
         """Ask for the marks; the answer comes once all are as far as ours, or after a moment."""
         follower = self.follower
-        wish = {
-            "kind": "marks",
-            "file": BOARD,
-            "count": len(follower.order["ranks"]),
-            "mark": follower.mark,
-        }
-        try:
-            send_line(self._carrier, wish)
-            answer = self._stream.readline()
-        except OSError:
-            raise _lost() from None
-        if not answer:
-            raise _lost()
-        return json.loads(answer)
+        count = len(follower.order["ranks"])
+        self._ask("marks", BOARD, count=count, mark=follower.mark)
+        return json.loads(self._answer())
 
     def _write(self, file: int, data: memoryview, begin: int) -> None:
-        order = {"kind": "write", "file": file, "begin": begin, "size": len(data)}
-        try:
-            send_line(self._carrier, {**order, "end": begin + len(data)})
+        self._ask("write", file, begin=begin, size=len(data), end=begin + len(data))
+        with _or_lost():
             self._carrier.sendall(data)
-            if not self._stream.readline():
-                raise _lost()
-        except OSError:
-            raise _lost() from None
+        self._answer()
 
     def _read_into(self, file: int, data: memoryview, begin: int) -> None:
-        order = {"kind": "read", "file": file, "begin": begin, "size": len(data)}
-        try:
-            send_line(self._carrier, order)
+        self._ask("read", file, begin=begin, size=len(data))
+        with _or_lost():
             while data:
                 count = self._stream.readinto(data)
                 if not count:
                     raise _lost()
                 data = data[count:]
-        except OSError:
-            raise _lost() from None
+
+    def _ask(self, kind: str, file: int, **rest: int) -> None:
+        with _or_lost():
+            send_line(self._carrier, {"kind": kind, "file": file, **rest})
+
+    def _answer(self) -> bytes:
+        with _or_lost():
+            line = self._stream.readline()
+        if not line:
+            raise _lost()
+        return line
 
 
 _has_joined = False
@@ -343,8 +337,7 @@ def open_link() -> Link:
         raise PlatformError.because(
             "a second elastic training in one elastic job",
             "a rank that joins later could not tell which of the two it is for",
-            None,
-            "one unisono.run(..., elastic=True) for each",
+            hint="one unisono.run(..., elastic=True) for each",
         )
     _has_joined = True
     is_near = address.startswith(("@", "/"))
@@ -353,3 +346,11 @@ def open_link() -> Link:
 
 def _lost() -> RankFailed:
     return RankFailed(LOST)
+
+
+@contextmanager
+def _or_lost() -> Iterator[None]:
+    try:
+        yield
+    except OSError:
+        raise _lost() from None

@@ -19,23 +19,29 @@ from torch.distributed.tensor import DTensor
 
 from unisono.comm import Communicator
 from unisono.comm import call as calls
-from unisono.errors import CheckpointError, LayoutError, PlatformError, RankFailed, UnisonoError
+from unisono.errors import (
+    CheckpointError,
+    LayoutError,
+    PlatformError,
+    RankFailed,
+    UnisonoError,
+    an,
+)
 from unisono.expect import expect, expect_float, expect_int
 from unisono.launch import stopping
 from unisono.launch.context import here
 from unisono.launch.elastic.coordinator import OVER
 from unisono.train.exact.data import Loader, Shards
 from unisono.train.exact.link import VARIABLE, Link, open_link
-from unisono.train.exact.shards import (
-    Layout,
-    nodes_in,
-    seed_generators,
-    seed_of,
-    tree_sum,
-    undisturbed,
-)
+from unisono.train.exact.shards import Layout, nodes_in, tree_sum, undisturbed
+from unisono.train.generators import seed_generators, seed_of
 
 Closure = Callable[[Any], Tensor]
+
+_COMMUNICATE = {
+    *("DataParallel", "DistributedDataParallel", "FullyShardedDataParallel", "SyncBatchNorm")
+}
+"""Classes of modules that talk to other ranks in each forward, by their names."""
 
 
 def elastic(
@@ -163,7 +169,7 @@ class Step:
         """
         if self.is_done:
             raise UnisonoError.because(
-                f"step {self.number} is taken a second time", None, None, "one call in the loop"
+                f"step {self.number} is taken a second time", hint="one call in the loop"
             )
         self._run.take(self, closure)
         self.is_done = True
@@ -175,8 +181,7 @@ class Step:
             raise UnisonoError.because(
                 "step.log(...) outside of the closure",
                 "no shard that it could be about",
-                None,
-                "unisono.train.log after the step",
+                hint="unisono.train.log after the step",
             )
         self.logged |= {name: float(value) for name, value in values.items()}
 
@@ -234,7 +239,6 @@ class ElasticRun:
             "torch": str(torch.__version__),
         }
         self._result = torch.empty(self._layout.bytes, dtype=torch.uint8)
-        self._result_views = self._layout.views(self._result)
         self._scratch: list[Tensor] = []
         self._views: dict[int, list[Tensor]] = {}
         """Parts of vectors by their addresses, which stay."""
@@ -248,7 +252,14 @@ class ElasticRun:
 
         Each has `state_dict` and `load_state_dict`, or is a tensor, a dict or a list.
         """
+        ours = {"scheduler": self._scheduler, "scaler": self._scaler}
         for name, value in objects.items():
+            if ours.get(name) is not None:
+                raise UnisonoError.because(
+                    f"run.state({name}=...)",
+                    f"elastic(..., {name}=...) has a state under this name",
+                    hint=f"another name: run.state(my_{name}=...)",
+                )
             if not hasattr(value, "load_state_dict"):
                 expect(name, value, (Tensor, dict, list))
             self._extra[name] = value
@@ -256,10 +267,13 @@ class ElasticRun:
     def state_dict(self) -> dict[str, Any]:
         """Return everything that the next step depends on."""
         objects = {"scheduler": self._scheduler, "scaler": self._scaler, **self._extra}
+        model = self.model.state_dict()
         return {
             "step": self.number,
             "facts": dict(self._facts),
-            "model": self.model.state_dict(),
+            "model": model,
+            # Not persistent, but steps change them all the same.
+            "buffers": {name: b for name, b in self.model.named_buffers() if name not in model},
             "optimizer": self.optimizer.state_dict(),
             "objects": {
                 name: value.state_dict() if hasattr(value, "state_dict") else value
@@ -281,11 +295,13 @@ class ElasticRun:
                 raise CheckpointError.because(
                     "the state of an elastic training",
                     found,
-                    None,
-                    "the same settings, or elastic(..., strict=False)",
+                    hint="the same settings, or elastic(..., strict=False)",
                 )
             warnings.warn(found, UserWarning, stacklevel=2)
         self.model.load_state_dict(state["model"])
+        buffers = dict(self.model.named_buffers())
+        for name, value in state.get("buffers", {}).items():
+            _set_state(buffers[name], value)
         self.optimizer.load_state_dict(state["optimizer"])
         objects = {"scheduler": self._scheduler, "scaler": self._scaler, **self._extra}
         for name, value in state["objects"].items():
@@ -300,7 +316,7 @@ class ElasticRun:
         """Join the other members, and yield the steps that are left."""
         if self._link is not None:
             raise UnisonoError.because(
-                "a second loop over one elastic training", None, None, "epochs=..., or steps=..."
+                "a second loop over one elastic training", hint="epochs=..., or steps=..."
             )
         global _active
         self._link = link = open_link()
@@ -315,8 +331,7 @@ class ElasticRun:
                     raise UnisonoError.because(
                         f"step {step.number} of an elastic training",
                         "the body of the loop did not call it",
-                        None,
-                        "step(lambda batch: loss_fn(model(batch.x), batch.y))",
+                        hint="step(lambda batch: loss_fn(model(batch.x), batch.y))",
                     )
         finally:
             stopping.agree_by(None)
@@ -525,14 +540,11 @@ class ElasticRun:
         used = 0
         for note in notes:
             used |= int(note["used"], 16)
-        for place, (parameter, view) in enumerate(
-            zip(self._parameters, self._result_views, strict=False)
-        ):
+        views = self._views_of(self._result)
+        for place, (parameter, view) in enumerate(zip(self._parameters, views, strict=False)):
             parameter.grad = view if used >> place & 1 else None
         with torch.no_grad():
-            for buffer, view in zip(
-                self._buffers, self._result_views[len(self._parameters) :], strict=True
-            ):
+            for buffer, view in zip(self._buffers, views[len(self._parameters) :], strict=True):
                 if buffer.is_floating_point() or buffer.is_complex():
                     buffer.add_(view)
                 else:
@@ -615,8 +627,7 @@ def _dense(gradient: Tensor) -> Tensor:
         raise LayoutError.because(
             "a gradient of an elastic training",
             "a sparse one, which other shards cannot be added to",
-            None,
-            "nn.Embedding(..., sparse=False)",
+            hint="nn.Embedding(..., sparse=False)",
         )
     return gradient
 
@@ -643,9 +654,8 @@ def _check_calls(latest: calls.Call | None) -> None:
             "the closure of an elastic step",
             f"it called {call.op}: a closure runs once per shard, again for shards of ranks that "
             "died, and each member is a world of one, so nothing was exchanged",
-            None,
-            "return the mean loss of the batch, step.log(name=value) for other means; collectives "
-            "of your own belong into a world that stays, unisono.run(..., elastic=False)",
+            hint="return the mean loss of the batch, step.log(name=value) for other means; "
+            "your own collectives belong into a world that stays, unisono.run(..., elastic=False)",
         )
 
 
@@ -663,8 +673,7 @@ def _check_world(shards: int) -> None:
         raise PlatformError.because(
             "unisono.train.elastic(...)",
             f"a world of {size} ranks that stays as it is: each would train on its own",
-            None,
-            f"unisono.run(train, ranks={size}, elastic=True)",
+            hint=f"unisono.run(train, ranks={size}, elastic=True)",
         )
 
 
@@ -672,34 +681,27 @@ def _check_model(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     """Refuse what cannot be the same for any number of members."""
     expect("model", model, nn.Module)
     expect("optimizer", optimizer, torch.optim.Optimizer)
+    asked = f"unisono.train.elastic({type(model).__name__}, optimizer, ...)"
     for name, module in model.named_modules():
-        kind = type(module).__name__
-        if isinstance(module, (nn.SyncBatchNorm, nn.parallel.DistributedDataParallel)) or (
-            kind in ("DataParallel", "DASO", "FullyShardedDataParallel")
-        ):
+        if not _COMMUNICATE.isdisjoint(kind.__name__ for kind in type(module).__mro__):
             raise PlatformError.because(
-                f"unisono.train.elastic({type(model).__name__}, ...)",
-                f"{name or 'the model'} is {kind}, which talks to other ranks in each forward",
-                None,
-                "the plain module: elastic adds up gradients and averages buffers itself",
+                asked,
+                f"{name or 'the model'} is {an(type(module).__name__)}, which talks to other ranks",
+                hint="the plain module: elastic adds up gradients and averages buffers itself",
             )
-    mine = {id(p) for p in model.parameters()}
-    tensors = dict(model.named_parameters())
-    tensors |= {name: b for name, b in model.named_buffers() if b is not None}
-    for name, tensor in tensors.items():
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if isinstance(tensor, DTensor) or tensor.device.type != "cpu":
             where = "split over ranks" if isinstance(tensor, DTensor) else f"on {tensor.device}"
             raise PlatformError.because(
-                f"unisono.train.elastic({type(model).__name__}, ...)",
-                f"{name} is {where}",
-                None,
-                "whole tensors on the CPU; nothing is promised about the bits of other devices",
+                asked,
+                f"{name} is {where}: nothing is promised about the bits of other devices",
+                hint="whole tensors on the CPU",
             )
+    mine = {id(p) for p in model.parameters()}
     stray = sum(id(p) not in mine for group in optimizer.param_groups for p in group["params"])
     if stray:
         raise PlatformError.because(
-            f"unisono.train.elastic({type(model).__name__}, optimizer, ...)",
-            f"{stray} tensors of the optimizer are no parameters of the model",
-            None,
-            "one module that holds all: nn.ModuleList([encoder, head])",
+            asked,
+            f"{stray} tensors of the optimizer are not parameters of the model",
+            hint="one module that holds all: nn.ModuleList([encoder, head])",
         )

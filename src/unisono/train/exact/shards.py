@@ -5,9 +5,8 @@ Nothing here depends on how many members there are, so neither do the bits of wh
 
 from __future__ import annotations
 
+import copy
 import hashlib
-import random
-import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -18,6 +17,7 @@ from torch import Tensor
 
 from unisono.errors import UnisonoError
 from unisono.launch.elastic.coordinator import LINE, MOST, Run, split
+from unisono.train.generators import random_states, set_random_states
 
 _ALIGN = 64
 """Bytes; sums of anything less aligned may take another way through the machine."""
@@ -62,25 +62,10 @@ def tree_sum(
     return add(left, tree_sum(first + cut, count - cut, known, add))
 
 
-def seed_of(*words: object) -> int:
-    """Return a seed that depends on all words, and on nothing else."""
-    text = "/".join(map(str, words)).encode()
-    return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little") >> 1
-
-
-def seed_generators(seed: int) -> None:
-    """Seed the generators that a model or a dataset may draw from."""
-    torch.default_generator.manual_seed(seed)
-    random.seed(seed)
-    if (numpy := sys.modules.get("numpy")) is not None:
-        numpy.random.seed(seed % 2**32)
-
-
 @contextmanager
 def undisturbed(threads: int) -> Iterator[None]:
     """Compute with so many threads inside; afterwards they and all generators are as before."""
-    numpy, before = sys.modules.get("numpy"), torch.get_num_threads()
-    states = torch.get_rng_state(), random.getstate(), numpy and numpy.random.get_state()
+    states, before = random_states(), torch.get_num_threads()
     if before != threads:
         torch.set_num_threads(threads)
     try:
@@ -88,10 +73,7 @@ def undisturbed(threads: int) -> Iterator[None]:
     finally:
         if before != threads:
             torch.set_num_threads(before)
-        torch.set_rng_state(states[0])
-        random.setstate(states[1])
-        if numpy is not None:
-            numpy.random.set_state(states[2])
+        set_random_states(states)
 
 
 @dataclass(frozen=True)
@@ -105,7 +87,7 @@ class Section:
 
     @property
     def is_sum(self) -> bool:
-        """Whether shards are added up; whole numbers must be equal in all of them."""
+        """Whether shards are added up; integers must be equal in all of them."""
         return self.dtype.is_floating_point or self.dtype.is_complex
 
     def of(self, vector: Tensor, piece: int = 0, cut: int = 1) -> Tensor:
@@ -238,10 +220,9 @@ def _add(section: Section, left: Tensor, right: Tensor, out: Tensor | None) -> T
         return torch.add(left, right, out=out)
     if not torch.equal(left, right):
         raise UnisonoError.because(
-            "the buffers of whole numbers after a step of an elastic training",
+            "integer buffers after a step of an elastic training",
             f"shards of one batch have left them with other values ({section.dtype})",
-            None,
-            "count batches, not what is in them; or keep it in a float buffer, which is averaged",
+            hint="count batches, not what is in them; or a float buffer, which is averaged",
         )
     return left if out is None else out.copy_(left)
 
@@ -251,8 +232,10 @@ def fresh(batch: Any) -> Any:
     if isinstance(batch, Tensor):
         is_aligned = batch.data_ptr() % _ALIGN == 0 and batch.storage_offset() == 0
         return batch if is_aligned else batch.clone()
-    if isinstance(batch, dict):
-        return type(batch)((key, fresh(value)) for key, value in batch.items())
+    if isinstance(batch, dict):  # of whatever kind: a defaultdict is made otherwise
+        made = copy.copy(batch)
+        made.update((key, fresh(value)) for key, value in batch.items())
+        return made
     if isinstance(batch, tuple) and hasattr(batch, "_fields"):
         return type(batch)(*map(fresh, batch))
     if isinstance(batch, (tuple, list)):

@@ -15,7 +15,7 @@ import sys
 import time
 import traceback
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import asdict
 from pathlib import Path
@@ -113,6 +113,11 @@ class _Tee:
         """Pass `text` on."""
         _append(self._fd, text)
         return self._stream.write(text)
+
+    def writelines(self, lines: Iterable[str]) -> None:
+        """Pass all of `lines` on."""
+        for line in lines:
+            self.write(line)
 
     def __getattr__(self, name: str) -> Any:
         if name == "_stream":  # not there yet, as while it is unpickled
@@ -341,7 +346,7 @@ def _device(device: torch.device) -> str:
 
 
 def _step(step: Any) -> int:
-    """Return the number of a step; whole numbers of numpy and torch are such, too."""
+    """Return the number of a step; it may be an integer of numpy or torch."""
     try:
         number = operator.index(step)
     except (TypeError, RuntimeError, ValueError):  # torch and numpy have their own kinds
@@ -350,7 +355,7 @@ def _step(step: Any) -> int:
         raise UnisonoError.because(
             f"log(step={_short(step)})",
             an(type(step).__name__),
-            "no whole number" if number is None else f"beyond {LARGEST_STEP}, 2**53",
+            "not an integer" if number is None else f"beyond {LARGEST_STEP}, 2**53",
             "count the steps: log(step=3, ...), or leave step out",
         )
     return number

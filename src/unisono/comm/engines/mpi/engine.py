@@ -16,6 +16,7 @@ import itertools
 import threading
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Unpack
 
@@ -49,30 +50,30 @@ _OPS: dict[str, str] = {
     "or": "BOR",
     "xor": "BXOR",
 }
+_KNOWN_TO_MPI = {
+    torch.float16: torch.float32,
+    torch.bfloat16: torch.float32,
+    torch.complex32: torch.complex64,
+}
+"""What MPI reduces for dtypes that it does not know."""
 _RESERVED_TAGS = 2
 """The largest tags a group keeps for itself: goodbyes, and `exchange` where tags are few."""
 
 
+@dataclass(slots=True, eq=False)
 class Transfer:
-    """A message this rank sends or receives.
+    """A message this rank sends or receives."""
 
-    Attributes:
-        peer: the other rank of the group; None until it is known.
-        is_done: whether it has ended, well or badly.
-        error: what went wrong.
-    """
-
-    __slots__ = ("error", "is_done", "is_receive", "peer", "requests", "tag", "tensor")
-
-    def __init__(self, tensor: Tensor, peer: int | None, tag: int, is_receive: bool) -> None:
-        self.tensor = tensor
-        self.tag = tag
-        self.peer = peer
-        self.is_receive = is_receive
-        self.requests: list[tuple[Any, int]] = []
-        """MPI requests with the bytes of each."""
-        self.is_done = False
-        self.error: BaseException | None = None
+    tensor: Tensor
+    peer: int | None
+    """The other rank of the group; None until it is known."""
+    tag: int
+    is_receive: bool
+    requests: list[tuple[Any, int]] = field(default_factory=list)
+    """MPI requests with the bytes of each."""
+    is_done: bool = False
+    """Whether it has ended, well or badly."""
+    error: BaseException | None = None
 
 
 class Messages:
@@ -250,13 +251,12 @@ class MpiEngine(QueuedEngine):
         is_exact = not is_float or (
             self.size == 2 and x.dtype.itemsize >= 4 and op in ("sum", "mean")
         )
-        is_exact &= x.dtype != torch.complex32  # which numpy, and so MPI, does not know
         if not x.numel() or (forced != "native" and (forced is not None or not is_exact)):
             super()._all_reduce(x, op)
             return
         channel, mpi = self.channel, self.channel.mpi
-        is_half = x.dtype in (torch.float16, torch.bfloat16) and op != "sum64"
-        wide = torch.float32 if is_half else accumulation_dtype(x.dtype, op)
+        wide = accumulation_dtype(x.dtype, op)
+        wide = _KNOWN_TO_MPI.get(wide, wide)
         is_bool = x.dtype == torch.bool
         operation = getattr(mpi, f"L{BOOL_OPS.get(op, op)}".upper() if is_bool else _OPS[op])
         total = x if wide == x.dtype else x.to(wide)

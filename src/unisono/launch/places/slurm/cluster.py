@@ -27,6 +27,8 @@ ANSWER_S = 60.0
 """Longest wait for an answer of the controller."""
 SHORTEST_S, LONGEST_S = 1.0, 10.0
 """Seconds between two questions: the longer nothing changes, the rarer they are."""
+_SPECIAL_STEPS = 0xFFFFFFFA
+"""Steps from this number on are no steps of the user's, as the shell of `salloc`."""
 
 
 @dataclass(frozen=True)
@@ -45,15 +47,14 @@ class Partition:
     """Longest time of a job, as SLURM writes it."""
 
 
-def call(*words: str, check: bool = True, timeout_s: float = ANSWER_S) -> str:
-    """Run one of SLURM's programs and return what it prints.
-
-    Raises `PlatformError` with its own words if it fails and `check` holds.
-    """
+def answer(
+    *words: str, text: str = "", timeout_s: float = ANSWER_S
+) -> subprocess.CompletedProcess[str]:
+    """Run one of SLURM's programs, which reads `text`, to its end."""
     try:
-        done = subprocess.run(
+        return subprocess.run(
             words,
-            stdin=subprocess.DEVNULL,
+            input=text,
             capture_output=True,
             text=True,
             errors="replace",
@@ -61,11 +62,19 @@ def call(*words: str, check: bool = True, timeout_s: float = ANSWER_S) -> str:
             check=False,
         )
     except FileNotFoundError as error:
-        raise not_found(words[0]) from error
+        raise _not_found(words[0]) from error
     except subprocess.TimeoutExpired as error:
         raise PlatformError.because(
             " ".join(words), f"no answer within {timeout_s:g} s", None, "scontrol ping"
         ) from error
+
+
+def call(*words: str, check: bool = True, timeout_s: float = ANSWER_S) -> str:
+    """Run one of SLURM's programs and return what it prints.
+
+    Raises `PlatformError` with its own words if it fails and `check` holds.
+    """
+    done = answer(*words, timeout_s=timeout_s)
     if check and done.returncode:
         raise PlatformError.because(
             " ".join(words),
@@ -74,11 +83,10 @@ def call(*words: str, check: bool = True, timeout_s: float = ANSWER_S) -> str:
             "scontrol ping tells whether a cluster answers; SLURM_CONF=/path/of/slurm.conf names "
             "another one",
         )
-    return done.stdout if check or done.returncode == 0 else ""
+    return "" if done.returncode else done.stdout
 
 
-def not_found(program: str) -> Exception:
-    """Return the error for a machine without this program."""
+def _not_found(program: str) -> Exception:
     return PlatformError.because(
         'on="slurm" needs the programs of SLURM',
         f"no {program} on PATH ({os.environ.get('PATH', '')})",
@@ -90,6 +98,18 @@ def not_found(program: str) -> Exception:
 def missing_programs() -> list[str]:
     """Return which of SLURM's programs are not on PATH."""
     return [name for name in PROGRAMS if shutil.which(name) is None]
+
+
+def check_programs() -> None:
+    """Raise `PlatformError` unless jobs can be submitted from here."""
+    if missing := missing_programs():
+        raise _not_found(missing[0])
+
+
+def in_allocation() -> bool:
+    """Whether this process has nodes already: inside `salloc` or a batch script, in no step."""
+    step = os.environ.get("SLURM_STEP_ID", str(_SPECIAL_STEPS))
+    return "SLURM_JOB_ID" in os.environ and step.isdigit() and int(step) >= _SPECIAL_STEPS
 
 
 def partitions(timeout_s: float = ANSWER_S) -> list[Partition]:
@@ -190,12 +210,6 @@ def choose_partition(platform: Platform, known: Sequence[Partition]) -> str | No
             f"nodes={most}",
         )
     return wanted
-
-
-def check_programs() -> None:
-    """Raise `PlatformError` unless jobs can be submitted from here."""
-    if missing := missing_programs():
-        raise not_found(missing[0])
 
 
 class Queue:

@@ -2,9 +2,8 @@
 
     python -m unisono.launch.places.slurm.driver DIRECTORY
 
-Also run beside a launcher that is inside an allocation already (`--in-allocation`), and ends with
-it if that waits (`--tied`). How far it got, and what came of it, is in `progress.json`, which a
-requeued job reads again.
+How far it got, and what came of it, is in `progress.json`, which a requeued job reads again. Inside
+an allocation there is no such process: the launcher itself starts `srun` (`srun_ranks`).
 """
 
 from __future__ import annotations
@@ -13,24 +12,33 @@ import os
 import signal
 import sys
 from pathlib import Path
+from typing import Any, NoReturn
 
 from unisono.errors import PlatformError
 from unisono.launch import job_files
 from unisono.launch.attempts import Attempts, Progress
-from unisono.launch.job_files import write_private
 from unisono.launch.places.mailbox import CANCEL, INTERRUPT, Plan
-from unisono.launch.places.program import ProgramRanks
-from unisono.launch.places.slurm.cluster import call, show_job
+from unisono.launch.places.program import LaunchedRanks, ProgramRanks
+from unisono.launch.places.slurm.cluster import call, check_programs, show_job
 from unisono.launch.places.slurm.script import srun_command
+from unisono.launch.pool.protocol import Job
+
+
+def srun_ranks(job: Job, plan: Plan, attempt: int, **shown: Any) -> LaunchedRanks:
+    """Return the ranks of a job on the nodes that this process has already."""
+    check_programs()
+    kind = LaunchedRanks
+    if plan.elastic is not None:
+        from unisono.launch.places.elastic import ElasticLaunchedRanks as kind
+    words = srun_command(plan)
+    return kind(job, plan, attempt, words, env=job.setting.environment, **shown)
 
 
 class Driver(Attempts):
-    """Runs the attempts of a job."""
+    """Runs the attempts of a job of the scheduler."""
 
-    def __init__(self, directory: Path, *, in_allocation: bool, is_tied: bool) -> None:
+    def __init__(self, directory: Path) -> None:
         super().__init__(Plan.read(directory), directory, Progress.read(directory))
-        self._is_batch = not in_allocation
-        self._launcher = os.getppid() if is_tied else None
 
     def exit_code(self) -> int:
         """Go on until there is an end; return the exit code of the job."""
@@ -42,25 +50,20 @@ class Driver(Attempts):
         return 0 if is_good else 1
 
     def ranks(self) -> ProgramRanks:
-        """Return the ranks of the present attempt, for `srun` to start."""
         kind = ProgramRanks
         if self._plan.elastic is not None:
             from unisono.launch.places.elastic import ElasticProgramRanks as kind
-        attempt = self.progress.attempt
-        command = srun_command(self._job_dir, self._plan, attempt)
-        return kind(self._job_dir, self._plan, attempt, command, on_look=self._look)
+        attempt, words = self.progress.attempt, srun_command(self._plan)
+        return kind(self._job_dir, self._plan, attempt, words, on_look=self._look)
 
     def _look(self) -> None:
         """Heed what others have left in the directory of the job."""
-        if self._launcher is not None and os.getppid() != self._launcher:
-            write_private(self._job_dir / CANCEL, b"")  # ranks end with a launcher that waits
         if self._supervisor is not None and self.is_cancelled():
             self._supervisor.cancel()
         elif self._supervisor is not None and (self._job_dir / INTERRUPT).exists():
             self._supervisor.ask(self._supervisor.interrupt)
 
     def is_cancelled(self) -> bool:
-        """Whether somebody wants the job to end."""
         return (self._job_dir / CANCEL).exists()
 
     def note(self, state: str) -> None:
@@ -70,17 +73,12 @@ class Driver(Attempts):
 
     def is_taken_away(self, *, is_requeue: bool) -> bool:
         """Whether SLURM is ending this job; it knows why, and what comes next."""
-        if not self._is_batch:
-            return False
         fields = show_job(os.environ["SLURM_JOB_ID"])
         is_running = fields.get("JobState", "RUNNING") == "RUNNING"
         # Before its time limit, the ranks were warned; then it is for us to requeue it.
         return not is_running and not (is_requeue and fields.get("Reason") == "TimeLimit")
 
     def requeue(self) -> bool:
-        """Have SLURM start the job again; inside an allocation it is for us to do."""
-        if not self._is_batch:
-            return True
         job = os.environ["SLURM_JOB_ID"]
         try:
             call("scontrol", "requeue", job)
@@ -93,24 +91,14 @@ class Driver(Attempts):
         return False
 
 
-def drive(directory: str, *, in_allocation: bool = False, is_tied: bool = False) -> int:
+def drive(directory: str) -> NoReturn:
     """Be the driver of the job in `directory`."""
-    # Signals are for the ranks, which SLURM tells itself; whoever loaded this function may have
-    # other handlers in place.
+    # Signals are for the ranks, which SLURM tells itself.
     for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGCONT):
         signal.signal(number, lambda *_: None)
-    path = Path(directory)
-    job_files.check_ours(path)
-    return Driver(path, in_allocation=in_allocation, is_tied=is_tied).exit_code()
-
-
-def drive_for_submitit(directory: str) -> None:
-    """Be the driver inside a process of submitit."""
-    sys.exit(drive(directory))
+    job_files.check_ours(Path(directory))
+    sys.exit(Driver(Path(directory)).exit_code())
 
 
 if __name__ == "__main__":
-    flags = sys.argv[2:]
-    sys.exit(
-        drive(sys.argv[1], in_allocation="--in-allocation" in flags, is_tied="--tied" in flags)
-    )
+    drive(sys.argv[1])

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import subprocess
 import time
 from pathlib import Path
 from typing import Any
 
-from unisono.errors import JobCancelled, PlatformError, RankFailed, RankTimeout
+from unisono.errors import JobCancelled, RankFailed, RankTimeout
 from unisono.launch import job_files
 from unisono.launch.attempts import PROGRESS, Progress, results_of
 from unisono.launch.job import ENDS, Job, State
-from unisono.launch.places.mailbox import CANCEL, read_states, read_value
-from unisono.launch.places.program import ask_for_stacks
+from unisono.launch.places.mailbox import CANCEL, Mailbox
 from unisono.launch.places.slurm import cluster
 from unisono.launch.results import Results
 
@@ -30,14 +28,12 @@ _ENDS = {
 
 
 class SlurmJob(Job):
-    """A job of the scheduler, or of an allocation that this process is in."""
+    """A job of the scheduler."""
 
     CANCEL_S = 90.0
 
-    def __init__(self, directory: Path, process: subprocess.Popen[bytes] | None = None) -> None:
-        """Take the directory of a job, and its driver if this process has started it."""
+    def __init__(self, directory: Path) -> None:
         super().__init__(directory)
-        self._process = process
         self._left_at: float | None = None
         self._end_by_scheduler: tuple[str, str] | None = None
         cluster.QUEUE.forget()
@@ -47,44 +43,28 @@ class SlurmJob(Job):
         return Progress.read(self.dir).announced
 
     def cancel(self) -> None:
-        """End all ranks, also of a job that waits, and stay until they have."""
-        if not self.done() and "pid" not in self._entry:
+        if not self.done():
             job_files.write_private(self.dir / CANCEL, b"")
             cluster.call("scancel", self.id, check=False)
             cluster.QUEUE.forget()
         super().cancel()
 
-    def resize(self, ranks: int) -> None:
-        """Refuse: SLURM gives a job its nodes once."""
-        raise PlatformError.because(
-            f"job {self.id} with {ranks} ranks",
-            "SLURM gives a job its nodes once, and each of its ranks is started there",
-            None,
-            "save when should_stop() says so, and submit it again with other ranks",
-        )
-
     def stacks(self) -> dict[int, str]:
-        """Return where every rank stands."""
         state = self._look()
         if state.name != "running":
             return {}
-        return ask_for_stacks(self.dir, self.ranks, state.attempt)
+        return Mailbox(self.dir, state.attempt).ask_for_stacks(self.ranks)
 
     def _look(self) -> State:
         """Return how it stands; as its reason why it waits, in the scheduler's words."""
         progress = Progress.read(self.dir)
         attempt = max(0, progress.attempt)
         if (ending := progress.ending) is not None:
-            self._let_go()
             name = ending.state if ending.state in ENDS and not progress.message else "failed"
             words = progress.message or (progress.causes or [""])[-1]
             return State(name, attempt, "" if name == "done" else words.split("\n")[0])
         if self._end_by_scheduler is not None:
             return State(self._end_by_scheduler[0], attempt, self._end_by_scheduler[1])
-        if "pid" in self._entry:
-            if self._is_driver_alive():
-                return State("running", attempt, "")
-            return self._gone("failed", attempt, "its process is gone")
         state, reason = self._scheduler() or ("", "the scheduler has forgotten it")
         told = "" if reason == "None" else reason
         if state in _WAITING:
@@ -102,12 +82,13 @@ class SlurmJob(Job):
             raise JobCancelled(f"job {self.id} was cancelled ({state.reason})", job_id=self.id)
         if (ending := progress.ending) is None:
             raise self._error_by_scheduler()
+        mail = Mailbox(self.dir, ending.attempt)
         return results_of(
             progress,
-            read_states(self.dir, self.ranks, ending.attempt),
-            lambda rank: read_value(self.dir, rank),
+            mail.read_states(self.ranks),
+            mail.read_value,
             place="slurm",
-            threads=int(self._entry["threads"]),
+            threads=int(self._entry["plan"]["cpus_per_rank"]),
             job_dir=self.dir,
             is_kept=True,
         )
@@ -119,7 +100,7 @@ class SlurmJob(Job):
         fields = cluster.show_job(self.id)
         return (fields["JobState"], fields.get("Reason", "")) if "JobState" in fields else None
 
-    def _gone(self, name: str, attempt: int, reason: str, limit_s: float = LOST_S) -> State:
+    def _gone(self, name: str, attempt: int, reason: str, limit_s: float) -> State:
         """The job is over, but says nothing: its files may be slow, so wait a while."""
         now = time.monotonic()
         self._left_at = self._left_at or now
@@ -128,7 +109,6 @@ class SlurmJob(Job):
         if (self.dir / CANCEL).exists():
             name = "cancelled"
         self._end_by_scheduler = (name, reason)
-        self._let_go()
         return State(name, attempt, reason)
 
     def _error_by_scheduler(self) -> RankFailed | RankTimeout:
@@ -151,14 +131,3 @@ class SlurmJob(Job):
             job_dir=str(self.dir),
             attempt=self.attempt,
         )
-
-    def _is_driver_alive(self) -> bool:
-        if self._process is not None:
-            return self._process.poll() is None
-        start = job_files.process_start(self._entry["pid"])
-        return start is not None and start == self._entry["pid_start"]
-
-    def _let_go(self) -> None:
-        """Take notice of the end of a driver that we started."""
-        if self._process is not None:
-            self._process.wait()

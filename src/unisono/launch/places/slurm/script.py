@@ -65,8 +65,8 @@ def directives(
     return {n: "" if v is True else str(v) for n, v in words.items() if v is not False}
 
 
-def batch_script(options: Mapping[str, str], *commands: str) -> str:
-    """Return the script with these options and commands."""
+def batch_script(options: Mapping[str, str], command: str) -> str:
+    """Return the script with these options and this command."""
     lines = ["#!/bin/bash"]
     for name, value in options.items():
         if "\n" in value:
@@ -74,17 +74,16 @@ def batch_script(options: Mapping[str, str], *commands: str) -> str:
                 f"the option --{name}={value!r} of a batch script", "a line break in it"
             )
         lines.append(f"#SBATCH --{name}" + (f"={shlex.quote(value)}" if value else ""))
-    return "\n".join([*lines, "", *commands, ""])
+    return "\n".join([*lines, "", command, ""])
 
 
-def driver_command(directory: Path | str) -> str:
+def driver_command(directory: Path) -> str:
     """Return the line that runs the driver of the job in `directory`."""
-    return f"exec {shlex.join([sys.executable, '-m', 'unisono.launch.places.slurm.driver'])} " + (
-        shlex.quote(str(directory))
-    )
+    words = [sys.executable, "-m", "unisono.launch.places.slurm.driver", str(directory)]
+    return f"exec {shlex.join(words)}"
 
 
-def srun_command(directory: Path, plan: Plan, attempt: int) -> list[str]:
+def srun_command(plan: Plan) -> list[str]:
     """Return the words that start an agent for each rank, in order of the nodes.
 
     `--cpus-per-task` is said again because newer `srun` do not take it from the job.
@@ -97,10 +96,8 @@ def srun_command(directory: Path, plan: Plan, attempt: int) -> list[str]:
         f"--cpus-per-task={plan.cpus_per_rank}",
         "--distribution=block",
         *(["--kill-on-bad-exit=1"] if plan.elastic is None else _WITH_DEATHS),
-        *plan.words,
+        *plan.srun_args,
         sys.executable,
         "-m",
         "unisono.launch.places.agent",
-        str(directory),
-        str(attempt),
     ]
