@@ -147,6 +147,15 @@ def test_a_layer_that_one_rank_also_puts_into_another_net_keeps_nobody_waiting()
     assert net.state_dict() == twin.state_dict()
 
 
+@pytest.mark.ranks(2)
+def test_running_values_of_nobody_do_not_weigh_in_the_first_batch():
+    net = DDPSequential(Sequential(BatchNorm2d(1)), AUTO, sync_norm_stats="running")
+    net.model[0].delta_mu_w = [0.0]
+    net.step()
+    trained(net, [[1.0], [3.0]], 0.0)
+    assert net.model[0].running_mean.tolist() == [2.0]
+
+
 @pytest.mark.ranks([2, 3])
 def test_everybody_starts_from_rank_0():
     comm = world()

@@ -204,7 +204,7 @@ def test_another_architecture_is_refused_and_nothing_is_written(tmp_path):
     other = Sequential(Linear(2, 4), ReLU(), Linear(4, 1))
     for name in ("a.pt", "a.bin"):
         other.save(tmp_path / name)
-        with pytest.raises(UnisonoError, match=r"Linear|Linear\.0"):
+        with pytest.raises(UnisonoError, match=r"(?s)Linear\(2,.\).*Linear\(2,.\)"):  # both nets
             net.load(tmp_path / name)
     other.save_csv(tmp_path / "a")
     with pytest.raises(UnisonoError, match=r"12 != 6 \+ 3 = 9"):
@@ -230,18 +230,6 @@ def test_text_in_a_csv_file_is_told_with_its_line(tmp_path):
     before = net.state_dict()
     with pytest.raises(UnisonoError, match=r"net_2_Sw\.csv\n.*'variance' in line 2\n.*HINT"):
         net.load_csv(tmp_path / "net")
-    assert net.state_dict() == before
-
-
-def test_a_torch_file_of_other_sizes_names_both_nets(tmp_path):
-    Sequential(Linear(2, 3), ReLU(), Linear(3, 1)).save(tmp_path / "net.pt")
-    net = Sequential(Linear(2, 4), ReLU(), Linear(4, 1))
-    before = net.state_dict()
-    with pytest.raises(UnisonoError) as caught:
-        net.load(tmp_path / "net.pt")
-    text = str(caught.value)
-    assert text.count("Linear(2,3) ReLU() Linear(3,1)") == 1
-    assert text.count("Linear(2,4) ReLU() Linear(4,1)") == 1
     assert net.state_dict() == before
 
 

@@ -99,7 +99,7 @@ def test_image_files_are_read(tmp_path):
     x, y = Utils().load_mnist_images(images, names, 2)
     assert np.allclose(x * 255, pixels[:2].reshape(-1))
     assert y.tolist() == [7, 0]
-    with pytest.raises(UnisonoError, match="4 > 3"):
+    with pytest.raises(UnisonoError, match="from 0 to 3"):
         Utils().load_mnist_images(images, names, 4)
     records = RNG.integers(0, 256, (2, 3073), np.uint8)
     (tmp_path / "cifar").write_bytes(records.tobytes())

@@ -157,11 +157,19 @@ def test_an_lstm_over_time():
     close(p.delta_var_b, sums[3] * p.var_b**2)
 
 
+def turns(tokens, d):
+    """Return the rotation of the pairs of units of each token, `[tokens, d, d]`."""
+    angle = torch.arange(tokens)[:, None] * 10000.0 ** (-torch.arange(0, d, 2).double() / d)
+    pairs = torch.stack([angle.cos(), -angle.sin(), angle.sin(), angle.cos()], -1)
+    return torch.stack([torch.block_diag(*row) for row in pairs.unflatten(-1, (2, 2))])
+
+
+@pytest.mark.parametrize("rope", [False, True])
 @pytest.mark.parametrize(("causal", "kv_heads"), [(True, 2), (False, 4)])
-def test_attention_score_by_score(causal, kv_heads):
-    batch, tokens, width, heads = 2, 3, 8, 4
+def test_attention_score_by_score(causal, kv_heads, rope):
+    batch, tokens, width, heads = 2, 3, 16, 4
     d, scale = width // heads, 1 / math.sqrt(width // heads)
-    layer = bayes.MultiheadAttention(width, heads, kv_heads, causal=causal)
+    layer = bayes.MultiheadAttention(width, heads, kv_heads, causal=causal, use_rope=rope)
     net = bayes.Sequential(layer).double()
     net.input_state_update = True
     p = layer.params
@@ -178,6 +186,9 @@ def test_attention_score_by_score(causal, kv_heads):
     (q, k, v), (vq, vk, vv), to = (
         [part.unflatten(-1, (-1, d)) for part in t.split(parts, -1)] for t in (z, vz, rows)
     )
+    turn = turns(tokens, d) if rope else torch.eye(d).double().expand(tokens, d, d)
+    q, k = (torch.einsum("tij,bthj->bthi", turn, part) for part in (q, k))
+    vq, vk = (torch.einsum("tij,bthj->bthi", turn**2, part) for part in (vq, vk))
     for n, h, t in ((n, h, t) for n in range(batch) for h in range(heads) for t in range(tokens)):
         g = h // (heads // kv_heads)
         seen = slice(0, t + 1 if causal else tokens)
@@ -196,6 +207,10 @@ def test_attention_score_by_score(causal, kv_heads):
             into[0][t, h] += down @ mk**power
             into[1][seen, g] += down[:, None] * mq**power
             into[2][seen, g] += share[:, None] ** power * up
+    for part in to[:2]:  # of q and k, turned back
+        for power in (1, 2):
+            back = torch.einsum("tij,bthi->bthj", turn**power, part[power - 1])
+            part[power - 1].copy_(back)
     found = [torch.as_tensor(t).view(x.shape) for t in net.get_input_states()]
     close(found[0], rows[0] @ p.mean_w)
     close(found[1], rows[1] @ p.mean_w**2)

@@ -70,18 +70,7 @@ def test_the_saved_file_joins_all_ranks(tmp_path):
         assert sorted(map(flows.count, set(flows))) == [3, 3]
         text = table(load(path))
         header, *rows = text.splitlines()
-        assert header.split() == [
-            "op",
-            "calls",
-            "bytes",
-            "total",
-            "ms",
-            "wait",
-            "ms",
-            "share",
-            "slowest",
-            "site",
-        ]
+        assert " ".join(header.split()) == "op calls bytes total ms wait ms share slowest site"
         counts = {op: n for op, n, *_ in map(str.split, rows)}
         assert counts == {"all_reduce": "3", "barrier": "3", "exchange": "2"}
     comm.barrier()

@@ -77,6 +77,10 @@ def test_old_names_of_fields_are_understood_and_fields_can_be_set():
     platform.check()  # the CPUs are those of a rank, so nothing has to be divided
     twin = pickle.loads(pickle.dumps(platform))
     assert (twin, twin.cpus_per_rank, twin.n_cpus) == (platform, 3, 3)
+    twin.n_gpus, twin.n_cpus_per_node = 4, 8  # the last one said is the one that counts
+    assert twin.cpus_per_rank == 2
+    twin.n_cpus = 8
+    assert twin.cpus_per_rank == 8
     platform.n_gpus, platform.ram, platform.device = 4, 16, "cpu"
     assert (platform.world_size, platform.ram, platform.device) == (4, 16, Device.CPU)
     assert Platform(device="gpu", n_gpus_per_node=2, n_cpus_per_node=4).cpus_per_rank == 2

@@ -80,6 +80,9 @@ def test_the_three_trees_share_one_state():
         assert module.initialized()
         assert module.get_gp_world_size() == world().size
         assert module._GRAPH_PARALLEL_GROUP is module.get_gp_group() is not None
+        total = torch.ones(1)
+        dist.all_reduce(total, group=module.get_gp_group())
+        assert total.item() == world().size
         assert module._DATA_PARALLEL_GROUP is module.get_dp_group()
     v2.cleanup_gp()
     assert not ocp.initialized()
@@ -158,10 +161,18 @@ def message_passing(pos, weights, edges, rows, fetch, ends):
     return h.square().sum()
 
 
+def learnt(energy, leaves, summed):
+    """Return energy, forces, and the gradients of a loss of both: derivatives of second order."""
+    (slope,) = torch.autograd.grad(energy, leaves[:1], create_graph=True)
+    forces = -summed(slope)
+    loss = energy**2 + (forces**2).sum()
+    return [energy.detach(), forces.detach()], torch.autograd.grad(loss, leaves)
+
+
 @pytest.mark.ranks([1, 2, 4])
 @pytest.mark.parametrize("strategy", list(parallelism.PartitionStrategy))
 def test_a_network_by_all_gather_or_all_to_all_is_that_of_one_process(strategy):
-    """Energies, forces and gradients of parameters, as fairchem's backbones compute them."""
+    """Energies, forces and gradients of a loss of both, as fairchem's backbones compute them."""
     size, rank, atoms = world().size, world().rank, 11
     v2.setup_graph_parallel_groups(size, None)
     made = torch.Generator().manual_seed(1)
@@ -175,7 +186,8 @@ def test_a_network_by_all_gather_or_all_to_all_is_that_of_one_process(strategy):
     leaves = [t.clone().requires_grad_() for t in (pos, *weights)]
     everything = torch.arange(atoms)
     energy = message_passing(leaves[0], leaves[1:], edges, everything, lambda h: h, edges)
-    expected = [energy.detach(), *torch.autograd.grad(energy, leaves)]
+    alone, grads = learnt(energy, leaves, lambda t: t)
+    expected = [*alone, *grads]
 
     owner, own = parallelism.compute_a2a_partition(pos, atoms, "cpu", size, rank, strategy)
     mine = edges[:, owner[edges[1]] == rank]
@@ -203,8 +215,8 @@ def test_a_network_by_all_gather_or_all_to_all_is_that_of_one_process(strategy):
         leaves = [t.clone().requires_grad_() for t in (pos, *weights)]
         part = message_passing(leaves[0], leaves[1:], mine, own, fetch, ends)
         total = v2.reduce_from_model_parallel_region(part)
-        grads = torch.autograd.grad(total, leaves)
-        found = [total.detach(), *(world().all_reduce(g) for g in grads)]
+        together, grads = learnt(total, leaves, v2.reduce_from_model_parallel_region)
+        found = [*together, *(world().all_reduce(g) for g in grads)]
         torch.testing.assert_close(found, expected)
         for tensor in found:
             assert world().all_equal(tensor.tolist()), "the same bits on all ranks"
@@ -244,88 +256,3 @@ def test_the_gather_for_layers_is_where_the_page_says():
         True,
         True,
     ]
-
-
-class RowsByAllToAll(torch.autograd.Function):
-    """All rows, fetched by torch's own collective over the group that gp_utils names."""
-
-    @staticmethod
-    def forward(ctx, x, sizes):
-        ctx.sizes = sizes
-        out = x.new_empty(sum(sizes), *x.shape[1:])
-        sent = x.repeat(len(sizes), *[1] * (x.dim() - 1))
-        dist.all_to_all_single(out, sent, sizes, [len(x)] * len(sizes), group=v2.get_gp_group())
-        return out
-
-    @staticmethod
-    def backward(ctx, grad):
-        return RowsSummed.apply(grad, ctx.sizes), None
-
-
-class RowsSummed(torch.autograd.Function):
-    """Own rows of the sum over ranks, the adjoint of `RowsByAllToAll`."""
-
-    @staticmethod
-    def forward(ctx, grad, sizes):
-        ctx.sizes = sizes
-        own = sizes[v2.get_gp_rank()]
-        out = grad.new_empty(len(sizes) * own, *grad.shape[1:])
-        dist.all_to_all_single(
-            out, grad.contiguous(), [own] * len(sizes), sizes, group=v2.get_gp_group()
-        )
-        return out.view(len(sizes), own, *grad.shape[1:]).sum(0)
-
-    @staticmethod
-    def backward(ctx, grad):
-        return RowsByAllToAll.apply(grad.contiguous(), ctx.sizes), None
-
-
-def backbone(pos, weight, mode):
-    """Energy, forces and stress as fairchem 2.x computes them: each rank its block of atoms.
-
-    Positions are held by all, features are gathered before every layer, and the energy, forces and
-    virial of a rank are terms.
-    """
-    pos = pos.clone().requires_grad_()
-    strain = torch.zeros(3, 3, dtype=pos.dtype, requires_grad=True)
-    bent = pos + pos @ (strain + strain.T) / 2
-    sizes = v2.size_list_fn(len(pos), v2.get_gp_world_size())
-    own = torch.arange(len(pos)).split(sizes)[v2.get_gp_rank()]
-    apart = (bent[own][:, None] - bent[None]).norm(dim=2) + torch.eye(len(pos)).double()[own]
-    near = torch.exp(-apart) * (1 - torch.eye(len(pos)).double()[own])
-    x = near.sum(1, keepdim=True) * weight[0]
-    for layer in weight:
-        if mode is v2.GPMode.ALL_TO_ALL:
-            everyone = RowsByAllToAll.apply(x, sizes)
-        else:
-            everyone = v2.gather_from_model_parallel_region_sum_grad(x, len(pos))
-        x = x + torch.tanh(near @ everyone * layer)
-    term = x.sum()
-    energy = v2.reduce_from_model_parallel_region(term)
-    slopes = torch.autograd.grad(term, (pos, strain), create_graph=True)
-    forces, virial = (-v2.reduce_from_model_parallel_region(slope) for slope in slopes)
-    return energy, forces, virial
-
-
-@pytest.mark.ranks([2, 4])
-def test_the_pattern_of_fairchem_s_backbone_trains_as_in_one_process():
-    pos = torch.rand(7, 3, dtype=torch.float64)
-    results = []
-    for size, mode in (
-        (1, None),
-        (world().size, v2.GPMode.ALLGATHER),
-        (world().size, "all_to_all"),
-    ):
-        v2.setup_graph_parallel_groups(size, None)
-        weight = torch.linspace(-1, 1, 6, dtype=torch.float64).view(2, 3).requires_grad_()
-        out = backbone(pos, weight, mode)
-        loss = out[0] ** 2 + (out[1] ** 2).sum() + (out[2] ** 2).sum()
-        loss.backward()
-        grad = world().all_reduce(weight.grad) if size > 1 else weight.grad
-        results.append([*(value.detach() for value in out), grad])
-        v2.cleanup_gp()
-    for other in results[1:]:
-        for ours, alone in zip(other, results[0], strict=True):
-            torch.testing.assert_close(ours, alone, rtol=1e-10, atol=1e-10)
-    for gathered, fetched in zip(*results[1:], strict=True):
-        torch.testing.assert_close(gathered, fetched, rtol=1e-12, atol=1e-12)

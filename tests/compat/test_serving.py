@@ -15,7 +15,7 @@ from unisono.compat import serve, serving
 from unisono.compat.libraries import LIBRARIES, library_named
 from unisono.errors import PlatformError
 
-# Each prints one line a rank: a sum over ranks, so that it also shows that they are one world.
+# Each prints one line per rank: a sum over ranks, so that it also shows that they are one world.
 SCRIPTS = {
     "heat": """
 import torch

@@ -183,7 +183,7 @@ def test_a_region_before_set_up_names_it():
 
 def test_only_groups_and_sizes_that_mean_something_are_taken():
     for wrong in (5, None, (0, 1)):
-        with pytest.raises(MeshError, match=r"neither GraphGroups nor a Mesh(.|\n)*graph_groups\("):
+        with pytest.raises(TypeError, match=r"expected GraphGroups or Mesh(.|\n)*graph_groups\("):
             gp.use_groups(wrong)
     assert not gp.initialized()
     weight = torch.nn.Parameter(torch.ones(2))

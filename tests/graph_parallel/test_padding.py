@@ -41,7 +41,7 @@ def test_padding_and_trimming_to_the_ranks_of_the_row():
     with pytest.raises(PartitionError, match="3 < 5") as caught:
         gp.pad_tensor(x, -1, 3)
     assert isinstance(caught.value, AssertionError)
-    with pytest.raises(PartitionError, match="a float"):
+    with pytest.raises(TypeError, match="float, expected int"):
         gp.pad_tensor(x, 0, 4.5)
     sizes = torch.tensor([3, 1, 0])
     trimmed, after = gp.trim_tensor(x, sizes)

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from tests.waiting import wait_until
 
 import unisono
 from unisono.errors import PlatformError, RankFailed
@@ -66,15 +67,14 @@ print(json.dumps([list_named_actors(all_namespaces=True), groups, ray.available_
 
 def assert_nothing_left(address):
     """No actor lives, no placement group is there, all CPUs are free."""
-    end = time.monotonic() + 15
-    while True:
+
+    def is_empty():
         words = [sys.executable, "-c", QUESTION, address]
         done = subprocess.run(words, capture_output=True, text=True, check=True)
         actors, groups, free = json.loads(done.stdout.splitlines()[-1])
-        if not actors and set(groups) <= {"REMOVED"} and free.get("CPU") == 4.0:
-            return
-        assert time.monotonic() < end, (actors, groups, free)
-        time.sleep(0.5)
+        return not actors and set(groups) <= {"REMOVED"} and free.get("CPU") == 4.0
+
+    wait_until(is_empty, 15)
 
 
 def test_ranks_on_two_nodes_return_values_logs_and_hosts(on_ray, capfd):
@@ -118,10 +118,7 @@ def test_a_killed_actor_is_named_within_five_seconds(on_ray, tmp_path):
 
     job = unisono.submit(work, str(tmp_path), on="ray", ranks=2, timeout_s=60)
     path = tmp_path / "rank-1"
-    end = time.monotonic() + 60
-    while not (path.exists() and path.read_text()):
-        assert time.monotonic() < end
-        time.sleep(0.05)
+    wait_until(lambda: path.exists() and path.read_text())
     time.sleep(0.5)
     os.kill(int(path.read_text()), signal.SIGKILL)
     begin = time.monotonic()

@@ -16,7 +16,7 @@ from tests.operators.examples import example
 
 from unisono.comm import world
 from unisono.errors import UnisonoError
-from unisono.operators import TABLE, all_gather, copy, slice_replicated, table_text
+from unisono.operators import TABLE, all_gather, copy, table_text
 from unisono.testing import check_adjoint
 
 RANKS = [1, 2, 3, 4]
@@ -148,24 +148,6 @@ def test_verbs_under_a_derivative_name_the_operators_and_leave_the_group_intact(
         with pytest.raises(UnisonoError, match=r"HINT: the operator that has one"):
             torch.func.grad(lambda t, verb=verb: verb(t).sum())(torch.ones(3))
     assert comm.all_reduce(torch.ones(1)).item() == 2
-
-
-@pytest.mark.ranks([2, 3])
-def test_chained_regions_give_the_second_derivative_of_the_serial_function():
-    comm = world()
-    x = torch.arange(1.0, 6.0).double().requires_grad_()
-    part = slice_replicated(x, 0, comm=comm)
-    from unisono.operators import concat_replicated
-
-    whole = concat_replicated(part**3, 0, comm=comm)
-    (first,) = torch.autograd.grad(whole.sum(), x, create_graph=True)
-    assert torch.allclose(first, 3 * x**2)
-    (second,) = torch.autograd.grad(first.sum(), x)
-    assert torch.allclose(second, 6 * x.detach())
-    y = torch.tensor([2.0], dtype=torch.float64, requires_grad=True)
-    (first,) = torch.autograd.grad((copy(y, comm=comm) ** 3).sum(), y, create_graph=True)
-    (second,) = torch.autograd.grad(first.sum(), y)
-    assert torch.allclose(second, 6 * comm.size * y.detach())
 
 
 def test_the_table_names_each_operator_and_its_adjoint_both_ways():

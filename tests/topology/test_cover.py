@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.topology.simulation import slices, write
 from torch.nn import functional as F
 
 from unisono.topology import halo
@@ -12,15 +13,6 @@ from unisono.topology.cover import cover
 from unisono.topology.decompose import grid_index
 
 MODES = ("zeros", "reflect", "replicate", "circular")
-
-
-def slices(box):
-    return tuple(slice(a, b) for a, b in box)
-
-
-def placed(window, piece, values):
-    flips = [dim for dim, kind in enumerate(piece.kinds) if kind == "flip"]
-    window[slices(piece.dest)] = values.flip(flips)
 
 
 def share_of(plan, found, blocks, weight, stride, dilation):
@@ -32,7 +24,7 @@ def share_of(plan, found, blocks, weight, stride, dilation):
     sent = [(message.peer, piece) for message in plan.recvs for piece in message.pieces]
     for patch, (owner, piece) in zip(found.patches, sent, strict=True):
         window = own.new_zeros(patch.window_shape)
-        placed(window, patch.piece, blocks[owner][slices(piece.source)])
+        write(window, patch.piece, blocks[owner][slices(piece.source)])
         y[space + slices(patch.output)] += F.conv2d(window, weight, None, stride, 0, dilation)
     return y
 

@@ -10,6 +10,14 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.topology.simulation import (
+    add_windows,
+    cut_blocks,
+    fill_windows,
+    indices,
+    join_blocks,
+    slices,
+)
 from torch import Tensor
 
 from unisono.topology import decompose, halo
@@ -66,14 +74,14 @@ def conv(x: Tensor, weight: Tensor, args: dict[str, Any]) -> Tensor:
     return call(x, weight, stride=args["stride"], dilation=args["dilation"])
 
 
-def compare_with_torch(simulate: Any, case: dict[str, Any], batch: list[int]) -> None:
+def compare_with_torch(case: dict[str, Any], batch: list[int]) -> None:
     args = case["args"]
     cuts = [decompose.bounds(batch), (0, 2), *(decompose.bounds(s) for s in case["sizes"])]
     generator = torch.Generator().manual_seed(0)
     x = torch.randn([c[-1] for c in cuts], generator=generator, dtype=torch.float64)
     weight = torch.randn([3, 2, *args["kernel_size"]], generator=generator, dtype=torch.float64)
-    plans = [halo.plan(cuts, index, **args) for index in simulate.indices(cuts)]
-    windows = simulate.fill_windows(simulate.cut_blocks(x, cuts), plans)
+    plans = [halo.plan(cuts, index, **args) for index in indices(cuts)]
+    windows = fill_windows(cut_blocks(x, cuts), plans)
     outputs = []
     for plan, local in zip(plans, windows, strict=True):
         assert tuple(local.shape) == plan.window_shape
@@ -82,37 +90,35 @@ def compare_with_torch(simulate: Any, case: dict[str, Any], batch: list[int]) ->
         assert tuple(outputs[-1].shape) == shape
     grid = [len(c) - 1 for c in cuts]
     expected = conv(pad_like_torch(x, args), weight, args)
-    torch.testing.assert_close(simulate.join_blocks(outputs, grid), expected)
+    torch.testing.assert_close(join_blocks(outputs, grid), expected)
 
     # The adjoint: <F x, y> = <x, F* y>, with random window gradients.
     grads = [torch.randn(w.shape, generator=generator, dtype=torch.float64) for w in windows]
-    filled = simulate.fill_windows(
-        [torch.zeros_like(b) for b in simulate.cut_blocks(x, cuts)], plans
-    )
+    filled = fill_windows([torch.zeros_like(b) for b in cut_blocks(x, cuts)], plans)
     assert all(not w.any() for w in filled)
-    back = simulate.add_windows(grads, plans)
+    back = add_windows(grads, plans)
     left = sum((w * g).sum() for w, g in zip(windows, grads, strict=True))
-    right = sum((a * b).sum() for a, b in zip(simulate.cut_blocks(x, cuts), back, strict=True))
+    right = sum((a * b).sum() for a, b in zip(cut_blocks(x, cuts), back, strict=True))
     torch.testing.assert_close(left, right)
 
 
 @settings(max_examples=30, deadline=None)
 @given(case=convolutions(1), batch=st.sampled_from([[2], [1, 1], [3, 0]]))
-def test_conv1d_of_the_windows_is_conv1d_of_the_tensor(simulate, case, batch) -> None:
-    compare_with_torch(simulate, case, batch)
+def test_conv1d_of_the_windows_is_conv1d_of_the_tensor(case, batch) -> None:
+    compare_with_torch(case, batch)
 
 
 @settings(max_examples=30, deadline=None)
 @given(case=convolutions(2))
-def test_conv2d_of_the_windows_is_conv2d_of_the_tensor(simulate, case) -> None:
-    compare_with_torch(simulate, case, [1])
+def test_conv2d_of_the_windows_is_conv2d_of_the_tensor(case) -> None:
+    compare_with_torch(case, [1])
 
 
 @settings(max_examples=30, deadline=None)
 @given(case=convolutions(2))
-def test_both_ends_of_a_message_list_the_same_pieces(simulate, case) -> None:
+def test_both_ends_of_a_message_list_the_same_pieces(case) -> None:
     cuts = [decompose.bounds(s) for s in case["sizes"]]
-    plans = [halo.plan(cuts, index, **case["args"]) for index in simulate.indices(cuts)]
+    plans = [halo.plan(cuts, index, **case["args"]) for index in indices(cuts)]
     sent = {(plan.rank, m.peer): m.pieces for plan in plans for m in plan.sends}
     received = {(m.peer, plan.rank): m.pieces for plan in plans for m in plan.recvs}
     assert sent == received
@@ -122,7 +128,7 @@ def test_both_ends_of_a_message_list_the_same_pieces(simulate, case) -> None:
         assert len(set(peers)) == len(peers)
         covered = torch.zeros(plan.window_shape, dtype=torch.int64)
         for piece in [*plan.local, *(p for m in plan.recvs for p in m.pieces)]:
-            covered[simulate.slices(piece.dest)] += 1
+            covered[slices(piece.dest)] += 1
         assert covered.max() <= 1 if covered.numel() else True
         if not plan.has_fill and covered.numel():
             assert covered.min() == 1
@@ -138,7 +144,7 @@ def test_both_ends_of_a_message_list_the_same_pieces(simulate, case) -> None:
     ceil_mode=st.booleans(),
 )
 def test_max_pool_of_the_windows_is_max_pool_of_the_tensor(
-    simulate, sizes: list[int], k: int, s: int, p: int, d: int, ceil_mode: bool
+    sizes: list[int], k: int, s: int, p: int, d: int, ceil_mode: bool
 ) -> None:
     x_length = sum(sizes)
     p = min(p, k // 2)
@@ -150,9 +156,9 @@ def test_max_pool_of_the_windows_is_max_pool_of_the_tensor(
     assert output_length(x_length, k, s, p, d, ceil_mode) == expected.shape[-1]
     plans = [
         halo.plan(cuts, index, (k,), s, p, d, fill=-math.inf, ceil_mode=ceil_mode)
-        for index in simulate.indices(cuts)
+        for index in indices(cuts)
     ]
-    windows = simulate.fill_windows(simulate.cut_blocks(x, cuts), plans)
+    windows = fill_windows(cut_blocks(x, cuts), plans)
     outputs = [
         F.max_pool1d(w, k, s, 0, d) if w.shape[-1] else x.new_zeros(plan.output_shape)
         for plan, w in zip(plans, windows, strict=True)
@@ -167,12 +173,12 @@ def test_a_kernel_that_needs_no_neighbour_leaves_the_block_as_it_is() -> None:
 
 @pytest.mark.parametrize("k", [2, 3, 4, 5])
 @pytest.mark.parametrize("d", [1, 2])
-def test_same_padding_is_what_torch_does(simulate, k: int, d: int) -> None:
+def test_same_padding_is_what_torch_does(k: int, d: int) -> None:
     cuts = [(0, 1), (0, 1), (0, 6, 10, 13)]
     x = torch.randn(1, 1, 13, dtype=torch.float64, generator=torch.Generator().manual_seed(k))
     weight = torch.arange(1.0, k + 1, dtype=torch.float64).reshape(1, 1, k)
-    plans = [halo.plan(cuts, i, (k,), padding="same", dilation=d) for i in simulate.indices(cuts)]
-    windows = simulate.fill_windows(simulate.cut_blocks(x, cuts), plans)
+    plans = [halo.plan(cuts, i, (k,), padding="same", dilation=d) for i in indices(cuts)]
+    windows = fill_windows(cut_blocks(x, cuts), plans)
     joined = torch.cat([F.conv1d(w, weight, dilation=d) for w in windows], -1)
     padded = F.pad(x, [(d * (k - 1)) // 2, d * (k - 1) - (d * (k - 1)) // 2])
     torch.testing.assert_close(joined, F.conv1d(padded, weight, dilation=d))

@@ -9,6 +9,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.topology.simulation import cut_blocks, slices
 
 from unisono.topology import decompose
 from unisono.topology.overlap import (
@@ -71,12 +72,11 @@ def layouts(draw: st.DrawFn, shape: list[int]) -> tuple[list[tuple[int, ...]], t
 
 
 def cut(x: torch.Tensor, bounds: list[tuple[int, ...]], place: int) -> torch.Tensor:
-    index = decompose.grid_index([len(cuts) - 1 for cuts in bounds], place)
-    return x[tuple(slice(c[i], c[i + 1]) for c, i in zip(bounds, index, strict=True))]
+    return cut_blocks(x, bounds)[place]
 
 
 def moved(
-    blocks: dict[int, torch.Tensor], plans: dict[int, OverlapPlan], slices
+    blocks: dict[int, torch.Tensor], plans: dict[int, OverlapPlan]
 ) -> dict[int, torch.Tensor]:
     """Carry out the plans of all ranks by copies."""
     wire = {
@@ -103,18 +103,18 @@ def moved(
 
 @settings(max_examples=50, deadline=None)
 @given(data=st.data(), shape=st.lists(st.integers(0, 5), min_size=1, max_size=3))
-def test_every_point_arrives_once_and_the_adjoint_brings_it_back(simulate, data, shape) -> None:
+def test_every_point_arrives_once_and_the_adjoint_brings_it_back(data, shape) -> None:
     src_bounds, src_ranks = data.draw(layouts(shape))
     dest_bounds, dest_ranks = data.draw(layouts(shape))
     everyone = range(max((*src_ranks, *dest_ranks)) + 2)
     plans = {me: overlaps(src_bounds, src_ranks, dest_bounds, dest_ranks, me) for me in everyone}
     x = torch.arange(math.prod(shape)).reshape(shape)
     blocks = {rank: cut(x, src_bounds, place) for place, rank in enumerate(src_ranks)}
-    after = moved(blocks, plans, simulate.slices)
+    after = moved(blocks, plans)
     assert sorted(after) == sorted(dest_ranks)
     for place, rank in enumerate(dest_ranks):
         assert torch.equal(after[rank], cut(x, dest_bounds, place))
-    back = moved(after, {me: plan.adjoint for me, plan in plans.items()}, simulate.slices)
+    back = moved(after, {me: plan.adjoint for me, plan in plans.items()})
     for rank, block in blocks.items():
         assert torch.equal(back[rank], block)
     for me, plan in plans.items():

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
+from tests.topology.simulation import cut_blocks, fill_windows
 
 from unisono.topology import decompose, halo
 from unisono.topology.resample import Resampling, resample_length
@@ -42,7 +43,7 @@ def torch_resample(x: torch.Tensor, mode: str, align: bool, **size: Any) -> torc
     parts_of=st.sampled_from(RESAMPLE),
 )
 def test_upsampling_by_taps_of_the_needed_points_is_torch_interpolate(
-    simulate, sizes: list[int], y: int, scale: float | None, parts_of: tuple[str, bool]
+    sizes: list[int], y: int, scale: float | None, parts_of: tuple[str, bool]
 ) -> None:
     mode, align = parts_of
     cuts = decompose.bounds(sizes)
@@ -63,7 +64,7 @@ def test_upsampling_by_taps_of_the_needed_points_is_torch_interpolate(
     axis = halo.Axis(decompose.split_cuts(y, parts), how.window)
     shares = [decompose.block(y, parts, i) for i in range(parts)]
     plans = [halo.plan_windows([cuts], (i,), [axis]) for i in range(parts)]
-    windows = simulate.fill_windows(simulate.cut_blocks(x, [cuts]), plans)
+    windows = fill_windows(cut_blocks(x, [cuts]), plans)
     outputs = []
     for (y0, y1), local in zip(shares, windows, strict=True):
         start, stop = how.needed(y0, y1)

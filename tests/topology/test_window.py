@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
+from tests.topology.simulation import cut_blocks, fill_windows
 
 from unisono.errors import PartitionError
 from unisono.topology import decompose, halo
@@ -34,7 +35,7 @@ shards = st.lists(st.integers(0, 5), min_size=1, max_size=4).filter(lambda sizes
     o=st.integers(0, 3),
 )
 def test_transposed_conv_of_the_needed_points_is_that_of_the_tensor(
-    simulate, sizes: list[int], k: int, s: int, p: int, d: int, o: int
+    sizes: list[int], k: int, s: int, p: int, d: int, o: int
 ) -> None:
     assume(o < max(s, d))
     cuts = decompose.bounds(sizes)
@@ -51,7 +52,7 @@ def test_transposed_conv_of_the_needed_points_is_that_of_the_tensor(
     reads = partial(transposed_window, x=x_length, k=k, s=s, p=p, d=d)
     axis = halo.Axis(decompose.split_cuts(y, parts), reads)
     plans = [halo.plan_windows([cuts], (i,), [axis]) for i in range(parts)]
-    windows = simulate.fill_windows(simulate.cut_blocks(x[0, 0], [cuts]), plans)
+    windows = fill_windows(cut_blocks(x[0, 0], [cuts]), plans)
     outputs = []
     for i, local in enumerate(windows):
         y0, y1 = decompose.block(y, parts, i)
@@ -80,7 +81,7 @@ def test_transposed_conv_of_the_needed_points_is_that_of_the_tensor(
     parts=st.integers(1, 4),
 )
 def test_average_pool_is_the_window_sum_over_the_count(
-    simulate, x: int, k: int, s: int, p: int, ceil_mode: bool, include: bool, parts: int
+    x: int, k: int, s: int, p: int, ceil_mode: bool, include: bool, parts: int
 ) -> None:
     p = min(p, k // 2)
     assume(x + 2 * p >= k)
@@ -90,7 +91,7 @@ def test_average_pool_is_the_window_sum_over_the_count(
     assert y == expected.shape[-1]
     cuts = decompose.split_cuts(x, parts)
     plans = [halo.plan([cuts], (i,), k, s, p, ceil_mode=ceil_mode) for i in range(parts)]
-    windows = simulate.fill_windows(simulate.cut_blocks(values[0, 0], [cuts]), plans)
+    windows = fill_windows(cut_blocks(values[0, 0], [cuts]), plans)
     averages = []
     for i, local in enumerate(windows):
         y0, y1 = decompose.block(y, parts, i)

@@ -231,6 +231,9 @@ def test_what_does_not_fit_is_told_before_anything_changes(tmp_path):
     refuses("restored\\['epoch'\\]", model=net, optimizer=optimizer, epoch=0)
     refuses("differing in", optimizer=optimizer, partial=True)  # whose parameters?
     assert checkpoint.restore(model=net, partial=True).step == 1
+    checkpoint.save(2, net=bayes.Sequential(bayes.Linear(2, 3)))
+    for other, text in ((bayes.Linear(2, 4), "in the checkpoint"), (bayes.ReLU(), "only in the")):
+        refuses(rf"bayes Sequential(.|\n)*{text}", net=bayes.Sequential(other))
 
 
 def test_a_loader_without_a_position_is_refused(tmp_path):

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from unisono.bayes.moments import check_count, integers
 from unisono.comm import Communicator, world
-from unisono.errors import PartitionError, UnisonoError
+from unisono.errors import PartitionError
 from unisono.expect import expect_int
 
 Array = NDArray[Any]
@@ -250,8 +250,8 @@ class Utils:
     def load_cifar_images(self, image_file: str | Path, num: int) -> tuple[Floats, Ints]:
         """Read `num` records of one label and 3072 bytes; images are flat, 0 to 1."""
         raw = np.frombuffer(Path(image_file).read_bytes(), np.uint8)
-        if len(raw) < num * 3073:
-            raise _too_short(image_file, num, len(raw) // 3073)
+        held = len(raw) // 3073
+        expect_int(f"num of {image_file}", operator.index(num), 0, held + 1, error=PartitionError)
         records = raw[: num * 3073].reshape(num, 3073)
         images = records[:, 1:].reshape(-1).astype(np.float32) / np.float32(255)
         return images, records[:, 0].astype(np.int32)
@@ -352,13 +352,7 @@ def _idx_values(path: str | Path, count: int) -> Array:
             "the unpacked *-ubyte file (gunzip it first)",
         )
     sizes = struct.unpack(f">{dims}I", raw[4 : 4 + 4 * dims])
-    if sizes[0] < count:
-        raise _too_short(path, count, sizes[0])
+    asked = f"num_images of {path}"
+    expect_int(asked, operator.index(count), 0, sizes[0] + 1, error=PartitionError)
     each = int(np.prod(sizes[1:], dtype=np.int64))
     return np.frombuffer(raw, np.uint8, count * each, 4 + 4 * dims)
-
-
-def _too_short(path: str | Path, asked: int, found: int) -> UnisonoError:
-    return PartitionError.because(
-        f"{asked} records of {path}", f"{found} in the file", f"{asked} > {found}", f"num={found}"
-    )

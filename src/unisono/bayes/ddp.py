@@ -144,8 +144,8 @@ class DDPSequential:
     def _place_deltas(self) -> None:
         """Let the deltas live where the ranks add them up without a copy.
 
-        Collective only where the bucket does not fit, as after a change of the dtype, which all
-        ranks make: a rank whose layers were in another net meanwhile has but a new arena.
+        Collective only where the bucket does not fit, as after a change of dtype, which all ranks
+        make. A single rank may have a new arena: it has used a layer in another net, too.
         """
         arena = self.model.arena
         extra = sum(2 * norm.num_features for norm in self._norms) if self._averages_running else 0
@@ -211,7 +211,9 @@ class DDPSequential:
         finally:
             self.model.tells_at_step = False
 
-    __call__ = forward
+    def __call__(self, mu_x: Input, var_x: ArrayLike | None = None) -> tuple[Output, Output]:
+        """As `forward`."""
+        return self.forward(mu_x, var_x)
 
     def backward(self) -> None:
         """Carry this rank's deltas to all layers. Local."""
@@ -275,7 +277,8 @@ class DDPSequential:
         values = averages.split(sizes)
         for norm, mean, var in zip(self._norms, values[0::2], values[1::2], strict=True):
             norm.running_mean, norm.running_var = mean.clone(), var.clone()
-            norm.has_statistics = True
+            if not norm.has_statistics:  # of other ranks' rows, or of nobody's
+                norm.note_loaded_statistics()
 
     def predict(self, x: ArrayLike, batch_size: int | None = None) -> tuple[Output, Output]:
         """Return mean and standard deviation `[samples, outputs]` in eval mode. Local."""

@@ -215,7 +215,9 @@ class Sequential:
         mean, var = (t.reshape(shape).clone().to(mu_x.device) for t in (out.mean, out.spread()))
         return mean, var
 
-    __call__ = forward
+    def __call__(self, mu_x: Input, var_x: ArrayLike | None = None) -> tuple[Output, Output]:
+        """As `forward`."""
+        return self.forward(mu_x, var_x)
 
     @contextlib.contextmanager
     def _all_or_nothing(self, *, keep: bool = True) -> Iterator[None]:

@@ -1,7 +1,7 @@
 """One collective call: what trace, check mode and deadline reports say about it.
 
 The process keeps its latest call here, so that another rank's report can tell where this one
-stands. Keeping it costs one assignment a call.
+stands. Keeping it costs one assignment per call.
 Where in the user's program it was made is found by leaving frames of unisono, torch and Python
 aside.
 """

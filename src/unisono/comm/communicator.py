@@ -151,7 +151,7 @@ class Communicator(Messages):
             if not isinstance(value, int) or not -(2**63) <= value < 2**63:
                 raise MeshError.because(
                     f"split({what}={value!r})",
-                    f"{an(type(value).__name__)}; ranks compare whole numbers of 64 bits",
+                    f"{an(type(value).__name__)}; ranks compare integers of 64 bits",
                     None,
                     "split(comm.rank % 2); color=None for a rank that takes no part",
                 )

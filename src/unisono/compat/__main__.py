@@ -12,7 +12,7 @@ import os
 import sys
 from pathlib import Path
 
-from unisono.compat.libraries import LIBRARIES, Library, library_named
+from unisono.compat.libraries import LIBRARIES, library_named
 from unisono.compat.modules import stubs
 from unisono.errors import PlatformError
 
@@ -31,17 +31,13 @@ def main(arguments: list[str]) -> None:
         print(os.pathsep.join(library.directory for library in libraries))
     else:
         for library in libraries:
-            write_stubs(library, given.stubs)
-
-
-def write_stubs(library: Library, where: Path) -> None:
-    """Write the names of a library, as it is imported and as it is served."""
-    importlib.import_module(library.package)
-    for path, text in stubs(library.package).items():
-        for root in (library.root, library.package.replace(".", "/")):
-            file = where / root / path
-            file.parent.mkdir(parents=True, exist_ok=True)
-            file.write_text(text)
+            importlib.import_module(library.package)
+            for path, text in stubs(library.package).items():
+                # as it is served, and as it is imported from here
+                for root in (library.root, library.package.replace(".", "/")):
+                    file = given.stubs / root / path
+                    file.parent.mkdir(parents=True, exist_ok=True)
+                    file.write_text(text)
 
 
 if __name__ == "__main__":

@@ -38,9 +38,10 @@ class Platform(launch.Platform):
         vars(self)["_is_per_rank"] = "n_cpus_per_node" in given
 
     def __setattr__(self, name: str, value: Any) -> None:
-        vars(self).update(vars(self.but(**{OLD_NAMES.get(name, name): value})))
-        if name == "n_cpus":
-            vars(self)["_is_per_rank"] = True
+        field = OLD_NAMES.get(name, name)
+        vars(self).update(vars(self.but(**{field: value})))
+        if field == "n_cpus_per_node":
+            vars(self)["_is_per_rank"] = name == "n_cpus"
 
     def __getattr__(self, name: str) -> Any:
         if name in OLD_NAMES:

@@ -26,10 +26,6 @@ _ALLOWED = 'None, "bf16", "fp16", "powersgd", PowerSGD(rank=4), or a function of
 _SEED = 20190901
 
 
-def _nothing_more() -> None:
-    """What comes after a single message."""
-
-
 @dataclass(frozen=True)
 class Handle:
     """A bucket under way."""
@@ -38,8 +34,9 @@ class Handle:
     """Returns when the bucket holds the mean, or raises. Local: starts no collective."""
     done: Callable[[], bool]
     """Whether `wait` would return at once."""
-    proceed: Callable[[], object] = _nothing_more
-    """Starts what comes after the first message; called on all ranks in the same order."""
+    proceed: Callable[[], object] | None = None
+    """Starts what comes after the first message, if something does; called on all ranks in the same
+    order."""
 
 
 class Averaging(ABC):

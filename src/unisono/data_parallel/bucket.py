@@ -5,7 +5,6 @@ A bucket is a flat tensor of one dtype and device; the `.grad` of its parameters
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -275,17 +274,13 @@ def _places(
     Large ones come first, each at a cache line; small ones lie densely behind them.
     """
     line = max(1, _ALIGN_BYTES // itemsize)
-    places = [0] * len(sizes)
-    end = 0
-    for i, size in enumerate(sizes):
-        if not is_small[i]:
-            places[i] = end
-            end += math.ceil(size / line) * line
-    small_begin = end
-    for i, size in enumerate(sizes):
-        if is_small[i]:
-            places[i] = end
-            end += size
+    room = [n if small else -(-n // line) * line for n, small in zip(sizes, is_small, strict=True)]
+    order = sorted(range(len(sizes)), key=lambda i: is_small[i])
+    places, end = [0] * len(sizes), 0
+    for i in order:
+        places[i] = end
+        end += room[i]
+    small_begin = end - sum(n for n, small in zip(sizes, is_small, strict=True) if small)
     return places, small_begin, end
 
 

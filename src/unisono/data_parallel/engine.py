@@ -25,11 +25,13 @@ from unisono.data_parallel.averaging import (
     Handle,
     SparseParameters,
     averaging_for,
+    check_compression,
     sparse_parameters,
 )
 from unisono.data_parallel.bucket import Bucket, GradientBucket, plan_buckets
 from unisono.data_parallel.ranks import Structure, broadcast_tensors, check_same_module, on_device
 from unisono.errors import CollectiveMismatch, RankTimeout
+from unisono.expect import expect, refusal
 
 if TYPE_CHECKING:
     from unisono.data_parallel.nonblocking import DeferredUpdates
@@ -85,6 +87,35 @@ class Stats:
         )
 
 
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """How gradients are averaged; the same on all ranks."""
+
+    bucket_mb: float | None
+    """Largest bucket; None: by transport."""
+    compression: object
+    """See `averaging.py`."""
+    broadcast_buffers: bool
+    """Whether rank 0's buffers go to all before a synchronising forward."""
+    find_unused: bool
+    """Whether to look for unused parameters after forward, so that they do not hold up their
+    bucket. Results do not depend on it."""
+
+    def __post_init__(self) -> None:
+        """Refuse what cannot be."""
+        expect("bucket_mb", self.bucket_mb, (int, float, type(None)))
+        if self.bucket_mb is not None and not self.bucket_mb > 0:
+            raise refusal(
+                ValueError,
+                f"bucket_mb={self.bucket_mb}",
+                arithmetic=f"{self.bucket_mb} <= 0",
+                hint="bucket_mb=25, any number above 0, or None for a size chosen by transport",
+            )
+        check_compression(self.compression)
+        expect("broadcast_buffers", self.broadcast_buffers, bool)
+        expect("find_unused", self.find_unused, bool)
+
+
 class GradientEngine:
     """Averages gradients of `module` over `comm` in backward.
 
@@ -94,47 +125,31 @@ class GradientEngine:
     Args:
         module: gradients of its trainable parameters are averaged.
         comm: the ranks.
-        bucket_mb: largest bucket; None: by transport.
-        compression: see `averaging.py`.
-        broadcast_buffers: whether rank 0's buffers go to all before a synchronising forward.
-        find_unused: whether to look for unused parameters after forward, so that they do not hold
-            up their bucket. Results do not depend on it.
+        options: how they are averaged.
         blocking: whether gradients are complete when `backward()` returns. Else whoever needs
             them waits for their buckets.
     """
 
     def __init__(
-        self,
-        module: nn.Module,
-        comm: Communicator,
-        *,
-        bucket_mb: float | None = None,
-        compression: object = None,
-        broadcast_buffers: bool = True,
-        find_unused: bool = False,
-        blocking: bool = True,
+        self, module: nn.Module, comm: Communicator, options: Options, *, blocking: bool
     ) -> None:
         self.module = module
         self.comm = comm
+        self.options = options
         self.blocking = blocking
-        self.find_unused = find_unused
         self.require_sync = True
         """Whether backward averages; False: it only accumulates locally."""
-        self.averaging = averaging_for(compression, comm, blocking=blocking)
+        self.averaging = averaging_for(options.compression, comm, blocking=blocking)
         self.updates: DeferredUpdates | None = None
         """Who uses gradients that arrive after backward; None in blocking mode."""
         self.weigh: Callable[[], float] | None = None
         """Gives the weight of this rank's gradients in a backward; None: all ranks' are equal."""
-        self.options: Mapping[str, object] = {}
-        """What else ranks must agree on when buckets are made again; set by the wrapper."""
         self.buckets: list[GradientBucket] = []
         """In the order in which they travel."""
         self.in_backward = False
         self.was_cleared = False
         """Whether all gradients were cleared since `Weights` has last asked."""
         self._handles: dict[int, Handle] = {}  # of buckets under way, by index
-        self._bucket_mb = bucket_mb
-        self._broadcasts_buffers = broadcast_buffers
         self._comms: dict[torch.device, Communicator] = {}
         self._hooks: list[RemovableHandle] = []
         self._sparse = SparseParameters([])
@@ -184,7 +199,7 @@ class GradientEngine:
                 return self.comm.shared_buffer((numel,), dtype)
             return torch.zeros(numel, dtype=dtype, device=device)
 
-        largest = self._bucket_mb
+        largest = self.options.bucket_mb
         if largest is None:
             largest = SHARED_MEMORY_MB if is_shared else NETWORK_MB
         sizes = [(p.numel() * p.element_size(), (p.device, p.dtype)) for _, p in named]
@@ -207,7 +222,7 @@ class GradientEngine:
     def rebuild(self) -> None:
         """Make buckets again after the module has changed. Collective over `comm`."""
         self._settle()
-        check_same_module(self.module, self.comm, self.options)
+        check_same_module(self.module, self.comm, vars(self.options))
         self.attach()
 
     def __del__(self) -> None:
@@ -248,7 +263,7 @@ class GradientEngine:
         else:
             for bucket in self.buckets:
                 bucket.take_back()
-        if self._broadcasts_buffers and self.require_sync:
+        if self.options.broadcast_buffers and self.require_sync:
             try:
                 self._costs.bytes += broadcast_tensors(self.module.buffers(), self.comm, src)
             except Unfinished as error:
@@ -265,7 +280,7 @@ class GradientEngine:
             # leaf, such as a parameter that is returned, would keep the hook for ever.
             if x.grad_fn is not None:
                 x.register_hook(self._on_output)
-        if self.find_unused and self.require_sync:
+        if self.options.find_unused and self.require_sync:
             reached = _reached_leaves(tensors)
             for bucket in self.buckets:
                 idle = {i for i, p in enumerate(bucket.params) if id(p) not in reached}
@@ -369,7 +384,8 @@ class GradientEngine:
             self.wait(self.buckets[index])
             self._launch(self.buckets[index])
         for index in sorted(self._handles):
-            self._handles[index].proceed()
+            if (proceed := self._handles[index].proceed) is not None:
+                proceed()
         if not self.averaging.carries_flags and self.buckets:
             self._add_flags()
         self.averaging.steps += 1

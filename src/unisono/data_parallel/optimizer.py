@@ -101,7 +101,7 @@ class DataParallelOptimizer(optim.Optimizer):
         return (updates := self._updates()) is not None and updates.owes
 
     def __getattr__(self, name: str) -> Any:
-        """Find everything else in the inner optimizer."""
+        """Find everything else in the inner optimizer, the tables of its hooks too."""
         if name == "torch_optimizer":
             raise AttributeError(name)
         return getattr(self.torch_optimizer, name)
@@ -120,14 +120,6 @@ class DataParallelOptimizer(optim.Optimizer):
         """Load the inner optimizer's state."""
         self.finalize()
         self.torch_optimizer.load_state_dict(state_dict)
-
-    def register_step_pre_hook(self, hook: Any) -> Any:
-        """Register a hook of the inner optimizer."""
-        return self.torch_optimizer.register_step_pre_hook(hook)
-
-    def register_step_post_hook(self, hook: Any) -> Any:
-        """Register a hook of the inner optimizer."""
-        return self.torch_optimizer.register_step_post_hook(hook)
 
     # -- steps ----------------------------------------------------------------------------------
 

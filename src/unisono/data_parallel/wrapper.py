@@ -16,9 +16,8 @@ from torch.utils.hooks import RemovableHandle
 
 from unisono.comm import Communicator
 from unisono.comm.torch.private import runs_uncompiled
-from unisono.data_parallel.averaging import check_compression
 from unisono.data_parallel.bucket import Bucket
-from unisono.data_parallel.engine import GradientEngine, Stats
+from unisono.data_parallel.engine import GradientEngine, Options, Stats
 from unisono.data_parallel.join import Join, Weights
 from unisono.data_parallel.nonblocking import DeferredUpdates, UpdateHook, fallback_reason
 from unisono.data_parallel.optimizer import DataParallelOptimizer
@@ -87,16 +86,11 @@ class DataParallel(nn.Module):
         reset_parameters: bool = False,
     ) -> None:
         super().__init__()
-        check_options(
-            type(self).__name__,
-            module,
-            bucket_mb,
-            compression,
-            blocking_parameter_updates=blocking_parameter_updates,
-            broadcast_buffers=broadcast_buffers,
-            find_unused=find_unused,
-            reset_parameters=reset_parameters,
-        )
+        expect("module", module, nn.Module, "module=torch.nn.Linear(4, 2)")
+        expect("blocking_parameter_updates", blocking_parameter_updates, bool)
+        expect("reset_parameters", reset_parameters, bool)
+        self._options = Options(bucket_mb, compression, broadcast_buffers, find_unused)
+        _check_module(type(self).__name__, module)
         optimizers = _checked_optimizers(optimizer, module)
         self._modules["module"] = module
         self.communicator = communicator_of(comm)
@@ -108,13 +102,7 @@ class DataParallel(nn.Module):
             blocking_parameter_updates or reason or not optimizers
         )
         self._dp_optimizers = optimizers
-        self._options: dict[str, Any] = {
-            "bucket_mb": bucket_mb,
-            "compression": compression,
-            "broadcast_buffers": broadcast_buffers,
-            "find_unused": find_unused,
-        }
-        options = {"blocking": self.blocking_parameter_updates, **self._options}
+        options = {"blocking": self.blocking_parameter_updates, **vars(self._options)}
         check_same_module(module, self.communicator, options)
         if reset_parameters:
             reset_module(module, self.communicator)
@@ -123,17 +111,14 @@ class DataParallel(nn.Module):
 
     def _start(self) -> GradientEngine:
         """Make the engine, and what defers updates where they are. Collective over `comm`."""
+        blocking = self.blocking_parameter_updates
         engine = GradientEngine(
-            self._inner,
-            self._averaging_ranks,
-            blocking=self.blocking_parameter_updates,
-            **self._options,
+            self._inner, self._averaging_ranks, self._options, blocking=blocking
         )
-        engine.options = self._options
         for optimizer in self._dp_optimizers:
-            optimizer.blocking_parameter_updates = self.blocking_parameter_updates
+            optimizer.blocking_parameter_updates = blocking
             optimizer.attach(engine)
-        if not self.blocking_parameter_updates and self.communicator.size > 1:
+        if not blocking and self.communicator.size > 1:
             engine.updates = DeferredUpdates(engine, self._dp_optimizers[0])
         self._engine, self._weights = engine, Weights(engine)
         weakref.finalize(self, _leave, engine)
@@ -352,7 +337,7 @@ class DataParallel(nn.Module):
         """Return a copy that makes its engine at the first use."""
         twin = type(self).__new__(type(self))
         memo[id(self)] = twin
-        memo[id(self._options)] = dict(self._options)  # a function, or what it holds, is not copied
+        memo[id(self._options)] = self._options  # a function, or what it holds, is not copied
         super(DataParallel, twin).__setstate__(copy.deepcopy(self.__getstate__(), memo))
         twin.comm, twin.communicator = self.comm, self.communicator
         return twin
@@ -384,27 +369,8 @@ def _leave(engine: GradientEngine) -> None:
         )
 
 
-def check_options(
-    wrapper: str,
-    module: nn.Module,
-    bucket_mb: float | None,
-    compression: object,
-    **switches: object,
-) -> None:
-    """Check what a wrapper is made of: on all ranks alike, before any collective."""
-    expect("module", module, nn.Module, "module=torch.nn.Linear(4, 2)")
-    if bucket_mb is not None:
-        expect("bucket_mb", bucket_mb, (int, float))
-        if not bucket_mb > 0:
-            raise refusal(
-                ValueError,
-                f"bucket_mb={bucket_mb}",
-                arithmetic=f"{bucket_mb} <= 0",
-                hint="bucket_mb=25, any number above 0, or None for a size chosen by transport",
-            )
-    check_compression(compression)
-    for name, value in switches.items():
-        expect(name, value, bool)
+def _check_module(wrapper: str, module: nn.Module) -> None:
+    """Refuse a module that is wrapped already, or that has no values to send yet."""
     for name, part in module.named_modules():
         if isinstance(part.__dict__.get("_engine"), GradientEngine):
             raise refusal(

@@ -17,7 +17,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from unisono.comm import Communicator
 from unisono.comm.health import check as checking
-from unisono.errors import CollectiveMismatch, LayoutError, PartitionError, an
+from unisono.errors import CollectiveMismatch, LayoutError, PartitionError
 from unisono.expect import expect, expect_float
 from unisono.graph_parallel.groups import GraphGroups, alone, current_groups, graph_groups
 from unisono.graph_parallel.layout import difference_over_ranks
@@ -241,15 +241,9 @@ def _listed(parameters: nn.Module | Iterable[Tensor]) -> list[Tensor]:
     else:  # a tensor by itself would be taken apart into its rows
         several = isinstance(parameters, Iterable) and not isinstance(parameters, Tensor)
         given = parameters if several else (parameters,)
-    listed: dict[int, Tensor] = {}
+    listed: dict[int, Any] = {}
     for p in given:
-        if not isinstance(p, Tensor):
-            raise PartitionError.because(
-                "sync_gradients of a model or its parameters",
-                f"{an(type(p).__name__)}: {p!r:.60}",
-                None,
-                "sync_gradients(model), or sync_gradients(model.parameters())",
-            )
+        expect("a parameter", p, Tensor, "sync_gradients(model), or model.parameters()")
         listed[id(p)] = p
     return list(listed.values())
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, is_dataclass, replace
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch.distributed as dist
 from torch import Tensor
@@ -16,7 +16,8 @@ from torch import Tensor
 from unisono.comm import Communicator, transports, world
 from unisono.comm import groups as cache
 from unisono.comm.backends import choose_backend
-from unisono.errors import MeshError, PartitionError, an
+from unisono.errors import MeshError, PartitionError
+from unisono.expect import expect
 from unisono.launch import run
 from unisono.topology import Mesh
 
@@ -75,12 +76,11 @@ def _laid_out(size: int, backend: str | None, whole: Communicator, asked: str) -
 
 def _group(whole: Communicator, ranks: tuple[int, ...], backend: str | None) -> Communicator:
     """Return the communicator of some ranks of `whole`, the own one among them."""
-    if len(ranks) == whole.size and backend in (None, whole.backend):
-        return Communicator.of(whole)
-    if backend in (None, whole.backend) and (part := whole.sub(ranks)) is not None:
-        return part
+    if backend is None or backend == whole.backend:
+        is_whole = len(ranks) == whole.size
+        return whole if is_whole else cast("Communicator", whole.sub(ranks))  # None outside only
     chosen = None
-    if backend is not None and len(ranks) > 1:
+    if len(ranks) > 1:
         nccl = "ok" if dist.is_nccl_available() else "this torch was built without NCCL"
         here = {**transports.available(), "nccl": nccl}
         device = whole.device.type
@@ -195,13 +195,8 @@ class use_groups:
 
     def __init__(self, groups: GraphGroups | Mesh, *, gp: str = "gp", dp: str = "dp") -> None:
         global _installed
-        if not isinstance(groups, GraphGroups | Mesh):
-            raise MeshError.because(
-                f"use_groups({groups!r:.60})",
-                f"{an(type(groups).__name__)}, neither GraphGroups nor a Mesh",
-                None,
-                "use_groups(graph_groups(2)), or use_groups(Mesh(dp=2, gp=2))",
-            )
+        hint = "use_groups(graph_groups(2)), or use_groups(Mesh(dp=2, gp=2))"
+        expect("groups", groups, (GraphGroups, Mesh), hint)
         if isinstance(groups, Mesh):
             world_rank, first = groups.comm().ranks, groups.ranks_along(gp)[0]
             rows = (groups.ranks_along(gp, rank=r) for r in groups.ranks_along(dp, rank=first))

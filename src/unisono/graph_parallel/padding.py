@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from unisono.comm.arguments import check_dim
-from unisono.errors import PartitionError, an
+from unisono.errors import PartitionError
+from unisono.expect import expect
 from unisono.graph_parallel.groups import AssertedPartitionError, get_gp_world_size
 from unisono.topology.decompose import split_sizes
 
@@ -35,10 +36,7 @@ def pad_tensor(tensor: Tensor, dim: int = -1, target_size: int | None = None) ->
     size = tensor.shape[dim]
     ranks = get_gp_world_size()
     target = -(-size // ranks) * ranks if target_size is None else target_size
-    if not isinstance(target, int):
-        raise PartitionError.because(
-            f"pad_tensor(target_size={target!r})", an(type(target).__name__), None, "a length"
-        )
+    expect("target_size", target, int)
     if target < size:
         raise AssertedPartitionError.because(
             f"pad_tensor(target_size={target}) along dim {dim}",

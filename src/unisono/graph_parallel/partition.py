@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from unisono.errors import PartitionError, an
-from unisono.expect import expect_choice
+from unisono.expect import expect_choice, expect_int
 from unisono.graph_parallel.stats import GraphStats, comparison
 from unisono.topology.decompose import bounds, check_within, split_sizes
 
@@ -54,7 +54,8 @@ class GraphPartition:
         >>> GraphPartition.contiguous(5, 3).owner.tolist()
         [0, 0, 1, 1, 2]
         """
-        _check_counts(num_nodes, parts, "contiguous")
+        expect_int("num_nodes", num_nodes, 0, error=PartitionError)
+        expect_int("parts", parts, 1, error=PartitionError)
         sizes = torch.tensor(split_sizes(num_nodes, parts))
         return cls.from_owner(torch.arange(parts).repeat_interleave(sizes), parts)
 
@@ -70,7 +71,7 @@ class GraphPartition:
             batch: graph of each node; graphs follow one another on the curve.
             cost: work of each node `[N]`; default equal.
         """
-        _check_counts(pos.shape[0] if pos.dim() else 0, parts, "morton")
+        expect_int("parts", parts, 1, error=PartitionError)
         order = morton_order(pos, batch)
         return cls._cut(order, _costs(cost, order.numel()), parts)
 
@@ -97,7 +98,8 @@ class GraphPartition:
             node_cost: work of a node by itself.
             edge_cost: work of an incoming edge.
         """
-        _check_counts(num_nodes, parts, "balanced")
+        expect_int("num_nodes", num_nodes, 0, error=PartitionError)
+        expect_int("parts", parts, 1, error=PartitionError)
         check_edges(edge_index, num_nodes, "GraphPartition.balanced")
         expect_choice("order", order, ("index", "morton"), error=PartitionError)
         if order == "morton" and pos is None:
@@ -120,7 +122,7 @@ class GraphPartition:
         [1, 0, 2]
         """
         asked = f"GraphPartition.from_owner(parts={parts})"
-        _check_counts(0, parts, "from_owner")
+        expect_int("parts", parts, 1, error=PartitionError)
         hint = "a part for each node: [0, 0, 1]"
         owner = integer_list(owner, "owner", asked, hint, below=parts).clone()
         perm = owner.sort(stable=True).indices
@@ -241,17 +243,6 @@ def finite_points(pos: Tensor, asked: str, hint: str, most_dims: float = math.in
         found = f"point {node} is at {points[node].tolist()}"
         raise PartitionError.because(asked, found, None, "finite positions")
     return points
-
-
-def _check_counts(num_nodes: int, parts: int, verb: str) -> None:
-    whole = all(isinstance(n, int) and not isinstance(n, bool) for n in (num_nodes, parts))
-    if not whole or parts < 1 or num_nodes < 0:
-        raise PartitionError.because(
-            f"GraphPartition.{verb} of {num_nodes!r} nodes in {parts!r} parts",
-            None,
-            None,
-            "0 or more nodes, 1 or more parts",
-        )
 
 
 def _costs(cost: Tensor | None, nodes: int) -> Tensor:

@@ -378,30 +378,19 @@ _MESSAGE_HINT = (
 
 def _messages(message: Message, x_src: Tensor, x_dst: Tensor, edge_attr: Tensor | None) -> Tensor:
     """Return the messages of some edges, a row for each; local."""
+    asked = "message_pass: message(x_src, x_dst, edge_attr)"
     try:
         sent = message(x_src, x_dst, edge_attr)
-    except TypeError as error:
-        if _takes_three(message):
-            raise
-        raise PartitionError.because(
-            "message_pass: message(x_src, x_dst, edge_attr)", str(error), None, _MESSAGE_HINT
-        ) from None
+    except TypeError:
+        try:
+            inspect.signature(message).bind(x_src, x_dst, edge_attr)
+        except TypeError as error:
+            raise PartitionError.because(asked, str(error), None, _MESSAGE_HINT) from None
+        except ValueError:  # built-in functions need not tell
+            pass
+        raise
     if not isinstance(sent, Tensor) or sent.shape[:1] != x_src.shape[:1]:
         found = f"shape {list(sent.shape)}" if isinstance(sent, Tensor) else repr(sent)
-        raise PartitionError.because(
-            "message_pass: what message(x_src, x_dst, edge_attr) returned",
-            found,
-            f"{x_src.shape[0]} edges need a tensor of {x_src.shape[0]} rows",
-            _MESSAGE_HINT,
-        )
+        needed = f"{x_src.shape[0]} edges need a tensor of {x_src.shape[0]} rows"
+        raise PartitionError.because(f"{asked} returned", found, needed, _MESSAGE_HINT)
     return sent
-
-
-def _takes_three(message: Message) -> bool:
-    try:
-        inspect.signature(message).bind(None, None, None)
-    except TypeError:
-        return False
-    except ValueError:  # built-in functions need not tell
-        pass
-    return True

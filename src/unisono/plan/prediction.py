@@ -5,19 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 
 @dataclass(frozen=True, kw_only=True)
-class Prediction:
-    """One training step of all ranks."""
+class Cost:
+    """What a way makes a rank do in one training step."""
 
-    way: str
-    """How the work is split."""
-    ranks: int
-    """Ranks in all."""
-    samples: float
-    """Samples of all ranks."""
     compute_s: float
     """Forward, backward and update of a rank."""
     waiting_s: float
@@ -26,12 +20,24 @@ class Prediction:
     """All messages of a rank, whether it waits for them or not."""
     memory_bytes: float
     """Parameters, gradients, optimizer state and activations of a rank."""
-    alone_s: float
-    """One rank that does the work of one rank, with nobody around."""
     algorithm: str = "-"
     """How gradients are added."""
     note: str = ""
     """What to know."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prediction(Cost):
+    """One training step of all ranks."""
+
+    way: str
+    """How the work is split."""
+    ranks: int
+    """Ranks in all."""
+    samples: float
+    """Samples of all ranks."""
+    alone_s: float
+    """One rank that does the work of one rank, with nobody around."""
 
     @property
     def step_s(self) -> float:
@@ -76,17 +82,6 @@ class Impossible:
     def as_dict(self) -> dict[str, Any]:
         """Return both, for JSON."""
         return asdict(self)
-
-
-class Cost(NamedTuple):
-    """What a way makes a rank do in a step; the fields are those of a `Prediction`."""
-
-    compute_s: float
-    waiting_s: float
-    communication_s: float
-    memory_bytes: float
-    algorithm: str = "-"
-    note: str = ""
 
 
 # -- waiting for messages that travel while a rank computes --------------------------------------

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial, wraps
 from typing import Any
 
@@ -56,7 +56,7 @@ def _way(name: str) -> Callable[[Callable[..., Cost | str]], Way]:
                 ranks=cluster.ranks,
                 samples=batch * cluster.ranks,
                 alone_s=workload.compute(batch) / cluster.rank_speed,
-                **found._asdict(),
+                **asdict(found),
             )
 
         return predict

@@ -28,7 +28,6 @@ from unisono.topology.window import (
     Segment,
     as_int,
     check_window,
-    output_length,
     padding_pairs,
     per_dim,
     window,
@@ -302,8 +301,7 @@ def plan(
         left, right = paddings[at] if at >= 0 else (0, 0)
         mode = padding_mode if at >= 0 else "zeros"
         x, parts = own_cuts[-1], len(own_cuts) - 1
-        check_window(x, k, s, left, right, d, mode, ceil_mode=ceil_mode, dim=dim)
-        y = output_length(x, k, s, (left, right), d, ceil_mode)
+        y = check_window(x, k, s, left, right, d, mode, ceil_mode=ceil_mode, dim=dim)
         reads = partial(window, x=x, k=k, s=s, pl=left, pr=right, d=d, mode=mode)
         axes.append(Axis(split_cuts(y, parts), reads))
     return plan_windows(cuts, index, axes, fill=fill)

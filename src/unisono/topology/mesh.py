@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from functools import partial
 from itertools import product
 from operator import index as as_int
 from typing import TYPE_CHECKING, Any, cast
@@ -190,7 +191,7 @@ class Mesh(Frozen):
         return f"Mesh({_spelled(self._axes)})"
 
     def __reduce__(self) -> tuple[object, ...]:
-        return _rebuild, (self._axes, self._comm)
+        return partial(Mesh, comm=self._comm), (self.axes,)
 
     def _place(self, axis: str) -> int:
         if axis not in self.names:
@@ -271,7 +272,3 @@ def _nearest_divisor(shape: tuple[int, ...], total: int) -> tuple[int, ...]:
 
 def _spelled(axes: Any) -> str:
     return ", ".join(f"{name}={size}" for name, size in axes)
-
-
-def _rebuild(axes: tuple[tuple[str, int], ...], comm: Communicator) -> Mesh:
-    return Mesh(dict(axes), comm=comm)

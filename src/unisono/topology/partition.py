@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from itertools import product
 from operator import index as as_int
 from typing import TYPE_CHECKING, Any, Self, cast
@@ -303,7 +304,7 @@ class Partition(Frozen):
 
     def __reduce__(self) -> tuple[object, ...]:
         root = self.root if self._source is not None else self._root
-        return _rebuild, (type(self), self.shape, self.ranks, root)
+        return partial(type(self), ranks=self.ranks, comm=root), (self.shape,)
 
     def _on_root(self, shape: Sequence[int], ranks: Sequence[int]) -> Partition:
         return Partition(shape, ranks=ranks, comm=self._root or self._source)
@@ -389,9 +390,3 @@ def _check_members(shape: tuple[int, ...], ranks: tuple[int, ...], root_size: in
         f"Partition({list(fitting_shape(shape, root_size))}), "
         f"or start {count} ranks: unisono.run(fn, ranks={count})",
     )
-
-
-def _rebuild(
-    kind: type[Partition], shape: tuple[int, ...], ranks: tuple[int, ...], root: Communicator | None
-) -> Partition:
-    return kind(shape, ranks=ranks, comm=root)

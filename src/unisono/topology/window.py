@@ -56,8 +56,7 @@ def output_length(
     (4, 5)
     """
     left, right = (p, p) if isinstance(p, int) else p
-    check_window(x, k, s, left, right, d, ceil_mode=ceil_mode)
-    return _length(x, span(k, d), s, left, right, ceil_mode)
+    return check_window(x, k, s, left, right, d, ceil_mode=ceil_mode)
 
 
 def window(
@@ -111,8 +110,8 @@ def check_window(
     *,
     ceil_mode: bool = False,
     dim: int | None = None,
-) -> None:
-    """Raise `PartitionError` if one dim of a window operation cannot be done; shows the numbers."""
+) -> int:
+    """Return the output length of one dim of a window operation; raise if it cannot be done."""
     where = "" if dim is None else f" in dim {dim}"
     asked = f"kernel {k}, stride {s}, padding ({pl}, {pr}), dilation {d} on {x} points{where}"
     if mode not in PADDING_MODES:
@@ -126,7 +125,8 @@ def check_window(
                 asked, arithmetic=f"{name}: {value} < {limit}", hint=f"use {name} {limit} or more"
             )
     reach = span(k, d)
-    if _length(x, reach, s, pl, pr, ceil_mode) < 1 and reach > 1:
+    length = _length(x, reach, s, pl, pr, ceil_mode)
+    if length < 1 and reach > 1:
         both, numbers = ("2p", f"{2 * pl}") if pl == pr else ("pl + pr", f"{pl} + {pr}")
         raise PartitionError.because(
             asked,
@@ -144,6 +144,7 @@ def check_window(
         refused = f"no point to repeat: X = {x}", 'padding_mode="zeros"'
     if refused is not None:
         raise PartitionError.because(asked, None, *refused)
+    return length
 
 
 def check_pool(k: int, p: int, d: int = 1, *, dim: int | None = None) -> None:

@@ -109,8 +109,11 @@ class Resumable:
     def _announce(self) -> None:
         """Let samplers know the epoch; rows that ranks pass on move as in the epochs before."""
         if isinstance(self.loader, RankLoader):
-            self.loader.go_to_epoch(self.epoch)
-            self.loader.begin_epoch()
+            # Rows that move have moved for this epoch if it was begun here, and cannot go back.
+            moves_rows = hasattr(self.loader.dataset, "ishuffle")
+            if not (moves_rows and self.batch and self.loader.epoch == self.epoch + 1):
+                self.loader.go_to_epoch(self.epoch)
+                self.loader.begin_epoch()
             return
         for sampler in (self._inner.sampler, self._inner.batch_sampler):
             set_epoch = getattr(sampler, "set_epoch", None)

@@ -22,7 +22,7 @@ from tests.comm.engines.mpi_ranks import programs
 
 from unisono.comm import Communicator, transports
 from unisono.comm.engines.mpi import library
-from unisono.comm.engines.mpi.channel import Wait, Watch
+from unisono.comm.engines.mpi.channel import MpiWatch, Wait
 from unisono.comm.engines.shm.rendezvous import Member
 from unisono.comm.machine import process_start
 from unisono.errors import MissingExtra, RankFailed, RankTimeout, UnisonoError
@@ -236,7 +236,7 @@ def test_our_source_check_needs_no_mpi():
 def watch_of(*cards):
     """Return the watch of rank 0 of two, world ranks 4 and 7, with no store to ask."""
     members = [Member(list(card), "this host", "token", [0, 2]) for card in cards]
-    return Watch((4, 7), 0, members, "a group")
+    return MpiWatch((4, 7), 0, members, "a group")
 
 
 ME = ("here", os.getpid(), process_start(os.getpid()))
@@ -246,10 +246,10 @@ def test_a_dead_neighbour_is_named_during_a_wait():
     process = subprocess.Popen([sys.executable, "-c", ""])
     process.wait()
     watch = watch_of(ME, ("here", process.pid, 0))
-    with pytest.raises(RankFailed, match=r"rank 7 \(process \d+ on this host\) died") as caught:
-        watch.judge(None)
+    with pytest.raises(RankFailed, match=r"rank 7 \(process \d+ on \S+\) died") as caught:
+        watch.judge("barrier", None)
     assert caught.value.rank == 7
-    watch.judge([0])  # nobody waits for the dead one
+    watch.judge("recv", [0])  # nobody waits for the dead one
 
 
 def test_a_wait_looks_at_its_deadline_last_of_all():

@@ -13,24 +13,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from unisono.comm import reductions
 from unisono.comm.engines.shm.engine import OPS
 from unisono.comm.reductions import defined_ops
 from unisono.errors import UnisonoError
 
-DTYPES = [
-    torch.float64,
-    torch.float32,
-    torch.float16,
-    torch.bfloat16,
-    torch.int64,
-    torch.int32,
-    torch.int16,
-    torch.int8,
-    torch.uint8,
-    torch.uint16,
-    torch.bool,
-    torch.complex64,
-]
+DTYPES = [d for d in reductions.DTYPES if defined_ops(d) and d != torch.complex32]
 SIZES = [0, 1, 7, 1000, 2048, 2049, 5000]
 """Elements; with slots of 4 KB these lie around one and two slots."""
 WAYS = {

@@ -429,6 +429,18 @@ def test_what_can_be_read_has_heats_names():
     assert "warmup" in repr(daso)
 
 
+def test_step_hooks_are_those_of_the_local_optimizer():
+    daso, model = make()
+    daso.last_batch = 2
+    calls = []
+    daso.register_step_pre_hook(lambda *_: calls.append("before"))
+    handle = daso.register_step_post_hook(lambda *_: calls.append("after"))
+    epoch(daso, model, 1)
+    handle.remove()
+    epoch(daso, model, 1)
+    assert calls == ["before", "after", "before"]
+
+
 def test_a_verbose_run_tells_each_epoch(capsys):
     daso, model = make(verbose=True)
     daso.last_batch = 2

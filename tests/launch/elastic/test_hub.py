@@ -42,6 +42,16 @@ def is_sent_away(stranger):
     return True
 
 
+def join(hub, member, **other):
+    """Say what a member says first; the answer has not come yet."""
+    hub.turn(5.0)
+    nonce = json.loads(member.recv(4096))["nonce"]
+    card = {"kind": "join", "facts": {}, "bytes": 1, "rank": 0, "pid": 0, "host": "h"}
+    proof = hmac.new(SECRET, nonce.encode(), hashlib.sha256).hexdigest()
+    card |= {"shards": 1, "step": 0, "proof": proof, **other}
+    member.sendall(json.dumps(card).encode() + b"\n")
+
+
 def test_who_does_not_know_the_secret_is_sent_away_and_members_are_served(hub):
     strangers = [
         b"1\n",
@@ -59,19 +69,16 @@ def test_who_does_not_know_the_secret_is_sent_away_and_members_are_served(hub):
             turned(hub, lambda stranger=stranger: is_sent_away(stranger))
     assert not hub.seats
     with socket.create_connection(hub.far) as member, member.makefile("rb") as stream:
-        hub.turn(5.0)
-        nonce = json.loads(stream.readline())["nonce"]
-        card = {
-            "kind": "join",
-            "proof": hmac.new(SECRET, nonce.encode(), hashlib.sha256).hexdigest(),
-            "facts": {},
-            "bytes": 1,
-            "rank": 0,
-            "pid": 0,
-            "host": "h",
-            "shards": 1,
-            "step": 0,
-        }
-        member.sendall(json.dumps(card).encode() + b"\n")
+        join(hub, member)
         turned(hub, lambda: hub.seats)
         assert json.loads(stream.readline())["kind"] == "welcome"
+
+
+@pytest.mark.parametrize("facts", [{}, {"torch": "another"}])
+def test_a_member_that_dies_before_it_is_welcomed_does_no_harm(hub, facts):
+    for threads in ({}, facts):
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as member:
+            member.connect("\0" + hub.near[1:])
+            join(hub, member, facts=threads)
+        turned(hub, lambda: len(hub._selector.get_map()) == 2)  # the two doors
+    assert not hub.seats

@@ -208,9 +208,8 @@ def test_what_was_logged_can_be_read_while_the_run_goes_on(here):
 @pytest.mark.ranks(2, timeout=60)
 def test_ranks_write_their_own_files_and_rank_0_the_report(tmp_path):
     comm = unisono.world()
-    folder = comm.broadcast_object(str(tmp_path))
     threads = threading.active_count()
-    with record(f"{folder}/two", config={"batch": 4}) as run:
+    with record(f"{tmp_path}/two", config={"batch": 4}) as run:
         run.layout(unisono.Mesh(data=2), [8], name="rows")
         for step in range(4):
             with span("work"):
@@ -244,12 +243,11 @@ def train_steps(model, steps):
 @pytest.mark.ranks(2, timeout=60)
 def test_the_costs_of_averaging_are_recorded_of_models_old_gone_and_alive(tmp_path):
     comm = unisono.world()
-    folder = comm.broadcast_object(str(tmp_path))
     old = DataParallel(torch.nn.Linear(4, 3))
     idle = DataParallel(torch.nn.Linear(4, 2))
     train_steps(idle, 1)
     train_steps(old, 2)  # before the record: not counted
-    with record(f"{folder}/costs") as run:
+    with record(f"{tmp_path}/costs") as run:
         train_steps(old, 1)
         gone = DataParallel(torch.nn.Sequential(torch.nn.Linear(4, 1)))
         train_steps(gone, 3)
@@ -282,14 +280,13 @@ def test_the_costs_of_averaging_are_recorded_of_models_old_gone_and_alive(tmp_pa
 @pytest.mark.ranks(2, timeout=60)
 def test_a_run_that_fails_keeps_the_costs_of_averaging(tmp_path):
     comm = unisono.world()
-    folder = comm.broadcast_object(str(tmp_path))
     model = DataParallel(torch.nn.Linear(4, 3))
 
     def fail():
         train_steps(model, 2)
         return 1 / 0
 
-    with pytest.raises(ZeroDivisionError), record(f"{folder}/broken") as run:
+    with pytest.raises(ZeroDivisionError), record(f"{tmp_path}/broken") as run:
         fail()
     assert averaging_costs.ledger is None
     part = read(run.dir / f"rank-{comm.rank}.json")
@@ -309,11 +306,10 @@ def test_without_a_record_the_costs_of_a_model_end_with_it():
 
 @pytest.mark.ranks(2, timeout=60)
 def test_a_name_that_cannot_be_made_is_refused_on_all_ranks_alike(tmp_path):
-    folder = unisono.world().broadcast_object(str(tmp_path))
     if unisono.world().rank == 0:
         (tmp_path / "file").write_text("")
     unisono.world().barrier()
-    with pytest.raises(PlatformError, match="cannot be made"), record(f"{folder}/file/run"):
+    with pytest.raises(PlatformError, match="cannot be made"), record(f"{tmp_path}/file/run"):
         pass
 
 
@@ -338,9 +334,8 @@ def _trained_late():
 
 @pytest.mark.ranks(2, backend=["gloo", "shm"], timeout=60)
 def test_layer_wise_updates_stay_on_in_a_recorded_run_and_give_the_same_bits(tmp_path):
-    folder = unisono.world().broadcast_object(str(tmp_path))
     plainly = _trained_late()
-    with record(f"{folder}/late") as run:
+    with record(f"{tmp_path}/late") as run:
         recorded = _trained_late()
     assert recorded[0] == plainly[0] == [True] * 4
     assert torch.equal(recorded[1], plainly[1])

@@ -24,7 +24,7 @@ class _Gaussian(NamedTuple):
 
 
 class MultiheadAttention(BaseLayer):
-    """Self-attention of a sequence of `embed_dim` units a token; no projection of the output.
+    """Self-attention of a sequence of `embed_dim` units per token; no projection of the output.
 
     Args:
         embed_dim: units of a token.

@@ -51,12 +51,10 @@ class State(NamedTuple):
 
 
 class Slopes(NamedTuple):
-    """Derivatives of a step, features in rows."""
+    """Derivatives of a step, features in rows; over T steps there is a dim T before the last."""
 
-    of_c: Tensor
-    """Of the cell by gates f, i, c: `[3, H, B]`."""
-    of_o: Tensor
-    """Of h by gate o: `[H, B]`."""
+    gates: Tensor
+    """Of the cell by gates f, i, c, and of h by gate o: `[4, H, B]`."""
     through_c: Tensor
     """Of h by the cell: `[H, B]`."""
     forget: Tensor
@@ -94,14 +92,16 @@ def step(z: Tensor, vz: Tensor, pairs: Tensor | None, before: State) -> tuple[St
     ca = torch.tanh(c)
     ca_square = ca * ca
     slope_c = 1 - ca_square
-    of_c = slope[:3] * torch.stack([mcp, g, i])
+    gates = torch.empty_like(slope)
+    of_c = torch.mul(slope[:3], torch.stack([mcp, g, i]), out=gates[:3])
+    torch.mul(slope_o, ca, out=gates[3])
     h = o * ca
     vh = (vc * slope_c).mul_(slope_c).mul_(second_o).addcmul_(vo, ca_square)
     if pairs is not None:
         cov = (pairs.view(of_c.shape) * of_c).sum(0) * slope_c * slope_o
         vh.addcmul_(cov, torch.add(cov, h, alpha=2))
         h = h + cov
-    return State(h, vh, c, vc), Slopes(of_c, slope_o * ca, slope_c * o, f)
+    return State(h, vh, c, vc), Slopes(gates, slope_c * o, f)
 
 
 class GateWeights:
@@ -179,12 +179,7 @@ class Trail(NamedTuple):
 
     inputs: Tensor
     """Means of [x, h before], `[width + H, T, B]`."""
-    slopes: Tensor
-    """Derivatives of the cell by gates f, i, c and of h by gate o, `[4, H, T, B]`."""
-    through_c: Tensor
-    """Derivative of h by the cell, `[H, T, B]`."""
-    forget: Tensor
-    """Means of the forget gate, `[H, T, B]`."""
+    slopes: Slopes
     slope: Tensor | None
     """Of the activations before this layer."""
     before: State
@@ -205,7 +200,7 @@ class LSTM(BaseLayer):
         gain_bias: factor on the start standard deviation of biases.
         init_method: `"He"` or `"Xavier"`.
         stateful: True carries the state from call to call, False starts every call at zero, None
-            carries it in online use (one step, one sample a call).
+            carries it in online use (one step, one sample per call).
     """
 
     info = "{name}({0.input_size},{0.output_size})"
@@ -350,15 +345,10 @@ class LSTM(BaseLayer):
         self.state, self._carries_next = now.transposed(), self._carries(batch)
         self._memory = None
         if self.training:
-            of_c, of_o, through_c, forget = (
-                torch.stack(part, -2) for part in zip(*slopes, strict=True)
-            )
             hidden = torch.stack([state.mean_h for state in states[:-1]], 1)
             trail = Trail(
                 torch.cat([rows[0].view(width, steps, batch), hidden]),  # type: ignore[union-attr]
-                torch.cat([of_c, of_o.unsqueeze(0)]),
-                through_c,
-                forget,
+                Slopes(*(torch.stack(part, -2) for part in zip(*slopes, strict=True))),
                 slope,
                 before.transposed(),
                 self.state,
@@ -375,20 +365,21 @@ class LSTM(BaseLayer):
         their deltas are `slope * um` and `slope^2 * uv`; gate o has those of h itself.
         """
         trail, weights = self._memory
-        units, steps, batch = trail.through_c.shape
+        slopes, through_c, forget = trail.slopes
+        units, steps, batch = through_c.shape
         mean_in, var_in = (
             _features_first(d, steps, units).view(units, steps, batch) for d in delta
         )
-        pairs, through_square = weights.pairs(), trail.through_c.square()
+        pairs = weights.pairs()
         weights_h, pairs_h = weights.mean[:, self.input_size :].t(), pairs[self.input_size :]
-        products, forget_square = _pair_products(trail), trail.forget.square()
-        gate_mean, pair_var = torch.empty_like(trail.slopes), torch.empty_like(products)
+        products = _pair_products(trail.slopes)
+        gate_mean, pair_var = torch.empty_like(slopes), torch.empty_like(products)
         over_time = (
-            mean_in, var_in, trail.through_c, through_square, trail.forget, forget_square,
-            trail.slopes, products, gate_mean, pair_var,
+            mean_in, var_in, through_c, through_c.square(), forget, forget.square(),
+            slopes, products, gate_mean, pair_var,
         )  # fmt: skip
         each_step = list(zip(*(whole.unbind(-2) for whole in over_time), strict=True))
-        rm = rv = fm = fv = trail.through_c.new_zeros(units, batch)
+        rm = rv = fm = fv = through_c.new_zeros(units, batch)
         for t in reversed(range(steps)):
             dm, dv, k, k2, f, f2, slope, product, gates, pair = each_step[t]
             hm, hv = dm + rm, dv + rv
@@ -426,7 +417,7 @@ class LSTM(BaseLayer):
     def _condition(self, trail: Trail, mean: Tensor, var: Tensor) -> None:
         """Replace the carried state by its posterior."""
         h, vh, c, vc = trail.last
-        q = vc * trail.through_c[:, -1].t()
+        q = vc * trail.slopes.through_c[:, -1].t()
         self.state = State(h + vh * mean, (1 + var * vh) * vh, c + q * mean, vc + q * q * var)
 
 
@@ -436,16 +427,16 @@ def _features_first(x: Tensor, steps: int, width: int) -> Tensor:
     return x.reshape(batch, steps, width).permute(2, 1, 0).reshape(width, steps * batch)
 
 
-def _pair_products(trail: Trail) -> Tensor:
+def _pair_products(slopes: Slopes) -> Tensor:
     """Return the products of derivatives by pairs of gates, `[10, H, T, B]`.
 
     The six pairs of the cell lack the factor `k^2`, or the cell's own share: see `backward`.
     """
-    cell, of_o = trail.slopes[:3], trail.slopes[3]
+    cell, of_o = slopes.gates[:3], slopes.gates[3]
     products = cell.new_empty(10, *of_o.shape)
     torch.mul(cell, cell[0], out=products[:3])
     torch.mul(cell[1:], cell[1], out=products[3:5])
     torch.mul(cell[2], cell[2], out=products[5])
-    torch.mul(cell, of_o * trail.through_c, out=products[6:9])
+    torch.mul(cell, of_o * slopes.through_c, out=products[6:9])
     torch.mul(of_o, of_o, out=products[9])
     return products

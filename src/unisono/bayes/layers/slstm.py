@@ -110,10 +110,10 @@ class SLSTM(LSTM):
         if self.training:
             trail, weights = self._memory
             prior = State(*(t[0] for t in trail.last))
-            slopes, through_c = trail.slopes[:, :, -1, 0], trail.through_c[:, -1, 0]
-            coupling = weights.coupling(torch.cat([slopes[:3] * through_c, slopes[3:]]))
+            gates, through_c, forget = (part[..., -1, 0] for part in trail.slopes)
+            coupling = weights.coupling(torch.cat([gates[:3] * through_c, gates[3:]]))
             cov_h = trail.before.var_h[0].unsqueeze(1) * coupling.t()
-            cov_c = trail.before.var_c[0] * trail.forget[:, -1, 0]
+            cov_c = trail.before.var_c[0] * forget
             self.history.append(Step(prior, prior, cov_c, cov_h))
         return out
 

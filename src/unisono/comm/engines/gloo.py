@@ -117,6 +117,7 @@ class MessageTicket:
 
     def __init__(self, works: Sequence[dist.Work | None], timeout_s: float | None = None) -> None:
         self._works = [work for work in works if work is not None]
+        self._first = next(iter(self._works), None)
         self._timeout_s = timeout_s
         self._is_attended = False
         self._waiter: Future[None] | None = None
@@ -141,24 +142,16 @@ class MessageTicket:
             self._waiter = _wait_in_thread(self._works, self._timeout_s)
         return self._waiter.done()
 
+    @property
+    def source(self) -> int:
+        """Rank that sent the message, of a receive from anybody that is done."""
+        return -1 if self._first is None else self._first._source_rank()
+
     def __del__(self) -> None:
         """See that messages arrive which nobody has waited for."""
         is_alone = self._works and not self._is_attended and self._waiter is None
         if is_alone and not sys.is_finalizing():
             _wait_in_thread(self._works, None)
-
-
-class AnyTicket(MessageTicket):
-    """A receive from anybody, by gloo."""
-
-    def __init__(self, work: dist.Work) -> None:
-        super().__init__([work])
-        self._work = work
-
-    @property
-    def source(self) -> int:
-        """See `SourceTicket`."""
-        return self._work._source_rank()
 
 
 def _wait_in_thread(works: list[dist.Work], timeout_s: float | None) -> Future[None]:
@@ -317,7 +310,7 @@ class TorchEngine(Engine):
         return TorchTicket(dist.batch_isend_irecv(batch)) if batch else None
 
     def receive_any(self, x: Tensor, tag: int) -> SourceTicket:
-        return AnyTicket(self.group.recv_anysource([bytes_of(x)], tag))
+        return MessageTicket([self.group.recv_anysource([bytes_of(x)], tag)])
 
     def barrier(self, **how: Unpack[How]) -> Ticket | None:
         return TorchTicket([dist.barrier(group=self.group, async_op=True)])

@@ -111,7 +111,7 @@ class HostsEngine(QueuedEngine):
         self._peers = (
             tuple(members[local.rank] for members in hosts) if self._is_even else self._leaders
         )
-        """Ranks of the other hosts that this rank talks to, one a host."""
+        """Ranks of the other hosts that this rank talks to, one per host."""
         # Connects nobody yet, but tells where this rank is to be found: one that waits for its
         # message must not have to ask for the group first.
         network.among(self._everybody)

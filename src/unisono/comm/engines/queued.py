@@ -237,8 +237,13 @@ class TransportEngine(Engine):
 _engines: weakref.WeakSet[TransportEngine] = weakref.WeakSet()
 
 
+def living() -> list[TransportEngine]:
+    """Return the engines of our own transports in this process."""
+    return list(_engines)
+
+
 def _abandon_after_fork() -> None:
-    for engine in list(_engines):
+    for engine in living():
         engine.abandon_after_fork()
 
 

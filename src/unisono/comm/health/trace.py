@@ -1,6 +1,6 @@
 """Record of every collective: what, how many bytes, how long, how much of it waiting, from where.
 
-Off, it costs one `is None` test a call. `with trace() as t:` records; `t.table()` sums up,
+Off, it costs one `is None` test per call. `with trace() as t:` records; `t.table()` sums up,
 `t.save(path)` brings the events of all ranks together on one clock, in a file that chrome://tracing
 and Perfetto show, one lane per rank.
 
@@ -131,11 +131,11 @@ class trace:
 
     def __enter__(self) -> trace:
         global recorder
-        environment = detect()
-        rank = dist.get_rank() if dist.is_initialized() else environment.rank
-        # Rank 0 writes the file; ranks of other hosts need not have its folder.
-        if self._path is not None and (rank == 0 or environment.nodes == 1):
-            _refuse(self._path, _obstacle(self._path))
+        if self._path is not None:
+            environment = detect()
+            rank = dist.get_rank() if dist.is_initialized() else environment.rank
+            if rank == 0 or environment.nodes == 1:  # else this host need not have the folder
+                _refuse(self._path, _obstacle(self._path))
         self._before, recorder = recorder, self._recorder
         return self
 
@@ -316,7 +316,7 @@ class CostLedger:
         self._held.append((costs, replace(costs)))
 
     def rows(self) -> list[dict[str, Any]]:
-        """Return the costs since the opening, one row a module that had any, oldest first."""
+        """Return the costs since the opening, one row per module that had any, oldest first."""
         since = [
             (now, {name: getattr(now, name) - getattr(before, name) for name in _ADDED_UP})
             for now, before in self._held

@@ -1,4 +1,4 @@
-"""One daemon thread a process that lets ranks learn about each other while they are blocked.
+"""One daemon thread per process that lets ranks learn about each other while they are blocked.
 
 Through the world's store it answers other ranks' requests for stacks and notices a failure that a
 rank has posted. It starts with the first group of more than one rank and ends with the world.

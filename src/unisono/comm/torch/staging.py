@@ -167,7 +167,7 @@ def wrong_message(
         arithmetic = f"{sent_name} != {name}; {count} * {each} = {nbytes} bytes, {expected} wanted"
     else:
         count, rest = divmod(nbytes, x.element_size())
-        elements = f"not a whole number of {name}" if rest else f"{count} elements of {name}"
+        elements = f"not a multiple of {name}" if rest else f"{count} elements of {name}"
         found, arithmetic = f"the message has {nbytes} bytes, {elements}", f"{nbytes} != {expected}"
     return CollectiveMismatch.because(
         f"recv of {name} {list(x.shape)} (tag {tag}) from rank {sender}",

@@ -54,20 +54,6 @@ class EpochCost(NamedTuple):
     bytes: int
 
 
-_STATE = (
-    "best",
-    "num_bad_epochs",
-    "cooldown_counter",
-    "last_epoch",
-    "mode_worse",
-    "patience",
-    "cooldown",
-    "mode",
-    "threshold",
-    "threshold_mode",
-)
-
-
 class DetectMetricPlateau:
     """Watches one number an epoch and tells when it no longer gets better.
 
@@ -154,20 +140,20 @@ class DetectMetricPlateau:
 
     def get_state(self) -> dict[str, object]:
         """Return everything the detector knows, as plain values."""
-        return {name: getattr(self, name) for name in _STATE}
+        return dict(vars(self))
 
     def set_state(self, state: dict[str, object]) -> None:
         """Continue from a state that `get_state` gave."""
-        if set(state) != set(_STATE):
+        own = vars(self)
+        if state.keys() != own.keys():
             raise refusal(
                 ValueError,
                 f"set_state of {sorted(state)}",
-                f"missing {sorted(set(_STATE) - set(state))}, "
-                f"unknown {sorted(set(state) - set(_STATE))}",
+                f"missing {sorted(own.keys() - state.keys())}, "
+                f"unknown {sorted(state.keys() - own.keys())}",
                 hint="pass what get_state() returned",
             )
-        for name in _STATE:
-            setattr(self, name, state[name])
+        own.update(state)
 
 
 class DasoSchedule:

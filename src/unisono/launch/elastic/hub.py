@@ -266,8 +266,8 @@ class Hub:
             self._drop(seat)
 
     def _take(self, seat: Seat, message: dict[str, Any]) -> None:
-        self._last_news = now = time.monotonic()
         if seat.number is not None:
+            self._last_news = now = time.monotonic()
             if message["kind"] == "left" and seat.is_near:
                 self.leavers.add(seat.pid)
             elif message["kind"] == "going" and self._is_current(message["epoch"]):
@@ -301,22 +301,28 @@ class Hub:
         if facts != there:
             unlike = sorted(name for name in facts if facts[name] != there.get(name))
             shown = [f"{name}: {facts[name]} here, {there.get(name)} there" for name in unlike]
-            send_line(seat.connection, {"kind": "refused", "why": "\n".join(shown)})
+            self._answer(seat, {"kind": "refused", "why": "\n".join(shown)})
             return
         seat.number, self._count = self._count, self._count + 1
         seat.rank, seat.pid, seat.host = message["rank"], message["pid"], message["host"]
         self.seats[seat.number] = seat
-        welcome = json.dumps({"kind": "welcome", "number": seat.number}).encode() + b"\n"
-        if seat.is_near:
-            socket.send_fds(seat.connection, [welcome], list(self._files))
-        else:
-            seat.connection.sendall(welcome)
+        self._answer(seat, {"kind": "welcome", "number": seat.number})
+        if not seat.is_near:
             self.coordinator.target += self._adds_guests
         self.coordinator.reached = self.step
         self.coordinator.joined(
             seat.number, rank=seat.rank, shards=message["shards"], step=message["step"]
         )
         self.deliver()
+
+    def _answer(self, seat: Seat, message: dict[str, Any]) -> None:
+        """Answer a newcomer, with the files if it is of this host; it may have died meanwhile."""
+        with suppress(OSError):  # whose end is read from its connection
+            if seat.is_near and seat.number is not None:
+                line = json.dumps(message).encode() + b"\n"
+                socket.send_fds(seat.connection, [line], list(self._files))
+            else:
+                send_line(seat.connection, message)
 
     def _drop(self, seat: Seat) -> None:
         """Let go of a connection; what a member had to do goes to others."""

@@ -56,6 +56,7 @@ def meet(
         asked: address and port of rank 0, where the user wants particular ones.
     """
     end = time.monotonic() + timeout_s
+    environment = replace(environment, kind="unisono", master=None)
     if environment.rank == 0:
         store, address = _host(environment, path, nonce, timeout_s, asked)
     else:
@@ -81,12 +82,11 @@ def _host(
     from unisono.comm.lifecycle import open_store
 
     addr, port = asked
-    own = replace(environment, kind="unisono", master=None)
-    if addr is None and own.nodes > 1:
+    if addr is None and environment.nodes > 1:
         addr = addresses.of_job(candidates()) or None
-    store = open_store(own, addr=addr, port=port, timeout_s=timeout_s, nonce=nonce)
+    store = open_store(environment, addr=addr, port=port, timeout_s=timeout_s, nonce=nonce)
     port = store.port  # pyright: ignore[reportAttributeAccessIssue]
-    names = [addr] if addr else [LOOPBACK] if own.nodes == 1 else candidates()
+    names = [addr] if addr else [LOOPBACK] if environment.nodes == 1 else candidates()
     entry: dict[str, Any] = {"addresses": names, "port": port, "nonce": nonce}
     if not seal.has_secret():  # no launcher of ours has brought one
         entry["secret"] = secrets.token_hex(32)
@@ -117,9 +117,8 @@ def _join(
                     "Platform(master_addr=...) with an address that all nodes reach",
                 )
             try:
-                own = replace(environment, kind="unisono", master=None)
                 store = open_store(
-                    own,
+                    environment,
                     addr=addr,
                     port=port,
                     timeout_s=min(limit_s, left),

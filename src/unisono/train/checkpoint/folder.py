@@ -76,7 +76,7 @@ def unreadable_in(directory: Path) -> list[Path]:
     return [path for path in sorted(directory.glob("step-*")) if _read(path) is None]
 
 
-def commit(partial: Path, manifest: Manifest) -> Saved:
+def commit(partial: Path, manifest: Manifest) -> None:
     """Let the directory `partial` become a checkpoint, at once and for good."""
     text = json.dumps(asdict(manifest), indent=1)
     with (partial / MANIFEST).open("w") as file:
@@ -90,7 +90,6 @@ def commit(partial: Path, manifest: Manifest) -> Saved:
         path = directory / f"{path.name}.{manifest.sequence}"
     partial.rename(path)
     _sync_directory(directory)
-    return Saved(path, manifest)
 
 
 def remove(path: Path) -> None:

@@ -233,20 +233,14 @@ class NetPart(Part):
         self._net.set_recurrent_state(tree)
 
     def problems(self, rest: Any, shapes: Shapes) -> list[str]:  # noqa: ARG002
-        """Compare layers and sizes."""
+        """Compare the parameters of layers; recurrent states have shapes of the last batch."""
+
+        def by_name(found: Shapes) -> dict[str, list[int]]:
+            return {".".join(map(str, p[1:])): list(s) for p, s in found.items() if p[0] == "state"}
+
         _, leaves = taken_apart(self._state(), is_leaf)
-        here = {path: list(shape_of(leaf)) for path, leaf in leaves.values()}
-        there = {path: list(shape) for path, shape in shapes.items()}
-        return compared(_by_layer(there), _by_layer(here))
-
-
-def _by_layer(shapes: Mapping[Path, list[int]]) -> dict[str, str]:
-    """Return shapes of each layer's parameters; recurrent states have those of the last batch."""
-    layers: dict[str, str] = {}
-    for path, shape in shapes.items():
-        if path[0] == "state":
-            layers[path[1]] = f"{layers.get(path[1], '')} {shape}".strip()
-    return layers
+        here = {path: shape_of(leaf) for path, leaf in leaves.values()}
+        return compared(by_name(shapes), by_name(here))
 
 
 def parts_of(objects: Mapping[str, Any]) -> tuple[dict[str, Part], dict[str, Any]]:

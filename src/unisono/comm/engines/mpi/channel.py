@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import socket
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
@@ -19,9 +18,8 @@ from torch import Tensor
 
 from unisono.comm.engines.mpi.library import Threads
 from unisono.comm.engines.shm.rendezvous import Member
+from unisono.comm.engines.watch import Watch
 from unisono.comm.health import failures, watchdog
-from unisono.comm.health.deadlock import hopeless
-from unisono.comm.machine import is_dead
 from unisono.cores import usable_cores
 from unisono.errors import CollectiveMismatch, RankFailed, RankTimeout, UnisonoError
 
@@ -56,8 +54,8 @@ def abandon(*things: object) -> None:
     _abandoned.append(things)
 
 
-class Watch:
-    """Judges the peers of one rank of a group.
+class MpiWatch(Watch):
+    """Knows what ranks have said in the store, and who has left.
 
     Args:
         ranks: world ranks of the group.
@@ -69,25 +67,22 @@ class Watch:
     def __init__(
         self, ranks: Sequence[int], rank: int, members: Sequence[Member], name: str
     ) -> None:
-        self.ranks = tuple(ranks)
-        self.me = self.ranks[rank]
+        here = members[rank].card[0]
+        cards = [member.card for member in members]
+        processes = [(pid, started) if host == here else None for host, pid, started in cards]
+        super().__init__(rank, ranks, processes)
         self.doing = "set-up"
         """Name of the call under way, for messages."""
         self.number = 0
         """Number of the latest collective."""
-        self.cancelled: str | None = None
-        """Why waits of this rank shall end, set by another thread of this process."""
         self.gone: dict[int, int] = {}
         """Ranks of the group that have left it, with the collectives they have made."""
+        self.gone_since: float | None = None
+        """When the wait under way has met a rank that has left too early."""
         self._name = name
         self.token = members[0].nonce
         """Names the group in the store."""
-        here = members[rank].card[0]
-        self._neighbours = [
-            (place, member)
-            for place, member in enumerate(members)
-            if place != rank and member.card[0] == here
-        ]
+        self._ask_news = 0.0
 
     def _dog(self) -> watchdog.Watchdog | None:
         """Return who speaks with the store; None where it has gone, and the deadline remains."""
@@ -103,29 +98,24 @@ class Watch:
         text = failures.text_of(error)
         if len(text) > _TEXT_LIMIT:
             text = f"{text[: _TEXT_LIMIT // 2]}\n[...]\n{text[-_TEXT_LIMIT // 2 :]}"
-        told = {
-            "teller": self.me,
-            "culprit": culprit,
-            "host": socket.gethostname(),
-            "text": text,
-        }
+        told = {"teller": self.me, "culprit": culprit, "host": self.host, "text": text}
         gave_up_in = self.number if isinstance(error, RankTimeout) else None
         mismatch = [str(error), error.calls] if isinstance(error, CollectiveMismatch) else None
         news = {"broken": self.token, "gave_up_in": gave_up_in, "mismatch": mismatch, "told": told}
         dog.publish(news)
 
-    def judge(self, peers: Sequence[int] | None) -> None:
-        """Raise if this rank is to stop waiting, or a rank that is waited for has died."""
-        if self.cancelled is not None:
-            raise UnisonoError.because(f"{self.doing} on rank {self.me}", self.cancelled)
-        for place, member in self._neighbours:
-            _, pid, started = member.card
-            if (peers is None or place in peers) and is_dead(pid, started):
-                self.judge_news()  # what it has said last tells more
-                raise failures.peer_died(self.doing, self.me, self.ranks[place], pid, member.host)
+    def hear(self, doing: str, missing: Sequence[int] | None) -> None:
+        now = time.monotonic()
+        if now >= self._ask_news:
+            self._ask_news = now + STORE_S
+            self._hear_news(doing)
+        gone = self.departed(missing)
+        if gone and self.gone_since is None:
+            self.gone_since = now
+        elif gone and self.gone_since is not None and now > self.gone_since + GONE_S:
+            raise failures.peer_left(doing, self.me, gone)
 
-    def judge_news(self) -> None:
-        """Raise if a rank of the group has told of a failure; asks the store."""
+    def _hear_news(self, doing: str) -> None:
         dog = self._dog()
         for item in dog.news() if dog is not None else []:
             if item.get("broken") != self.token or item["told"]["teller"] == self.me:
@@ -134,10 +124,10 @@ class Watch:
                 text, made = item["mismatch"]
                 raise CollectiveMismatch(text, {int(rank): call for rank, call in made.items()})
             if item["gave_up_in"] is None:
-                raise failures.peer_failed(self.doing, self.me, **item["told"])
+                raise failures.peer_failed(doing, self.me, **item["told"])
             # Ranks that wait in one collective have their own deadlines for it.
             if item["gave_up_in"] != self.number:
-                raise failures.peer_gave_up(self.doing, self.me, **item["told"])
+                raise failures.peer_gave_up(doing, self.me, **item["told"])
 
     def departed(self, peers: Sequence[int] | None) -> list[int]:
         """Return the world ranks that have left the group before they came to this call.
@@ -163,18 +153,16 @@ class Wait:
     """
 
     def __init__(
-        self, watch: Watch, timeout_s: float, nbytes: int = 0, peers: Sequence[int] | None = None
+        self, watch: MpiWatch, timeout_s: float, nbytes: int = 0, peers: Sequence[int] | None = None
     ) -> None:
-        now = time.monotonic()
+        self._began = now = time.monotonic()
         self._watch = watch
         self._peers = peers
         self._timeout_s = timeout_s
-        self._deadline = now + timeout_s
         self._sleep_from = now + _YIELD_S + nbytes * _YIELD_S_PER_BYTE
         self._nap_s = _FIRST_NAP_S
         self._look = now + min(PEERS_S, timeout_s / 2)
-        self._store = now + STORE_S
-        self._gone_since: float | None = None
+        watch.gone_since = None
 
     def step(self) -> bool:
         """Let some time pass; return whether it was time to look at the peers.
@@ -192,29 +180,9 @@ class Wait:
             self._nap_s = min(self._nap_s * 1.5, _LAST_NAP_S)
         if now < self._look:
             return False
-        self._look = min(now + PEERS_S, self._deadline)
-        self._judge(now)
+        self._look = min(now + PEERS_S, self._began + self._timeout_s)
+        self._watch.look(self._watch.doing, self._peers, now - self._began, self._timeout_s)
         return True
-
-    def _judge(self, now: float) -> None:
-        watch, peers = self._watch, self._peers
-        watch.judge(peers)
-        if now >= self._deadline:
-            watch.judge_news()
-            absent = [watch.ranks[peer] for peer in peers or ()]
-            raise failures.not_arrived(watch.doing, watch.me, absent, self._timeout_s)
-        gone = watch.departed(peers)
-        if gone and self._gone_since is None:
-            self._gone_since = now
-        elif gone and self._gone_since is not None and now > self._gone_since + GONE_S:
-            watch.judge_news()
-            raise failures.peer_left(watch.doing, watch.me, gone)
-        if now >= self._store:
-            self._store = now + STORE_S
-            reason = hopeless()
-            if reason is not None:
-                raise reason
-            watch.judge_news()
 
 
 class Channel:
@@ -227,7 +195,7 @@ class Channel:
         watch: judges the peers.
     """
 
-    def __init__(self, mpi: Any, comm: MPI.Intracomm, threads: Threads, watch: Watch) -> None:
+    def __init__(self, mpi: Any, comm: MPI.Intracomm, threads: Threads, watch: MpiWatch) -> None:
         self.mpi = mpi
         self.comm = comm
         self.rank: int = comm.rank

@@ -16,6 +16,7 @@ import itertools
 import threading
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Unpack
 
@@ -59,26 +60,20 @@ _RESERVED_TAGS = 2
 """The largest tags a group keeps for itself: goodbyes, and `exchange` where tags are few."""
 
 
+@dataclass(slots=True, eq=False)
 class Transfer:
-    """A message this rank sends or receives.
+    """A message this rank sends or receives."""
 
-    Attributes:
-        peer: the other rank of the group; None until it is known.
-        is_done: whether it has ended, well or badly.
-        error: what went wrong.
-    """
-
-    __slots__ = ("error", "is_done", "is_receive", "peer", "requests", "tag", "tensor")
-
-    def __init__(self, tensor: Tensor, peer: int | None, tag: int, is_receive: bool) -> None:
-        self.tensor = tensor
-        self.tag = tag
-        self.peer = peer
-        self.is_receive = is_receive
-        self.requests: list[tuple[Any, int]] = []
-        """MPI requests with the bytes of each."""
-        self.is_done = False
-        self.error: BaseException | None = None
+    tensor: Tensor
+    peer: int | None
+    """The other rank of the group; None until it is known."""
+    tag: int
+    is_receive: bool
+    requests: list[tuple[Any, int]] = field(default_factory=list)
+    """MPI requests with the bytes of each."""
+    is_done: bool = False
+    """Whether it has ended, well or badly."""
+    error: BaseException | None = None
 
 
 class Messages:

@@ -30,8 +30,9 @@ import torch.distributed as dist
 
 from unisono.comm import groups, seal
 from unisono.comm.arguments import environment_timeout_s
+from unisono.comm.engines import queued
 from unisono.comm.engines.base import Engine, SelfEngine
-from unisono.comm.engines.mpi.channel import Channel, Watch
+from unisono.comm.engines.mpi.channel import Channel, MpiWatch
 from unisono.comm.engines.mpi.engine import MpiEngine
 from unisono.comm.engines.mpi.library import Threads, load, unavailable
 from unisono.comm.engines.shm.rendezvous import Rendezvous
@@ -104,7 +105,7 @@ class MpiProcessGroup(TransportProcessGroup):
             nonce = channel.watch.token
             self.communicator = channel.comm
             engine = MpiEngine(channel, name, store, _depart)
-            _watch_over(engine)
+            _leave_at_exit()
         own = dist.PrefixStore(f"mpi/{nonce}", store)
         super().__init__(engine, ranks, timeout, BACKEND, deadline_s, own)
 
@@ -147,7 +148,7 @@ def _meet(
         if not is_own or positions != list(range(base.size)):
             comm = _subset(base, positions, members[0].nonce)
         comm.Set_errhandler(mpi.ERRORS_RETURN)
-    channel = Channel(mpi, comm, threads, Watch(ranks, rank, members, name))
+    channel = Channel(mpi, comm, threads, MpiWatch(ranks, rank, members, name))
     channel.timeout_s = timeout_s
     channel.run(channel.barrier)
     rendezvous.clean()
@@ -171,21 +172,19 @@ def _subset(base: MPI.Intracomm, positions: Sequence[int], nonce: str) -> MPI.In
 
 # -- leaving ------------------------------------------------------------------------------------
 
-_engines: list[weakref.ref[MpiEngine]] = []
 _departing: list[MpiEngine] = []
 """Engines of groups this rank has left, until all others have, too; they keep the group's store."""
 _watching_pid: int | None = None
 
 
-def living() -> list[MpiEngine]:
-    """Return the engines of this process, oldest first."""
-    return [engine for ref in _engines if (engine := ref()) is not None]
+def _living() -> list[MpiEngine]:
+    return [engine for engine in queued.living() if isinstance(engine, MpiEngine)]
 
 
 def count() -> int:
     """Return how many communicators this process has not given back yet."""
     sweep()
-    return len(_departing) + sum(engine.cause is None for engine in living())
+    return len(_departing) + sum(engine.cause is None for engine in _living())
 
 
 def sweep() -> bool:
@@ -194,14 +193,12 @@ def sweep() -> bool:
     return not _departing
 
 
-def _watch_over(engine: MpiEngine) -> None:
-    """Close `engine` when the process ends, if nobody has done so before."""
+def _leave_at_exit() -> None:
+    """Close the engines of this process when it ends, if nobody has done so before."""
     global _watching_pid
     if _watching_pid != os.getpid():
         _watching_pid = os.getpid()
         atexit.register(_end)
-    _engines[:] = [ref for ref in _engines if ref() is not None]
-    _engines.append(weakref.ref(engine))
 
 
 def _depart(engine: MpiEngine) -> None:
@@ -232,7 +229,7 @@ def _end() -> None:
     if os.getpid() != _watching_pid:
         return
     error = getattr(sys, "last_value", None)
-    engines = living()
+    engines = _living()
     was_in_use = any(not engine.is_closed for engine in engines)
     if error is None:
         say_returned()

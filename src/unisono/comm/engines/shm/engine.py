@@ -17,8 +17,8 @@ from unisono.comm.engines.queued import TransportEngine
 from unisono.comm.engines.shm import core
 from unisono.comm.engines.shm.segment import Segment
 from unisono.comm.engines.shm.segment import Ticket as SegmentTicket
-from unisono.comm.engines.shm.watch import FAILED, GAVE_UP, Watch
-from unisono.comm.health.failures import text_of
+from unisono.comm.engines.watch import Watch
+from unisono.comm.health import failures
 from unisono.comm.reductions import DTYPE_NUMBERS, DTYPES
 from unisono.comm.torch.staging import wrong_message
 from unisono.cores import usable_cores
@@ -42,6 +42,9 @@ VERBS: tuple[str, ...] = (
 OPS: tuple[str, ...] = ("sum", "product", "min", "max", "and", "or", "xor", "sum64", "mean")
 """Reductions by the number under which they travel; the core has the same order."""
 
+FAILED, CLOSED, GAVE_UP = 2, 3, 4
+"""States of a rank that comes no more, as the core numbers them: its deadline may have passed."""
+
 _OP_NUMBERS = {op: number for number, op in enumerate(OPS)}
 _MISMATCH, _SIZES, _ABORTED, _REFUSED = 1, 2, 3, 4
 _TEXT_BYTES = 2048
@@ -60,6 +63,24 @@ def _listed(blocks: Blocks | None) -> list[tuple[int, int]] | None:
     if blocks is None:
         return None
     return [(block.data_ptr(), block.nbytes) for block in blocks]
+
+
+class ShmWatch(Watch):
+    """Knows what ranks have said in the segment."""
+
+    group: Any = None
+    """The core's group, which knows the states of all ranks."""
+
+    def hear(self, doing: str, missing: Sequence[int] | None) -> None:
+        for rank in missing or ():
+            state, culprit, raw = self.group.state(rank)
+            told = (self.ranks[rank], culprit, self.host, raw.decode(errors="replace"))
+            if state == FAILED:
+                raise failures.peer_failed(doing, self.me, *told)
+            if state == GAVE_UP:
+                raise failures.peer_gave_up(doing, self.me, *told)
+            if state == CLOSED:
+                raise failures.peer_left(doing, self.me, [self.ranks[rank]])
 
 
 class ShmEngine(TransportEngine):
@@ -102,7 +123,7 @@ class ShmEngine(TransportEngine):
         """Bytes of each shared buffer whose tensor lives on this rank."""
         self._touched: set[int] = set()
         self._kept: deque[Any] = deque()
-        self.watch = Watch(rank, ranks, processes)
+        self.watch = ShmWatch(rank, ranks, processes)
         own_cores = size <= usable_cores()
         weak: weakref.ref[ShmEngine] = weakref.ref(self)
         self._core = module.Group(
@@ -412,7 +433,7 @@ class ShmEngine(TransportEngine):
         return CollectiveMismatch("\n".join([problem, *lines, hint]), calls=calls)
 
     def tell_failure(self, error: BaseException) -> None:
-        raw = text_of(error).encode(errors="replace")
+        raw = failures.text_of(error).encode(errors="replace")
         # The end of a traceback says most, and the beginning of a report.
         gave_up = isinstance(error, RankTimeout)
         text = raw[:_TEXT_BYTES] if gave_up else raw[-_TEXT_BYTES:]
