@@ -84,10 +84,6 @@ _REGIONS: dict[str, tuple[type[_Region], Callable[..., Tensor]]] = {
         _RegionAlong,
         gp.gather_from_model_parallel_region_sum_grad,
     ),
-    "ReduceScatterToModelParallelRegion": (
-        _RegionAlong,
-        gp.reduce_scatter_to_model_parallel_region,
-    ),
     "ScaleBackwardGrad": (_Region, gp.scale_backward_grad),
 }
 for _name, (_base, _region) in _REGIONS.items():
