@@ -218,7 +218,7 @@ def test_words_are_read_as_python_where_they_can_be():
         (["run", "no_such_module:f"], "No module named 'no_such_module'"),
         (["run", "json.decodr:f"], "HINT: modules there: json.decoder, "),
         (["run", "--console", "loud", "json:dumps", "--", "1"], "--console loud\n"),
-        (["run", "--console", "loud", "json:dumps", "--", "1"], "HINT: --console all\n"),
+        (["run", "--console", "loud", "json:dumps", "--", "1"], "HINT: one of 'auto', 'all'"),
         (["demo", "--epochs", "0"], "--epochs=0\n"),
         (["demo", "forces", "--ranks", "0"], "HINT: --ranks=1 or more"),
         (["run", "--set", "sed=1", "json:dumps", "--", "1"], "did you mean seed?"),
@@ -416,7 +416,7 @@ def test_a_detached_job_is_found_followed_and_cancelled(
     assert "rank 0 of 2; --rank all" in err
     assert ask("logs", job, "--rank", "1", "--tail", "0")[1] == ""
     code, _, err = ask("logs", job, "--rank", "9")
-    assert (code, "ranks of a world of 2 are 0 to 1" in err) == (2, True)
+    assert (code, "9 >= 2" in err) == (2, True), err
     header, row = ask("list")[1].splitlines()
     assert header.split() == ["id", "state", "ranks", "submitted", "directory"]
     assert row.split()[:3] == [job, "running", "2"]

@@ -119,6 +119,8 @@ def _asked(line: str, command: str) -> str:
         return f"{line[: call.start()]}unisono {command} {_pairs(call[1])}{line[call.end() :]}"
     if (made := _MADE.search(line)) is not None:
         return f"{_pairs(made[1])}{line[made.end() :]}"
+    if line.startswith("Logs."):
+        return _pairs(line.removeprefix("Logs."))
     return line
 
 
