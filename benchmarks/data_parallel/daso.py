@@ -101,6 +101,8 @@ def measure(epochs: int) -> dict[str, list[float]]:
             node = torch.tensor([float(nbytes)], dtype=torch.float64)
             share = comm.all_reduce(node).item() / (comm.size if kind == "DDP" else 2)
             found.setdefault(f"{kind} bytes", []).append(share)
+    if not all(found["DASO bytes"]):
+        raise RuntimeError("DASO's messages have not passed the link")
     x, y = digits()
     for kind, (model, _, _) in kinds.items():
         with torch.no_grad():

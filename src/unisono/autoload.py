@@ -25,7 +25,7 @@ def register() -> None:
 
 
 def _create(name: str, options: Any, own_options: Any) -> Any:
-    """Make a group for torch.distributed: the first one loads the library."""
+    """Make a group for torch.distributed; only the first one loads the library."""
     from unisono.comm import backends
 
     return backends.create(name, options, own_options)

@@ -30,16 +30,16 @@ Kind = Literal["off", "bare", "unisono", "torchrun", "openmpi", "mpich", "slurm"
 
 @dataclass(frozen=True, kw_only=True)
 class Environment:
-    """The place of this process among the ranks that a launcher started."""
+    """Which rank this process is, in the world that a launcher started."""
 
     kind: Kind
-    """Who started the world; `bare` and `off` are a process on its own."""
+    """Which launcher started the world; `bare` and `off` are a process on its own."""
     rank: int = 0
-    """Own place in the world."""
+    """Rank in the world."""
     size: int = 1
     """Number of ranks in the world."""
     local_rank: int = 0
-    """Own place among the ranks of this node."""
+    """Rank among those of this node."""
     local_size: int = 1
     """Number of ranks on this node."""
     node: int = 0
@@ -47,9 +47,9 @@ class Environment:
     nodes: int = 1
     """Number of nodes."""
     master: tuple[str, int] | None = None
-    """Address and port of the store of rank 0, when they are known beforehand."""
+    """Address and port of the store of rank 0, if known beforehand."""
     job_dir: Path | None = None
-    """Directory of this run, when it has one."""
+    """Directory of this run, if it has one."""
 
     @property
     def is_world(self) -> bool:
@@ -58,7 +58,7 @@ class Environment:
 
 
 class _Names(NamedTuple):
-    """How one launcher spells what we want to know; None where it does not say."""
+    """Variables of one launcher; None for what it does not say."""
 
     rank: str
     size: str
@@ -84,11 +84,11 @@ _NAMES: dict[Kind, _Names] = {
 
 
 def detect(env: Mapping[str, str] | None = None) -> Environment:
-    """Tell which world the variables in `env` (default: this process's) describe.
+    """Return the world that the variables in `env` (default: this process's) describe.
 
-    Returns an `Environment` of kind `bare` (a world of one rank) when no launcher is seen, and of
-    kind `off` when `UNISONO_DETECT=0` says not to look. A process that a rank has started is
-    `bare`, too, although it has all variables of that rank.
+    It is an `Environment` of kind `bare` (a world of one rank) if no launcher is found, and of kind
+    `off` with `UNISONO_DETECT=0`. A process that a rank has started is `bare`, too, although it has
+    inherited the variables of that rank.
 
     Example:
         >>> detect(
@@ -106,7 +106,7 @@ def detect(env: Mapping[str, str] | None = None) -> Environment:
 def rank_mark(env: Mapping[str, str], pid: int) -> str:
     """Return the mark of a rank with these variables: its process and its place.
 
-    A process that the rank starts inherits all of them, but is no rank: its pid is another one.
+    A process that the rank starts inherits all of them, but is not a rank: its pid differs.
     """
     return ":".join((str(pid), *(env.get(name, "") for name in _PLACE)))
 
@@ -119,7 +119,7 @@ def _kind(env: Mapping[str, str]) -> Kind:
     is_child = owner.isdigit() and int(owner) != os.getpid()
     if is_child and env[RANK_PID] == rank_mark(env, int(owner)):
         return "bare"
-    # A child with another place: a launcher that a rank has started has put it there.
+    # A child whose variables differ from the rank's: another launcher, started by a rank, set them.
     if not is_child and "UNISONO_RUN_ID" in env and "RANK" in env:
         return "unisono"
     if "TORCHELASTIC_RUN_ID" in env or all(
@@ -129,7 +129,10 @@ def _kind(env: Mapping[str, str]) -> Kind:
     if "OMPI_COMM_WORLD_SIZE" in env:
         return "openmpi"
     in_slurm_step = "SLURM_STEP_ID" in env
-    if "PMI_SIZE" in env and "PMI_RANK" in env and not in_slurm_step:
+    # srun sets PMI's variables, too; and in an allocation mpiexec starts its ranks by srun, whose
+    # step has one task per node. Only mpiexec counts the ranks of a node.
+    by_mpiexec = "MPI_LOCALNRANKS" in env or not in_slurm_step
+    if "PMI_SIZE" in env and "PMI_RANK" in env and by_mpiexec:
         return "mpich"
     # A batch script has SLURM_PROCID but no step, and `srun --pty bash` is a step of one task:
     # neither is a rank of a world.
@@ -185,7 +188,7 @@ def _integer(env: Mapping[str, str], name: str | None, *, default: int | None = 
         return int(text)
     except ValueError:
         raise PlatformError.because(
-            f"{name}={text!r}", "not a whole number", hint=f"unset {name}, or UNISONO_DETECT=0"
+            f"{name}={text!r}", "not an integer", hint=f"unset {name}, or UNISONO_DETECT=0"
         ) from None
 
 
@@ -206,7 +209,7 @@ def _job_dir(env: Mapping[str, str]) -> Path | None:
 
 
 def expand_tasks_per_node(text: str) -> list[int]:
-    """Read SLURM's short form of tasks on each node.
+    """Expand SLURM's short form of tasks per node.
 
     Example:
         >>> expand_tasks_per_node("2(x3),1")

@@ -1,6 +1,6 @@
 """Checks of plain arguments: one line each where they are used, one form of message.
 
-They stand at the edge, in the public function that takes the argument; what is below trusts it.
+They are made once, in the public function that takes the argument; code below trusts it.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def refusal(
 
 
 def one_line(value: object) -> str:
-    """Return `value` as a message shows it: its kind alone where the whole would fill lines."""
+    """Return `value` as a message shows it: only its type if the whole would take several lines."""
     if isinstance(value, type):
         return f"the class {value.__name__}"
     text = repr(value)
@@ -52,7 +52,7 @@ def one_line(value: object) -> str:
 def expect(
     name: str, value: object, kinds: type | tuple[type, ...], hint: str | None = None
 ) -> None:
-    """Raise TypeError unless `value` is one of `kinds`; a bool counts as an int nowhere."""
+    """Raise TypeError unless `value` is one of `kinds`; a bool never counts as an int."""
     allowed = kinds if isinstance(kinds, tuple) else (kinds,)
     is_stray_bool = isinstance(value, bool) and bool not in allowed
     if is_stray_bool or not isinstance(value, allowed):

@@ -1,4 +1,4 @@
-"""A trace of collectives as plain data: the table of it, and its file for Perfetto. No torch here.
+"""A trace of collectives as plain data: its table, and its file for Perfetto. Loads no torch.
 
 The events are those of `unisono.comm.trace`, as dicts; times are nanoseconds on one clock.
 """

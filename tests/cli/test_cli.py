@@ -219,8 +219,8 @@ def test_words_are_read_as_python_where_they_can_be():
         (["run", "json.decodr:f"], "HINT: modules there: json.decoder, "),
         (["run", "--console", "loud", "json:dumps", "--", "1"], "--console loud\n"),
         (["run", "--console", "loud", "json:dumps", "--", "1"], "HINT: --console all\n"),
-        (["demo", "--epochs", "0"], "unisono demo --epochs 0\n"),
-        (["demo", "forces", "--ranks", "0"], "HINT: --ranks 2"),
+        (["demo", "--epochs", "0"], "--epochs=0\n"),
+        (["demo", "forces", "--ranks", "0"], "HINT: --ranks=1 or more"),
         (["run", "--set", "sed=1", "json:dumps", "--", "1"], "did you mean seed?"),
         (["run", "--env", "A", "json:dumps", "--", "1"], "--env NAME=value"),
         (["run", "--nodes", "2", "json:dumps", "--", "1"], "torchrun"),
@@ -369,6 +369,7 @@ def test_settings_are_read_as_python_or_toml_or_words():
         ("a\n  ranks=2 of the user\nHINT: b=1", "a\n  ranks=2 of the user\nHINT: b=1"),
         ("a\nHINT: a longer timeout_s if", "a\nHINT: a longer --timeout-s if"),
         ("the job x", "the job x"),
+        ("--ranks=0\n  HINT: --ranks=1 or more", "--ranks=0\n  HINT: --ranks=1 or more"),
         (
             (
                 "X: device='t'\nTraceback (most recent call last):\n  HINT: device='cpu'\n"
@@ -468,6 +469,8 @@ def test_argparse_errors_are_exit_code_2(words, capsys):
         (["-m", "show", "data"], ["data"]),
         (["show.py", "--", "--epochs", "--", "--ranks"], ["--epochs", "--", "--ranks"]),
         (["show.py", "--ranks", "1"], []),  # nothing but options of ours: they stay ours
+        (["--set", "name=show", "--env", "show=1", "-m", "show", "-v"], ["-v"]),
+        (["--record", "show", "-m", "show", "--epochs", "3"], ["--epochs", "3"]),
     ],
 )
 def test_what_follows_the_script_is_for_the_script(words, got, tmp_path, monkeypatch, capfd):

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from unisono.comm import world
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 PAGE = """\
@@ -77,14 +79,30 @@ def test_the_page_in_the_repository_is_up_to_date(summary):
     assert summary.with_summary(page).rstrip() == page.rstrip()
 
 
-def test_publishing_renews_section_and_summary(summary, monkeypatch, tmp_path, capsys):
+@pytest.fixture
+def harness(summary, monkeypatch):
     monkeypatch.setitem(sys.modules, "summary", summary)
     spec = importlib.util.spec_from_file_location("harness", BENCHMARKS / "harness.py")
     assert spec is not None
     assert spec.loader is not None
-    harness = importlib.util.module_from_spec(spec)
-    monkeypatch.setitem(sys.modules, "harness", harness)
-    spec.loader.exec_module(harness)
+    module = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, "harness", module)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_candidates_take_turns_in_both_orders_and_ratios_are_those_of_a_round(harness):
+    calls = []
+    candidates = {name: functools.partial(calls.append, name) for name in "ab"}
+    before = {"a": lambda: calls.append("fill")}
+    harness.take_turns(world(), candidates, rounds=2, warm_up=0, before=before)
+    assert calls == ["fill", "a", "b", "b", "fill", "a"]
+    ours, reference = harness.Timing([2.0, 4.0, 6.0]), harness.Timing([1.0, 1.0, 2.0])
+    row = ours.row("x", reference, "ref", 3.0)
+    assert (row.ratio, row.verdict, row.note) == (3.0, "ok", "rounds 2.00-4.00")
+
+
+def test_publishing_renews_section_and_summary(harness, monkeypatch, tmp_path, capsys):
     results = tmp_path / "RESULTS.md"
     results.write_text(PAGE)
     monkeypatch.setattr(harness, "RESULTS", results)
@@ -117,19 +135,13 @@ def test_the_page_opens_with_a_summary_and_what_missed(summary):
     ]
 
 
-def test_an_installed_package_is_not_written_to(tmp_path):
+def test_an_installed_package_is_not_written_to(interpreter, tmp_path):
     installed = tmp_path / "site-packages" / "unisono" / "_benchmarks"
     installed.mkdir(parents=True)
     for name in ("harness.py", "summary.py", "RESULTS.md"):
         shutil.copy(BENCHMARKS / name, installed / name)
     before = (installed / "RESULTS.md").read_bytes()
     code = "import harness; harness.publish('Transports', 'other words')"
-    done = subprocess.run(
-        [sys.executable, "-B", "-c", code],
-        cwd=installed,
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    assert "other words" in done.stdout
+    done = interpreter.run(["-c", code], cwd=installed)
+    assert "other words" in done.stdout, done.stderr
     assert (installed / "RESULTS.md").read_bytes() == before

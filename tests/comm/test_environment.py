@@ -111,6 +111,7 @@ def test_each_launcher_is_recognised(env, expected):
         ({**SLURM_STEP, **OPENMPI}, "openmpi"),
         ({**SLURM_STEP, "PMI_RANK": "6", "PMI_SIZE": "7"}, "slurm"),
         ({**SLURM_BATCH_SCRIPT, **MPICH}, "mpich"),
+        ({**SLURM_STEP, **MPICH}, "mpich"),
     ],
 )
 def test_the_innermost_launcher_wins(env, kind):

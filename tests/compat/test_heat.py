@@ -125,6 +125,9 @@ def test_an_array_splits_its_rows_and_is_the_same_at_any_number_of_ranks(rank_co
         assert torch.equal(torch.tensor(y.numpy()), expected)
         assert y.split == 0
     assert torch.equal((-(x**2)).resplit(None).larray, -(whole**2))
+    assert (x == x).numpy().all()
+    assert ((x < 5) != (x >= 5)).numpy().all()
+    assert (x == None) is False  # noqa: E711
     assert torch.equal(ht.resplit(ht.array(whole), 0).larray, x.larray)
     assert x.astype(ht.int64).resplit_(None).larray.tolist() == whole.long().tolist()
     assert ht.array(x).numpy().tolist() == ht.array(x, split=0).numpy().tolist() == whole.tolist()

@@ -301,9 +301,9 @@ def look_at(_value):
 
 def test_a_rank_that_is_stopped_while_it_starts_is_named_at_the_deadline(tmp_path, has_ended):
     unisono.run(look_at, 0, on="cpu", ranks=1)  # so that the server is warm
-    platform = unisono.Platform(device="cpu", ranks=2, start_timeout_s=5.0)
+    platform = unisono.Platform(device="cpu", ranks=2, start_timeout_s=3.0)
     stops = StopsWhereItArrives(tmp_path / "pid")
-    with pytest.raises(RankTimeout, match="rank 1 of 2 not ready 5 s after the start") as caught:
+    with pytest.raises(RankTimeout, match="rank 1 of 2 not ready 3 s after the start") as caught:
         unisono.run(look_at, stops, on=platform, logs=unisono.Logs(console="none"))
     assert caught.value.rank == 1
     assert has_ended(int((tmp_path / "pid").read_text()))

@@ -91,6 +91,31 @@ def test_a_job_that_ends_at_the_moment_of_its_cancellation_is_no_error(tmp_path,
     assert (job.status(), job.stacks()) == ("cancelled", {})
 
 
+def test_a_job_whose_last_word_raises_has_failed_and_one_that_is_refused_leaves_nothing(
+    tmp_path, monkeypatch
+):
+    platform = unisono.Platform(device="cpu", ranks=1, upon_finish=lambda: 1 / 0)
+    job = unisono.submit(os.getpid, on=platform)
+    assert job.wait(60)
+    assert job.status() == "failed"
+    with pytest.raises(ZeroDivisionError):
+        job.result()
+    monkeypatch.setenv("UNISONO_STDIN_RANK", "7")
+    with pytest.raises(PlatformError, match="not a rank of this run"):
+        unisono.submit(os.getpid, on="cpu", ranks=1)
+    assert list(tmp_path.glob("unisono-*")) == []
+
+
+def test_the_directory_of_a_run_that_somebody_waits_for_is_not_a_job(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    directory = job_files.LOCAL_JOBS / "run"
+    directory.mkdir(parents=True, mode=0o700)
+    job_files.write_state(directory, {"plan": {}})
+    assert job_files.directories() == {}
+    with pytest.raises(PlatformError, match="somebody waits for"):
+        Job.attach(directory)
+
+
 def test_ids_are_found_by_a_unique_part_and_forgotten_when_their_directory_is(tmp_path):
     for job in ("train-1234", "train-5678"):
         (tmp_path / job).mkdir()

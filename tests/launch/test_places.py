@@ -183,6 +183,24 @@ def test_a_failure_by_ssh_has_the_traceback_and_where_others_waited(hosts_by_fak
     assert "test_places.py" in error.waiting[0]
 
 
+def test_a_second_attempt_by_ssh_has_its_own_results_and_shows_nothing_twice(
+    hosts_by_fake_ssh, capfd
+):
+    def work():
+        comm = unisono.world()
+        print("attempt", unisono.restart_count(), flush=True)
+        comm.barrier()
+        if unisono.restart_count() == 0 and comm.rank == 1:
+            raise OSError("once")
+        comm.barrier()
+        return comm.rank, unisono.restart_count()
+
+    results = unisono.run(work, on="ssh", hosts=["a", "b"], max_restarts=1, timeout_s=60)
+    assert (list(results), results.restarts) == ([(0, 1), (1, 1)], 1)
+    shown = [line for line in capfd.readouterr().out.splitlines() if "--- attempt" not in line]
+    assert sorted(shown) == [f"[{rank}] attempt {n}" for rank in range(2) for n in range(2)]
+
+
 @pytest.mark.parametrize(
     ("host", "words"),
     [

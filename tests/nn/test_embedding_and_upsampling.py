@@ -12,7 +12,6 @@ import unisono
 from unisono.errors import PartitionError
 from unisono.nn.layers.embedding import DistributedEmbedding
 from unisono.nn.layers.upsampling import DistributedUpsample, Interpolate
-from unisono.testing import check_parity
 from unisono.topology import Partition
 
 IDS = torch.tensor([[0, 5, 2, 2], [6, 1, 0, 3], [3, 3, 3, 6]])
@@ -61,16 +60,6 @@ def test_an_id_outside_of_the_table_on_one_rank_is_refused_on_all():
         with pytest.raises(PartitionError, match="long"):
             layer(torch.ones(2))
         assert layer(torch.tensor([1, 2])).shape == (2, 6)
-
-
-@pytest.mark.ranks(4)
-def test_upsampling_of_images_equals_torch():
-    for P in (Partition([1, 1, 2, 2]), Partition([2, 2, 1, 1])):
-        for mode in ("nearest", "bilinear", "bicubic"):
-            for aligned in (None, True) if mode != "nearest" else (None,):
-                options = {"scale_factor": 2, "mode": mode, "align_corners": aligned}
-                ours, plain = DistributedUpsample(P, **options), nn.Upsample(**options)
-                check_parity(ours, plain, (2, 2, 5, 6), P)
 
 
 @pytest.mark.ranks(2)

@@ -135,19 +135,6 @@ def test_nothing_is_written_in_place_and_autograd_does_not_complain(proof):
         assert layer(leaf) is not leaf  # an in-place step on the result must not hit a leaf
 
 
-@pytest.mark.ranks(2)
-@pytest.mark.parametrize("cut", [7, 8, 10, 0])
-def test_unbalanced_blocks_equal_one_process(cut, proof):
-    P = Partition([1, 1, 2])
-    cuts = ((0, 1), (0, 2), (0, cut, 10))
-    for case in ({"kernel_size": 3, "padding": 1}, {"kernel_size": 2, "stride": 2}):
-        ours, theirs = proof.pair(
-            lambda c=case: unn.DistributedFeatureConv1d(P, 2, 3, **c, dtype=torch.float64),
-            lambda c=case: nn.Conv1d(2, 3, **c, dtype=torch.float64),
-        )
-        proof.compare(ours, theirs, proof.drawn(1, 2, 10), P, P, cuts=cuts)
-
-
 @pytest.mark.ranks([2, 3])
 def test_unbalanced_features_of_a_row_parallel_layer_equal_one_process(proof):
     size = unisono.world().size

@@ -124,7 +124,7 @@ def test_axes_that_make_no_sense():
                         (unn.ReduceScatter, "axes_reduce_scatter")):  # fmt: skip
         refused(lambda k=layer: k(P), "neither given", name)
         refused(lambda k=layer: k(P, 0, 1), "both given", name)
-        refused(lambda k=layer: k(P, 2), "not 0 <= 2 < 2")
+        refused(lambda k=layer: k(P, 2), "2 >= 2")
     for layer in (unn.AllGather, unn.ReduceScatter):
         refused(lambda k=layer: k(P, (0, 1)), "axes [0, 1]", "2 != 1")
 
@@ -137,7 +137,7 @@ def test_three_partitions_that_do_not_fit_each_other():
     refused(lambda: general(x, y, Partition([2, 1, 2]), 4, 4, 3), *shapes, "P_w must be [2, 2, 1]")
     refused(
         lambda: general(x, Partition([1, 2, 2]), Partition([2, 2, 1]), 4, 4, 3),
-        "batch and space differ",
+        "[1, 1] != [1, 2]",
     )
     refused(lambda: general(x, y, Partition([2, 2, 1]), 4, 4, 3, groups=2), "groups=2 takes 1")
     refused(lambda: unn.DistributedConv1d(x, y, None, 4, 4, 3), "P_x alone, or all three")
@@ -200,7 +200,7 @@ def test_words_that_are_none_of_the_legal_ones():
     image = Partition([1, 1, 2, 1])
     refused(lambda: unn.DistributedAvgPool2d(image, 2, divisor_override=0), "divisor_override")
     refused(lambda: unn.structure_check("sometimes"), "'always', 'on_change', 'off'")
-    refused(lambda: unn.state_dict_mode("some").__enter__(), "full, sharded, local")
+    refused(lambda: unn.state_dict_mode("some").__enter__(), "'full', 'sharded', 'local'")
 
 
 @pytest.mark.ranks(2)
@@ -210,26 +210,24 @@ def test_numbers_that_the_whole_tensor_does_not_have():
     alone = Partition([2, 1])
     x = ones(1, 3) if unisono.world().rank == 0 else ones(0, 3)
     refused(lambda: unn.DistributedBatchNorm(alone, 3)(x), "1 <= 1", "[1, 3]")
-    refused(lambda: unn.DistributedBatchNorm(C, 5)(ones(1, 2, 3)), "[1, 4, 3]", "4 channels != 5")
+    refused(lambda: unn.DistributedBatchNorm(C, 5)(ones(1, 2, 3)), "[1, 4, 3]", "[4] != [5]")
     refused(
         lambda: unn.DistributedFeatureConv1d(P, 3, 1, 3)(ones(1, 2, 4)),
         "[1, 2, 8]",
-        "2 channels != 3",
+        "[2] != [3]",
     )
     channel = unn.DistributedChannelConv1d(C, Partition([1, 1, 1]), C, 3, 2, 3)
-    refused(lambda: channel(ones(1, 2, 4)), "4 channels != 3")
+    refused(lambda: channel(ones(1, 2, 4)), "[4] != [3]")
     refused(
         lambda: unn.DistributedLinearAllGather(Partition([1, 2]), 5, 4)(ones(2, 3)),
-        "6 features != 5",
+        "[6] != [5]",
     )
     refused(
         lambda: unn.DistributedLinearReduceScatter(Partition([1, 2]), 5, 4)(ones(2, 3)),
-        "6 features != 5",
+        "[6] != [5]",
     )
     refused(lambda: unn.DistributedLayerNorm(P, 5)(ones(1, 2, 3)), "[6] != [5]")
-    refused(
-        lambda: unn.DistributedFeatureConvTranspose1d(P, 3, 1, 3)(ones(1, 2, 4)), "2 channels != 3"
-    )
+    refused(lambda: unn.DistributedFeatureConvTranspose1d(P, 3, 1, 3)(ones(1, 2, 4)), "[2] != [3]")
     ids = torch.zeros(2 + unisono.world().rank, dtype=torch.long)
     refused(lambda: unn.DistributedEmbedding(Partition([1, 2]), 5, 4)(ids), "rank 1: ids [3]")
     refused(

@@ -60,19 +60,6 @@ def test_averages_of_integers_are_rounded_as_torch_rounds_them():
             ours(P, 3)(x[P.local_slices(x.shape)].to(torch.uint8))
 
 
-@pytest.mark.ranks(4)
-def test_max_indices_are_those_of_the_whole_image():
-    P = Partition([1, 1, 2, 2])
-    x = torch.randn(2, 3, 7, 9, generator=torch.Generator().manual_seed(0))
-    own = x[P.local_slices(x.shape)]
-    for case in MAX:
-        y, indices = p.DistributedMaxPool2d(P, **case, return_indices=True)(own)
-        z, expected = nn.MaxPool2d(**case, return_indices=True)(x)
-        where = P.local_slices(z.shape)
-        assert torch.equal(y, z[where])
-        assert torch.equal(indices, expected[where])
-
-
 @pytest.mark.ranks([1, 2, 3, 4])
 def test_padding_wins_over_no_point_however_low():
     size = unisono.world().size

@@ -108,36 +108,26 @@ def test_other_generators_are_left_alone(proof):
             assert torch.equal(value, expected[key]), (case.name, key)
 
 
-def network(size):
-    """Return a split network with every way to hold weights, on `size` ranks."""
-    flat = Partition([1, size])
+def network(size=0):
+    """Return a network with every way to hold weights, split on `size` ranks; 0: that of torch."""
+    conv, wide = (1, 1, size), (1, size)
+
+    def made(name, plain, grids, *args, **options):
+        if not size:
+            return plain(*args)
+        parts = [Partition(grid) for grid in grids]
+        return getattr(unn, f"Distributed{name}")(*parts, *args, **options)
+
     return nn.ModuleDict(
         {
-            "conv": unn.DistributedFeatureConv1d(Partition([1, 1, size]), 2, 4, 3),
-            "root": unn.DistributedFeatureConv1d(Partition([1, 1, size]), 2, 4, 3, weights="root"),
-            "norm": unn.DistributedBatchNorm(Partition([1, size, 1]), 5),
-            "layer": unn.DistributedLayerNorm(flat, 7),
-            "grid": unn.DistributedLinear(flat, Partition([1, 1]), flat, 7, 5),
-            "columns": unn.DistributedLinearAllGather(flat, 7, 5),
-            "rows": unn.DistributedLinearReduceScatter(flat, 7, 5),
-            "table": unn.DistributedEmbedding(flat, 9, 4, split="vocab"),
-            "plain": nn.Linear(2, 2),
-        }
-    )
-
-
-def plain_network():
-    """Return the same of torch."""
-    return nn.ModuleDict(
-        {
-            "conv": nn.Conv1d(2, 4, 3),
-            "root": nn.Conv1d(2, 4, 3),
-            "norm": nn.BatchNorm1d(5),
-            "layer": nn.LayerNorm(7),
-            "grid": nn.Linear(7, 5),
-            "columns": nn.Linear(7, 5),
-            "rows": nn.Linear(7, 5),
-            "table": nn.Embedding(9, 4),
+            "conv": made("FeatureConv1d", nn.Conv1d, [conv], 2, 4, 3),
+            "root": made("FeatureConv1d", nn.Conv1d, [conv], 2, 4, 3, weights="root"),
+            "norm": made("BatchNorm", nn.BatchNorm1d, [(1, size, 1)], 5),
+            "layer": made("LayerNorm", nn.LayerNorm, [wide], 7),
+            "grid": made("Linear", nn.Linear, [wide, (1, 1), wide], 7, 5),
+            "columns": made("LinearAllGather", nn.Linear, [wide], 7, 5),
+            "rows": made("LinearReduceScatter", nn.Linear, [wide], 7, 5),
+            "table": made("Embedding", nn.Embedding, [wide], 9, 4, split="vocab"),
             "plain": nn.Linear(2, 2),
         }
     )
@@ -156,7 +146,7 @@ def numbered(state):
 
 @pytest.mark.ranks(4)
 def test_states_go_from_four_ranks_to_one_to_three_and_to_torch_and_back():
-    state = numbered(plain_network().state_dict())
+    state = numbered(network().state_dict())
     for size in (4, 1, 3, 2):
         net = network(size)
         net.load_state_dict(copy.deepcopy(state))
@@ -164,7 +154,7 @@ def test_states_go_from_four_ranks_to_one_to_three_and_to_torch_and_back():
         assert list(found) == list(state)
         for key, value in state.items():
             assert torch.equal(found[key], value), (size, key)
-        torch_net = plain_network()
+        torch_net = network()
         torch_net.load_state_dict(found)
         state = {k: v.clone() for k, v in torch_net.state_dict().items()}
     one = unn.full_state_dict(network(4), rank=2)
@@ -173,7 +163,7 @@ def test_states_go_from_four_ranks_to_one_to_three_and_to_torch_and_back():
 
 @pytest.mark.ranks(4)
 def test_sharded_states_load_at_another_rank_count(tmp_path):
-    state = numbered(plain_network().state_dict())
+    state = numbered(network().state_dict())
     net = network(4)
     net.load_state_dict(state)
     with unn.state_dict_mode("sharded"):

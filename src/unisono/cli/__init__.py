@@ -64,13 +64,18 @@ def _with_dashes(words: list[str], parser: argparse.ArgumentParser) -> list[str]
         return words
     args, unknown = parser.parse_known_args(words)
     target = args.module or args.target
-    if target not in words or not (unknown or (args.module and args.target)):
+    if not (unknown or (args.module and args.target)):
         return words
-    cut = words.index(target) + 1
-    if args.module and args.target in words[:cut]:
-        return words  # a script and a module
-    if parser.parse_known_args(words[:cut])[1]:
-        return words  # wrong options before the script
+    # The same word may also be the value of an option before: --record train -m train.
+    ends = (number for number, word in enumerate(words, 1) if word == target)
+    for cut in ends:
+        before, unknown = parser.parse_known_args(words[:cut])
+        if (before.module or before.target) == target:
+            break
+    else:
+        return words
+    if unknown or (before.module and before.target):
+        return words  # wrong options before the script, or a script and a module
     options = _options(parser, "run")
     if ours := [word for word in words[cut:] if word.partition("=")[0] in options]:
         parser.error(

@@ -17,6 +17,7 @@ from typing import NamedTuple
 from unisono.cli.outcome import FAILED, OK
 from unisono.cli.targets import carried, unknown_name
 from unisono.errors import MissingExtra, PlatformError
+from unisono.expect import expect_int
 
 
 class Demo(NamedTuple):
@@ -68,12 +69,9 @@ def execute(args: argparse.Namespace) -> int:
         return OK
     if args.name not in DEMOS:
         raise unknown_name("demo", "demos", args.name, list(DEMOS))
-    for option in ("ranks", "epochs"):
-        value = getattr(args, option)
-        if value is not None and value < 1:
-            raise PlatformError.because(
-                f"unisono demo --{option} {value}", f"fewer {option} than 1", hint=f"--{option} 2"
-            )
+    for option, value in (("--ranks", args.ranks), ("--epochs", args.epochs)):
+        if value is not None:
+            expect_int(option, value, 1, error=PlatformError)
     if args.name == SLURM:
         return _show_batch_script(args.ranks or 4)
     words = ["--ranks", str(args.ranks or 2)]

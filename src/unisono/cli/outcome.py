@@ -36,7 +36,7 @@ _CALL = re.compile(r"unisono\.run\(\.\.\., (.*?)\)(?=$| )")
 _MADE = re.compile(r"^(?:Platform|Logs)\((.*)\)(?=$| with )")
 _WRAPPED = re.compile(r"(?:\bunisono\.)?\b(?:Platform|Logs)\((--[^()]*)\)")
 _OF_A_SCRIPT = "Traceback (most recent call last)"
-_PAIR = re.compile(rf"(?<![\w.\[{{\"'])([a-z_]+)=({_VALUE})")
+_PAIR = re.compile(rf"(?<![-\w.\[{{\"'])([a-z_]+)=({_VALUE})")
 
 
 def exit_code_of(command: Callable[[], int], *, name: str = "run", debug: bool = False) -> int:

@@ -47,7 +47,11 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     there.add_argument("--node-latency", default="2us", metavar="T", help="its latency (2us)")
     there.add_argument("--cores", type=int, metavar="N", help="cores of a node (one per rank)")
     there.add_argument(
-        "--rank-speed", type=float, default=1.0, metavar="X", help="a rank is X cores of here (1)"
+        "--rank-speed",
+        type=float,
+        default=1.0,
+        metavar="X",
+        help="speed of a rank, in cores here (1)",
     )
     there.add_argument(
         "--overlap", type=float, default=1.0, metavar="0..1", help="share of --link hidden (1)"

@@ -90,7 +90,9 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         help="let `import NAME` find unisono's version; repeatable",
     )
     places.add_argument(
-        "--as-cpu", action="store_true", help="pretend that CUDA is there (with --compat pytagi)"
+        "--as-cpu",
+        action="store_true",
+        help="run a program for CUDA on CPUs (with --compat pytagi)",
     )
     how = parser.add_argument_group("deadlines, restarts, elastic jobs")
     how.add_argument("--timeout-s", type=float, metavar="S", help="deadline in seconds")
@@ -105,7 +107,9 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     how.add_argument("--join", metavar="FILE", help="join the job that wrote FILE")
     out = parser.add_argument_group("output")
     out.add_argument("--logs", metavar="DIR", help="keep the logs of all ranks below DIR")
-    out.add_argument("--console", metavar="WHO", help="whose output: auto, all, rank0, none, 0,2")
+    out.add_argument(
+        "--console", metavar="WHO", help="whose output to show: auto, all, rank0, none, or 0,2"
+    )
     out.add_argument(
         "--record",
         nargs="?",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +38,8 @@ def execute(args: argparse.Namespace) -> int:
         print("the trace has no collectives")
     if args.chrome:
         trace_file.write(args.chrome, events)
-        print(f"wrote {args.chrome}: open it at ui.perfetto.dev or chrome://tracing")
+        text = f"unisono: wrote {args.chrome}: open it at ui.perfetto.dev or chrome://tracing"
+        print(text, file=sys.stderr)
     return OK
 
 

@@ -38,7 +38,7 @@ from unisono.comm.arguments import (
     unpack_shape,
 )
 from unisono.comm.health.watchdog import seal_of
-from unisono.comm.perform import Pending, Performer, Transfer, started, verb
+from unisono.comm.perform import Performer, Transfer, started, verb
 from unisono.comm.reductions import check_op, decode, encode
 from unisono.comm.torch.private import increment_version
 from unisono.errors import PartitionError, UnisonoError
@@ -487,9 +487,12 @@ class Collectives(Performer):
         self, values: Sequence[int], timeout_s: float | None = None
     ) -> list[tuple[int, ...]]:
         """Do `all_gather_ints` by a transfer that can be left alone (`perform.meanwhile`)."""
+        return [tuple(row) for row in self._perform(self._told(values, timeout_s)).tolist()]
+
+    def _told(self, values: Sequence[int], timeout_s: float | None) -> Transfer[Tensor]:
+        """Prepare an exchange of integers, one row per rank."""
         mine = torch.tensor([list(values)], dtype=torch.int64, device=self.device)
-        told = replace(self._joined(mine, 0, [1] * self.size, timeout_s), is_quiet=True)
-        return [tuple(row) for row in self._perform(told).tolist()]
+        return replace(self._joined(mine, 0, [1] * self.size, timeout_s), is_quiet=True)
 
     def block_lengths(
         self, x: Tensor, dim: int = 0, *, timeout_s: float | None = None
@@ -590,14 +593,15 @@ class Collectives(Performer):
         sent = self._broadcast_into(raw, raw, raw, src, timeout_s)
         return sent.then(lambda raw: self._unpickled(raw, [raw.numel()], src)[0])
 
-    def all_equal(self, value: Any, *, timeout_s: float | None = None) -> bool:
+    @verb
+    def all_equal(self, value: Any, *, timeout_s: float | None = None) -> Transfer[bool]:
         """Return whether all ranks hold an equal value: same type and content. Collective.
 
         Tensors are compared by dtype, shape and bits, dicts and sets in any order, other values by
         their pickled form; only a digest travels.
         """
-        everybody = self.all_gather_ints(_digest(value), timeout_s=timeout_s)
-        return all(other == everybody[0] for other in everybody)
+        told = self._told(_digest(value), timeout_s)
+        return told.then(lambda rows: bool((rows == rows[0]).all()))
 
     def _pickled(self, obj: Any) -> Tensor:
         """Return an object as bytes, signed by this rank: nothing else is unpickled by others."""
@@ -651,17 +655,7 @@ class StartedCollectives:
     all_gather_object = started(Collectives.all_gather_object)
     gather_object = started(Collectives.gather_object)
     broadcast_object = started(Collectives.broadcast_object)
-
-    def all_equal(self, value: Any, *, timeout_s: float | None = None) -> Pending[bool]:
-        """Start `all_equal`."""
-        mine = torch.tensor([_digest(value)], device=self._comm.device)
-        pending = self.all_gather(mine, sizes=[1] * self._comm.size, timeout_s=timeout_s)
-
-        def compared(own_s: float | None) -> bool:
-            told = pending.wait(own_s)
-            return bool((told == told[0]).all())
-
-        return Pending(compared, pending.done)
+    all_equal = started(Collectives.all_equal)
 
 
 class Coalescer:

@@ -72,6 +72,7 @@ class Weights:
         try:
             with self.scaling():
                 yield
+            self._engine.was_cleared = False  # inside, before the gradient that counts now
             if self._accumulates:
                 self._total += n
             elif self._engine.comm.size == 1:

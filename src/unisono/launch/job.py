@@ -75,6 +75,10 @@ class Job:
     def __init__(self, directory: Path) -> None:
         self.dir = directory
         self._entry = job_files.read_state(directory)
+        if "id" not in self._entry:
+            raise PlatformError.because(
+                f"the job in {directory}", "a run, which somebody waits for", None, "unisono.submit"
+            )
         self.id = str(self._entry["id"])
 
     @staticmethod
@@ -269,11 +273,11 @@ class LocalJob(Job):
         """Start a checked request in the background."""
         call = dump_call(request.fn, request.args, request.kwargs)
         elastic = request.elastic if request.platform.kind.is_here else None
-        with ExitStack() as stack:
+        with ExitStack() as stack:  # which removes the directory of a run that is refused
             self.dir = stack.enter_context(job_directory(request))
+            self._launch = Run(request, call, self.dir, self._note)
             self._stack = stack.pop_all()
         self.id = self.dir.name
-        self._launch = Run(request, call, self.dir, self._note)
         self._outcome: Results[Any] | BaseException | None = None
         self._ended = threading.Event()
         self._entry = {
@@ -326,7 +330,7 @@ class LocalJob(Job):
         try:
             with self._stack, telling(self._launch.request.platform):
                 self._outcome = self._launch.results()
-                end = "done"
+            end = "done"
         except JobCancelled as error:
             self._outcome, end = JobCancelled(str(error), job_id=self.id), "cancelled"
         except RankTimeout as error:

@@ -159,6 +159,8 @@ def directories() -> dict[str, Path]:
                 link.unlink()
     known = set(found.values())
     for path in sorted(LOCAL_JOBS.glob(f"*/{STATE}")):
-        if path.parent.absolute() not in known:
-            found[path.parent.name] = path.parent.absolute()
+        with suppress(PlatformError, ValueError):
+            # Runs that somebody waits for have such a file, too, but no id.
+            if path.parent.absolute() not in known and "id" in read_state(path.parent):
+                found[path.parent.name] = path.parent.absolute()
     return found

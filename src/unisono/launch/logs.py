@@ -253,7 +253,4 @@ def text_from(path: Path, offset: int = 0) -> str:
 
 def tail(path: Path, limit: int = 1 << 20) -> str:
     """Return the text of a log, or the last `limit` bytes of it; nothing if it is not there."""
-    try:
-        return text_from(path, max(0, path.stat().st_size - limit))
-    except OSError:
-        return ""
+    return text_from(path, max(0, size_of(path) - limit))

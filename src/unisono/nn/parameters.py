@@ -14,17 +14,17 @@ from dataclasses import dataclass
 from typing import Any, Literal, cast, get_args
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from unisono.comm import Communicator
 from unisono.errors import PartitionError
 from unisono.expect import expect_choice
 from unisono.operators import SumToReplicated
-from unisono.operators.partitioned import fan_plan, spread
+from unisono.operators.partitioned import FanPlan, fan_plan, spread
 from unisono.operators.plans import GroupPlan
 from unisono.topology import Partition
 from unisono.topology.decompose import Interval
-from unisono.topology.fanout import Group
+from unisono.topology.fanout import Group, broadcast_groups, reduce_groups
 
 Weights = Literal["replicated", "root"]
 _CHUNK = 1 << 22
@@ -129,28 +129,80 @@ def draw_uniform(
     return block.to(device) if device is not None else block
 
 
-def draw_weight_and_bias(
-    comm: Communicator | None,
-    weight: Holding,
-    bias: Holding | None,
-    *,
-    dtype: torch.dtype | None,
-    device: torch.device | str | None,
-) -> tuple[nn.Parameter, nn.Parameter | None]:
-    """Return own blocks of weight and bias, drawn as torch's linear and conv layers draw theirs.
+class WeightGrid:
+    """The ranks that hold blocks of a weight: a grid of batch, outputs, inputs, then space.
 
-    Collective over `comm`. The fan is that of dim 1, for transposed convolutions too, as in torch.
+    Channels or features lie along `dim` of input and output. The weight has `ins` parts along its
+    inputs, by default those of the input; `note` says in an error why. `P_w` may leave out a batch
+    that is not split. Partitions that do not fit each other are refused.
     """
-    fan = math.prod(weight.global_shape[1:])
-    gain = nn.init.calculate_gain("leaky_relu", math.sqrt(5))
-    bound = math.sqrt(3.0) * (gain / math.sqrt(fan)) if fan > 0 else 0.0
-    with shared_generator(comm) as generator:
-        w = draw_uniform(weight, bound, generator, dtype=dtype, device=device)
-        b = None
-        if bias is not None:
-            edge = 1 / math.sqrt(fan) if fan > 0 else 0.0
-            b = draw_uniform(bias, edge, generator, dtype=dtype, device=device)
-    return nn.Parameter(w), None if b is None else nn.Parameter(b)
+
+    def __init__(
+        self,
+        name: str,
+        P_x: Partition,
+        P_y: Partition,
+        P_w: Partition,
+        dim: int,
+        ins: int | None = None,
+        note: str = "",
+    ) -> None:
+        P_x.check_same_root(P_y)
+        P_x.check_same_root(P_w)
+        shapes = f"P_x {list(P_x.shape)}, P_y {list(P_y.shape)}, P_w {list(P_w.shape)}"
+        lead, space = P_x.shape[:dim], P_x.shape[dim + 1 :]
+        others = *P_y.shape[:dim], *P_y.shape[dim + 1 :]
+        if (*lead, *space) != others:
+            raise PartitionError.because(
+                name,
+                shapes,
+                f"{[*lead, *space]} != {list(others)} outside of dim {dim}",
+                f"P_x and P_y may differ in dim {dim} only",
+            )
+        batch, outs = math.prod(lead), P_y.shape[dim]
+        wanted = (batch, outs, P_x.shape[dim] if ins is None else ins, *space)
+        fitting = [wanted, (*lead, *wanted[1:])]
+        if batch == 1:
+            fitting.insert(0, wanted[1:])
+        if P_w.shape not in fitting:
+            short = list(fitting[0])
+            raise PartitionError.because(
+                name, shapes, f"P_w must be {short}{note}", f"Partition({short})"
+            )
+        self.ranks = P_w.reshape(wanted)
+        self.index: tuple[int, ...] | None = None
+        """Own place; None outside of the grid."""
+        if P_w.root.rank in P_w.ranks:
+            self.index = self.ranks.index_of(P_w.ranks.index(P_w.root.rank))
+        self._inputs = P_x.reshape((batch, 1, P_x.shape[dim], *space))
+        self._outputs = P_y.reshape((batch, outs, 1, *space))
+
+    def users(self) -> Partition | None:
+        """Return the ranks that use this rank's block; None outside of the grid."""
+        if self.index is None:
+            return None
+        mine = self.ranks.ranks.index(self.ranks.root.rank)
+        return self.ranks.sub((0, *range(3, self.ranks.dim)), rank=mine)
+
+    def source(self, index: Sequence[int]) -> int:
+        """Return a rank of the input with the batch and space of a place."""
+        return self._inputs.ranks[self._inputs.rank_at((index[0], 0, 0, *index[3:]))]
+
+    def to_weights(self, shapes: Mapping[int, tuple[int, ...]], dtype: torch.dtype) -> FanPlan:
+        """Return how inputs, of these shapes by rank, come to the ranks that need them."""
+        groups = broadcast_groups(self._inputs, self.ranks)
+        return fan_plan(groups, self.ranks.root, [shapes[g.root] for g in groups], dtype)
+
+    def to_outputs(
+        self, partials: Mapping[int, tuple[int, ...]], dtype: torch.dtype, given: Sequence[int]
+    ) -> FanPlan:
+        """Return how products, of these shapes by rank, are summed where the output lies.
+
+        A rank outside of it gets nothing, for the batch of what it has given.
+        """
+        groups = reduce_groups(self.ranks, self._outputs)
+        shapes = [partials[group.peers[0]] for group in groups]
+        return fan_plan(groups, self.ranks.root, shapes, dtype, empty=(*given[:1], 0))
 
 
 class _SumGradients(torch.autograd.Function):

@@ -20,12 +20,14 @@ from torch import Tensor, nn
 
 from unisono.comm import Communicator
 from unisono.errors import CollectiveMismatch, PartitionError, RankTimeout, an
+from unisono.expect import expect_choice
 from unisono.nn.module import Module
 from unisono.nn.parameters import (
     Holding,
     Weights,
-    draw_weight_and_bias,
+    draw_uniform,
     from_first,
+    shared_generator,
     summed_gradients,
     whole,
 )
@@ -82,7 +84,6 @@ class HoldingModule(PlannedModule[P]):
 
     def _draw(
         self,
-        comm: Communicator | None,
         weight: Holding,
         bias: Holding | None,
         *,
@@ -90,31 +91,24 @@ class HoldingModule(PlannedModule[P]):
         dtype: torch.dtype | None,
         device: torch.device | str | None,
     ) -> None:
-        """Draw the own blocks of weight and bias, as the layer of the global size would."""
-        w, b = draw_weight_and_bias(comm, weight, bias, dtype=dtype, device=device)
-        self.register_parameter("weight", w)
-        self.register_parameter("bias", b)
-        self._hold("weight", weight, replicated=replicated)
-        if bias is not None:
-            self._hold("bias", bias, replicated=replicated)
+        """Draw the own blocks of weight and bias, as torch's linear and conv layers do. Collective.
 
-    def _hold_affine(
-        self,
-        stored: Holding,
-        *,
-        affine: bool,
-        bias: bool,
-        replicated: bool,
-        dtype: torch.dtype | None,
-        device: torch.device | str | None,
-    ) -> None:
-        """Make the scale (ones) and the shift (zeros) of a norm, as far as it has them."""
-        ones = torch.ones(stored.shape, dtype=dtype, device=device)
-        self.register_parameter("weight", nn.Parameter(ones) if affine else None)
-        shift = nn.Parameter(torch.zeros_like(ones)) if affine and bias else None
-        self.register_parameter("bias", shift)
-        for name in ("weight", "bias"):
-            self._hold(name, stored, replicated=replicated)
+        The fan is that of dim 1, for transposed convolutions too, as in torch.
+        """
+        fan = math.prod(weight.global_shape[1:])
+        gain = nn.init.calculate_gain("leaky_relu", math.sqrt(5))
+        # In the order in which torch rounds: the weights are its own, bit by bit.
+        edges = (
+            (math.sqrt(3.0) * (gain / math.sqrt(fan)), 1 / math.sqrt(fan)) if fan else (0.0, 0.0)
+        )
+        parts = ("weight", weight, edges[0]), ("bias", bias, edges[1])
+        with shared_generator(self._control()) as generator:
+            for name, holding, edge in parts:
+                self.register_parameter(name, None)
+                if holding is not None:
+                    block = draw_uniform(holding, edge, generator, dtype=dtype, device=device)
+                    self.register_parameter(name, nn.Parameter(block))
+                    self._hold(name, holding, replicated=replicated)
 
     def _users(self, name: str) -> Partition | None:
         """Return the ranks that use this rank's block of a parameter; None on a rank outside."""
@@ -254,10 +248,7 @@ def state_dict_mode(mode: StateMode) -> Iterator[None]:
     `"full"` (default): whole tensors on every rank; collective where blocks are split.
     `"sharded"`: own blocks with their place (`Shard`). `"local"`: bare own blocks.
     """
-    if mode not in get_args(StateMode):
-        raise PartitionError.because(
-            f"state_dict_mode({mode!r})", f"modes: {', '.join(get_args(StateMode))}", None, '"full"'
-        )
+    expect_choice("state_dict_mode", mode, get_args(StateMode), error=PartitionError)
     global _mode
     before, _mode = _mode, mode
     try:

@@ -185,7 +185,7 @@ def one_rank_is_slow(rank: int) -> dict:
     dist.barrier()
     cpu = time.process_time()
     if rank == VICTIM:
-        time.sleep(3)
+        time.sleep(1.5)
     report = failure_of(dist.barrier)
     report["cpu"] = time.process_time() - cpu
     dist.destroy_process_group()

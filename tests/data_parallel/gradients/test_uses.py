@@ -215,6 +215,15 @@ def test_samples_of_an_accumulation_that_was_given_up_do_not_count(blocking, set
     model.finalize()
     loss_of(twin(torch.cat([x[:n] for x, n in zip(rows, counts, strict=True)]))).backward()
     assert_same_gradients(module, twin)
+    with model.no_sync(), model.samples(4):
+        optimizer.zero_grad(set_to_none=set_to_none)  # begins one, though inside the block
+        loss_of(model(batch((6,))[1])).backward()
+    with model.samples(4):
+        loss_of(model(batch((6,), 1)[1])).backward()
+    model.finalize()
+    twin.zero_grad()
+    loss_of(twin(torch.cat([batch((6,), step)[0] for step in range(2)]))).backward()
+    assert_same_gradients(module, twin)
 
 
 @pytest.mark.ranks([1, 3], backend=["gloo", "shm"], timeout=60)

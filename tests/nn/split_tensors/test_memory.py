@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+import unisono.nn as unn
 from unisono import Partition
 from unisono.nn import split
 
@@ -119,26 +120,19 @@ def test_with_rows_and_columns_cut_four_ranks_keep_a_quarter_each(name):
 
 @pytest.mark.ranks(2)
 def test_windows_of_pooling_and_transposed_convolution_are_not_kept():
-    class Pooled(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            return F.max_pool2d(F.relu(x), 3, 2, 1)
-
-    class Averaged(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            return F.avg_pool2d(F.relu(x), 3, 2, 1)
-
-    class Grown(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.grow = nn.ConvTranspose2d(4, 4, 3, 2, 1, 1)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.grow(F.relu(x))
-
     partition = Partition([1, 1, 2, 1])
     x = torch.randn(1, 4, 64, 64)
-    for net in (Pooled(), Averaged(), Grown()):
-        block = x[partition.local_slices(x.shape)].clone().requires_grad_()
-        whole = kept_bytes(net, x.clone().requires_grad_())
-        own = kept_bytes(split(net, partition), block)
-        assert own <= 0.55 * whole, f"{type(net).__name__}: {own} of {whole} bytes"
+    for plain, layer in (
+        (nn.MaxPool2d(3, 2, 1), unn.DistributedMaxPool2d(partition, 3, 2, 1)),
+        (nn.AvgPool2d(3, 2, 1), unn.DistributedAvgPool2d(partition, 3, 2, 1)),
+        (
+            nn.ConvTranspose2d(4, 4, 3, 2, 1, 1),
+            unn.DistributedFeatureConvTranspose2d(partition, 4, 4, 3, 2, 1, 1),
+        ),
+    ):
+        whole = kept_bytes(nn.Sequential(nn.ReLU(), plain), x.clone().requires_grad_())
+        parts = split(nn.Sequential(nn.ReLU(), plain), partition)
+        for net in (parts, nn.Sequential(nn.ReLU(), layer)):
+            block = x[partition.local_slices(x.shape)].clone().requires_grad_()
+            own = kept_bytes(net, block)
+            assert own <= 0.55 * whole, f"{type(plain).__name__}: {own} of {whole} bytes"

@@ -137,7 +137,7 @@ class DNDarray:
     def _like(self, larray: Tensor) -> DNDarray:
         return DNDarray(larray, self.gshape, self.split, self.device, self.comm)
 
-    def _combined(self, verb: Callable[[Any, Any], Any], other: Any, turned: bool) -> DNDarray:
+    def _combined(self, verb: Callable[[Any, Any], Any], other: Any, turned: bool) -> Any:
         if not isinstance(other, DNDarray) and np.ndim(other):
             raise TypeError(
                 f"{verb.__name__} of an array and {an(type(other).__name__)}\n"
@@ -154,7 +154,8 @@ class DNDarray:
                 )
             other = other.larray
         pair = (other, self.larray) if turned else (self.larray, other)
-        return self._like(verb(*pair))
+        result = verb(*pair)
+        return self._like(result) if isinstance(result, Tensor) else result
 
     def __getattr__(self, name: str) -> NoReturn:
         if name.startswith("__"):
@@ -177,7 +178,7 @@ class DNDarray:
         )
 
 
-def _verb(name: str, turned: bool) -> Callable[[DNDarray, Any], DNDarray]:
+def _verb(name: str, turned: bool) -> Callable[[DNDarray, Any], Any]:
     verb = getattr(operator, name)
     return lambda self, other: self._combined(verb, other, turned)
 
@@ -185,6 +186,8 @@ def _verb(name: str, turned: bool) -> Callable[[DNDarray, Any], DNDarray]:
 for _name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow"):
     setattr(DNDarray, f"__{_name}__", _verb(_name, False))
     setattr(DNDarray, f"__r{_name}__", _verb(_name, True))
+for _name in ("eq", "ne", "lt", "le", "gt", "ge"):  # Python would compare the objects
+    setattr(DNDarray, f"__{_name}__", _verb(_name, False))
 setattr(DNDarray, "__neg__", lambda self: self._like(-self.larray))  # noqa: B010
 
 

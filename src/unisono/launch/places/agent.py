@@ -28,7 +28,7 @@ from unisono.launch.places.mailbox import CANCEL, PAYLOAD, Mailbox, Plan, pause_
 from unisono.launch.pool import verdict
 from unisono.launch.pool.client import RankProcess, spawn_rank
 from unisono.launch.pool.monitor import RankMonitor
-from unisono.launch.pool.protocol import Failed, RankState, read_available
+from unisono.launch.pool.protocol import RankState, read_available
 from unisono.launch.pool.surroundings import MISLEADING, common_variables, rank_variables
 from unisono.launch.supervisor import COLLECT_S
 
@@ -221,16 +221,10 @@ class Agent(RankMonitor):
 
 def _refuse(mail: Mailbox, place: Environment, error: PlatformError) -> int:
     """Report an error that keeps the rank from being started."""
-    text = str(error)
-    failed = Failed(
-        summary=f"PlatformError: {text.splitlines()[0]}",
-        traceback=f"unisono.errors.PlatformError: {text}\n",
-        pickled=None,
-        is_consequence=False,
-    )
     state = RankState(rank=place.rank, attempt=mail.attempt, host=socket.gethostname())
-    state.take({"state": "failed", "failed": failed})
-    mail.write_state(state)
+    summary = f"PlatformError: {str(error).splitlines()[0]}"
+    traceback = f"unisono.errors.PlatformError: {error}\n"
+    mail.write_failure(state, summary=summary, traceback=traceback, lost="")
     return 1
 
 

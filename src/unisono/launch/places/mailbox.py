@@ -25,7 +25,7 @@ from unisono.launch import job_files
 from unisono.launch.job_files import check_ours, write_private
 from unisono.launch.platform import Platform
 from unisono.launch.pool.payload import Parcel
-from unisono.launch.pool.protocol import RankState
+from unisono.launch.pool.protocol import Failed, RankState
 from unisono.launch.pool.stacks import StackDumps, user_threads
 
 PAYLOAD = "payload.pkl"
@@ -183,6 +183,14 @@ class Mailbox:
             self.read_state(rank) or RankState(rank=rank, attempt=self.attempt)
             for rank in range(ranks)
         ]
+
+    def write_failure(self, state: RankState, *, summary: str, traceback: str, lost: str) -> None:
+        """Tell others that a rank has failed which cannot say so itself; see `Failed`."""
+        failed = Failed(
+            summary=summary, traceback=traceback, pickled=None, is_consequence=False, lost=lost
+        )
+        state.take({"state": "failed", "failed": failed})
+        self.write_state(state)
 
     def write_value(self, rank: int, value: Parcel) -> None:
         """Leave what the function of a rank has returned."""

@@ -33,7 +33,7 @@ from unisono.launch.logs import LogReader, RankLog, tail
 from unisono.launch.places.mailbox import PAYLOAD, Mailbox, Plan, pause_s
 from unisono.launch.places.program import LaunchedRanks
 from unisono.launch.pool import cleanup
-from unisono.launch.pool.protocol import Failed, Job, RankState, replace_search_path
+from unisono.launch.pool.protocol import Job, RankState, replace_search_path
 
 CHUNK = 4 << 20
 """Most bytes of growing files in one message."""
@@ -199,7 +199,7 @@ class Host:
         self._mail = Mailbox(self._dir, attempt)
         self._mail.open()
         self._mirror = Mirror(self._dir, attempt, is_host=True)
-        self._agents: dict[int, subprocess.Popen[bytes]] = {}
+        self._agents: list[subprocess.Popen[bytes]] = []
         self._grace_s = 1.0
 
     def exchange(self, changes: Sequence[Change]) -> tuple[list[Change], bool]:
@@ -207,7 +207,7 @@ class Host:
         self._mirror.apply(changes)
         if not self._agents and (self._dir / job_files.STATE).exists():
             self._start()
-        has_ended = bool(self._agents) and all(a.poll() is not None for a in self._agents.values())
+        has_ended = bool(self._agents) and all(agent.poll() is not None for agent in self._agents)
         if has_ended:
             self._report_silent()
         found = self._mirror.changes()
@@ -215,7 +215,7 @@ class Host:
 
     def close(self) -> None:
         """End what still runs, and remove the copy."""
-        running = [agent for agent in self._agents.values() if agent.poll() is None]
+        running = [agent for agent in self._agents if agent.poll() is None]
         if running:
             with suppress(OSError):
                 self._mail.order(stop="the launcher is gone")
@@ -239,7 +239,7 @@ class Host:
         words = [sys.executable, "-P", "-m", "unisono.launch.places.agent", str(self._dir)]
         for place in self._places:
             with (self._dir / f"agent-{place['rank']}.log").open("wb") as output:
-                self._agents[place["rank"]] = subprocess.Popen(
+                agent = subprocess.Popen(
                     [*words, str(self._attempt), json.dumps(place)],
                     stdin=subprocess.DEVNULL,
                     stdout=output,
@@ -247,16 +247,15 @@ class Host:
                     cwd=self._cwd,
                     start_new_session=True,
                 )
+            self._agents.append(agent)
 
     def _report_silent(self) -> None:
         """Report the ranks whose agents have ended without a word."""
-        for rank, agent in self._agents.items():
-            state = self._mail.read_state(rank)
-            if state is None or not state.is_over:
-                name = next(p["name"] for p in self._places if p["rank"] == rank)
-                words = tail(self._dir / f"agent-{rank}.log").strip().splitlines() or ["no word"]
-                what = f"was lost: its agent ended with code {agent.returncode}: {words[-1]}"
-                report_lost(self._mail, (rank,), name, what, "the same environment")
+        for place, agent in zip(self._places, self._agents, strict=True):
+            log = tail(self._dir / f"agent-{place['rank']}.log").strip()
+            words = log.splitlines() or ["no word"]
+            what = f"was lost: its agent ended with code {agent.returncode}: {words[-1]}"
+            report_lost(self._mail, [place["rank"]], place["name"], what, "the same environment")
 
 
 def report_lost(mail: Mailbox, ranks: Sequence[int], host: str, what: str, hint: str) -> None:
@@ -265,11 +264,7 @@ def report_lost(mail: Mailbox, ranks: Sequence[int], host: str, what: str, hint:
         state = mail.read_state(rank)
         state = state or RankState(rank=rank, attempt=mail.attempt, host=host, node=host)
         if not state.is_over:
-            failed = Failed(
-                summary=what, traceback=what, pickled=None, is_consequence=False, lost=hint
-            )
-            state.take({"state": "failed", "failed": failed})
-            mail.write_state(state)
+            mail.write_failure(state, summary=what, traceback=what, lost=hint)
 
 
 def on_copies(

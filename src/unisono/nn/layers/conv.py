@@ -22,8 +22,16 @@ from unisono.errors import PartitionError
 from unisono.expect import expect_choice
 from unisono.nn.agreement import INPUTS, Cuts, Table
 from unisono.nn.module import Module
-from unisono.nn.parameters import Holding, Weights, check_weights, nothing, part, whole
-from unisono.nn.planned import collect_products, index_in
+from unisono.nn.parameters import (
+    Holding,
+    WeightGrid,
+    Weights,
+    check_weights,
+    nothing,
+    part,
+    whole,
+)
+from unisono.nn.planned import check_dims, check_sizes, collect_products, index_in
 from unisono.nn.split_tensors.convolution import (
     ConvSettings,
     Overlap,
@@ -34,10 +42,9 @@ from unisono.nn.split_tensors.convolution import (
 )
 from unisono.nn.state import HoldingModule
 from unisono.operators.halo import HaloExchange, HaloOnGroup
-from unisono.operators.partitioned import FanPlan, fan_plan, spread
+from unisono.operators.partitioned import FanPlan, spread
 from unisono.topology import Partition, halo
 from unisono.topology.decompose import Interval, block
-from unisono.topology.fanout import broadcast_groups, reduce_groups
 from unisono.topology.halo import Box, HaloPlan, Message, Piece
 from unisono.topology.window import PADDING_MODES, padding_pairs, per_dim
 
@@ -105,39 +112,6 @@ class Run:
     ins: Interval
     """Counted from the first own input channel."""
     groups: int
-
-
-def weight_grid(
-    name: str, dims: int, P_x: Partition, P_y: Partition, P_w: Partition, groups: int
-) -> Partition:
-    """Return `P_w` as batch, output channels, input channels, space; refuse what does not fit."""
-    P_x.check_same_root(P_y)
-    P_x.check_same_root(P_w)
-    shapes = f"P_x {list(P_x.shape)}, P_y {list(P_y.shape)}, P_w {list(P_w.shape)}"
-    if P_x.dim != dims + 2 or P_y.dim != dims + 2:
-        raise PartitionError.because(
-            name,
-            shapes,
-            f"P_x and P_y have {P_x.dim} and {P_y.dim} dims, a tensor has {dims + 2}",
-            "batch, channels and space in both",
-        )
-    batch, ins, *space = P_x.shape
-    outs = P_y.shape[1]
-    if P_y.shape[0] != batch or list(P_y.shape[2:]) != space:
-        raise PartitionError.because(
-            name,
-            shapes,
-            f"batch and space differ: {[batch, *space]} and {[P_y.shape[0], *P_y.shape[2:]]}",
-            "P_x and P_y may differ in dim 1 only",
-        )
-    wanted = (batch, outs, 1 if groups > 1 else ins, *space)
-    short = wanted[1:] if batch == 1 else wanted
-    if P_w.shape not in (wanted, short):
-        extra = f" (groups={groups} takes 1 in input channels)" if groups > 1 else ""
-        raise PartitionError.because(
-            name, shapes, f"P_w must be {list(short)}{extra}", f"Partition({list(short)})"
-        )
-    return P_w.reshape(wanted)
 
 
 def channels_at(settings: ConvSettings, grid: Partition, index: Sequence[int]) -> Channels:
@@ -292,22 +266,20 @@ class _GeneralConv(HoldingModule[_GeneralPlan | SpacePlan]):
         self.weights: Weights = check_weights(weights)
         self.use_bias = bias
         self.P_x, self.P_y, self.P_w = P_x, P_y, P_w
-        self._grid = weight_grid(name, self.dims, P_x, P_y, P_w, groups)
+        for partition in (P_x, P_y):
+            check_dims(name, partition, self.dims + 2, self.dims + 2)
+        note = f" (groups={groups} takes 1 in input channels)" if groups > 1 else ""
+        grid = WeightGrid(name, P_x, P_y, P_w, 1, 1 if groups > 1 else None, note)
+        self._weight_grid, self._grid, self._index = grid, grid.ranks, grid.index
         is_uncut = self._grid.shape[1] == self._grid.shape[2] == P_x.shape[1] == 1
         self._is_spatial = P_x.ranks == P_y.ranks == P_w.ranks and is_uncut
-        self._index: tuple[int, ...] | None = None
-        """Own place in the grid: batch, output channels, input channels, space."""
-        if P_w.active:
-            self._index = self._grid.index_of(self._grid.ranks.index(P_w.root.rank))
         self._channels = (
             None if self._index is None else channels_at(self.settings, self._grid, self._index)
         )
         weight, own_bias = self._own_blocks()
         self._names = ("weight", "bias") if self.receives_bias else ("weight",)
         everywhere = is_uncut and weights == "replicated" and P_w.size == P_w.root.size
-        self._draw(
-            self._control(), weight, own_bias, replicated=everywhere, dtype=dtype, device=device
-        )
+        self._draw(weight, own_bias, replicated=everywhere, dtype=dtype, device=device)
 
     @property
     def stores_bias(self) -> bool:
@@ -340,28 +312,16 @@ class _GeneralConv(HoldingModule[_GeneralPlan | SpacePlan]):
         return own, own_bias if self.use_bias else None
 
     def _users(self, name: str) -> Partition | None:  # noqa: ARG002
-        if self._index is None:
-            return None
-        axes = (0, *range(3, self._grid.dim))
-        return self._grid.sub(axes, rank=self._grid.ranks.index(self.P_w.root.rank))
+        return self._weight_grid.users()
 
     def _make_plan(self, tables: Sequence[Table]) -> _GeneralPlan | SpacePlan:
         (table,) = tables
         dtype = table.dtype(self.P_x)
         cuts = table.cuts(self.P_x)
-        found, root = cuts[1][-1], self.P_x.root
-        if found != self.in_channels:
-            raise PartitionError.because(
-                f"{type(self).__name__}(in_channels={self.in_channels})",
-                f"an input of global shape {[own[-1] for own in cuts]}",
-                f"{found} channels != {self.in_channels}",
-                f"in_channels={found}",
-            )
+        check_sizes(type(self).__name__, [self.in_channels], [1], cuts)
+        root = self.P_x.root
         if self._is_spatial:
             return self._space_plan(cuts)
-        batch, outs, _ins, *space = self._grid.shape
-        few_x = self.P_x.reshape((batch, 1, self.P_x.shape[1], *space))
-        few_y = self.P_y.reshape((batch, outs, 1, *space))
         windows = {
             rank: self._halo_at(cuts, self.P_x.index_of(place))
             for place, rank in enumerate(self.P_x.ranks)
@@ -371,20 +331,15 @@ class _GeneralConv(HoldingModule[_GeneralPlan | SpacePlan]):
         if self.settings.groups > 1:
             fetch = fetch_plan(self.settings, self._grid, self.P_x, windows, mine)
         else:
-            groups = broadcast_groups(few_x, self._grid)
-            shapes = [windows[group.root].window_shape for group in groups]
-            to_weights = fan_plan(groups, root, shapes, dtype)
-        partials = {
-            rank: self._partial_shape(windows, place) for place, rank in enumerate(self._grid.ranks)
-        }
-        sums = reduce_groups(self._grid, few_y)
-        to_outputs = fan_plan(
-            sums,
-            root,
-            [partials[group.peers[0]] for group in sums],
-            dtype,
-            empty=(mine[0], 0) if mine else (0,),
-        )
+            shapes = {rank: window.window_shape for rank, window in windows.items()}
+            to_weights = self._weight_grid.to_weights(shapes, dtype)
+        partials: dict[int, tuple[int, ...]] = {}
+        for place, rank in enumerate(self._grid.ranks):
+            index = self._grid.index_of(place)
+            share = windows[self._weight_grid.source(index)].output_shape
+            c0, c1 = channels_at(self.settings, self._grid, index).outs
+            partials[rank] = (share[0], c1 - c0, *share[2:])
+        to_outputs = self._weight_grid.to_outputs(partials, dtype, mine)
         return _GeneralPlan(
             windows.get(root.rank), to_weights, fetch, to_outputs, partials.get(root.rank, (0,))
         )
@@ -399,13 +354,6 @@ class _GeneralConv(HoldingModule[_GeneralPlan | SpacePlan]):
         return halo.plan(
             cuts, index, s.kernel_size, s.stride, s.padding, s.dilation, s.padding_mode
         )
-
-    def _partial_shape(self, windows: dict[int, HaloPlan], place: int) -> tuple[int, ...]:
-        index = self._grid.index_of(place)
-        source = self.P_x.rank_at((index[0], 0, *index[3:]))
-        share = windows[self.P_x.ranks[source]].output_shape
-        c0, c1 = channels_at(self.settings, self._grid, index).outs
-        return (share[0], c1 - c0, *share[2:])
 
     def forward(self, input: Tensor) -> Tensor:
         """Return this rank's balanced share of the convolution on `P_y`."""

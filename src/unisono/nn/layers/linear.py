@@ -21,15 +21,22 @@ from unisono.comm.perform import Pending
 from unisono.errors import PartitionError
 from unisono.expect import expect_int
 from unisono.nn.agreement import Cuts, Table
-from unisono.nn.parameters import Holding, Weights, check_weights, held_by, nothing, part
-from unisono.nn.planned import balanced_in, collect_products, is_plain, recut
+from unisono.nn.parameters import (
+    Holding,
+    WeightGrid,
+    Weights,
+    check_weights,
+    held_by,
+    nothing,
+    part,
+)
+from unisono.nn.planned import balanced_in, check_sizes, collect_products, is_plain, recut
 from unisono.nn.state import HoldingModule
 from unisono.operators import AllGather, ReduceScatter
 from unisono.operators.gather import BlockPlan
-from unisono.operators.partitioned import FanPlan, fan_plan, spread
+from unisono.operators.partitioned import FanPlan, spread
 from unisono.topology import Partition
 from unisono.topology.decompose import block, split_sizes
-from unisono.topology.fanout import broadcast_groups, reduce_groups
 from unisono.topology.halo import HaloPlan
 
 
@@ -82,15 +89,14 @@ class DistributedLinear(HoldingModule[_GridPlan]):
         self.in_features, self.out_features = in_features, out_features
         self.weights: Weights = check_weights(weights)
         self.use_bias = bias
-        self._grid = _linear_grid(P_x, P_y, P_w)
+        self._grid = WeightGrid("DistributedLinear", P_x, P_y, P_w, P_x.dim - 1)
         shape = (out_features, in_features)
         own, own_bias = nothing(shape), nothing(shape[:1])
         self._shape: tuple[int, ...] | None = None
         """Of the weight block that this rank multiplies with; None outside of the grid."""
         self._adds_bias = False
-        me = self._grid.root.rank
-        if me in self._grid.ranks:
-            index = self._grid.index_of(self._grid.ranks.index(me))
+        index = self._grid.index
+        if index is not None:
             outs, ins = self._blocks(index)
             used = part(shape, {0: outs, 1: ins})
             self._shape = used.shape
@@ -99,7 +105,7 @@ class DistributedLinear(HoldingModule[_GridPlan]):
                 own = used
                 if self._adds_bias:
                     own_bias = part(shape[:1], {0: outs})
-        self._draw(self._control(), own, own_bias if bias else None, dtype=dtype, device=device)
+        self._draw(own, own_bias if bias else None, dtype=dtype, device=device)
 
     @property
     def sublinear(self) -> SubLinear:
@@ -107,47 +113,32 @@ class DistributedLinear(HoldingModule[_GridPlan]):
         return SubLinear(self.weight, self.bias)
 
     def _blocks(self, index: Sequence[int]) -> tuple[tuple[int, int], tuple[int, int]]:
-        _, outs, ins = self._grid.shape
+        _, outs, ins = self._grid.ranks.shape
         return block(self.out_features, outs, index[1]), block(self.in_features, ins, index[2])
 
     def _make_plan(self, tables: Sequence[Table]) -> _GridPlan:
         (table,) = tables
         dtype = table.dtype(self.P_x)
         cuts = table.cuts(self.P_x)
-        _check_width("DistributedLinear", cuts, self.in_features)
-        batch, outs, _ = self._grid.shape
-        root = self.P_x.root
-        few_x = self.P_x.reshape((batch, 1, self.P_x.shape[-1]))
-        few_y = self.P_y.reshape((batch, outs, 1))
+        check_sizes("DistributedLinear", [self.in_features], [-1], cuts)
         shapes = {
             rank: _balanced_shape(cuts, self.P_x, place)
             for place, rank in enumerate(self.P_x.ranks)
         }
-        sources = broadcast_groups(few_x, self._grid)
-        partials: dict[int, tuple[int, ...]] = {}
-        for group in sources:
-            for reader in group.peers:
-                (c0, c1), _ = self._blocks(self._grid.index_of(self._grid.ranks.index(reader)))
-                partials[reader] = (*shapes[group.root][:-1], c1 - c0)
-        sums = reduce_groups(self._grid, few_y)
-        mine = table.of(root.rank).shape
+        grid, partials = self._grid, dict[int, tuple[int, ...]]()
+        for place, rank in enumerate(grid.ranks.ranks):
+            at = grid.ranks.index_of(place)
+            (c0, c1), _ = self._blocks(at)
+            partials[rank] = (*shapes[grid.source(at)][:-1], c1 - c0)
         index = self.P_x.index
         return _GridPlan(
             None if index is None else recut(cuts, balanced_in(cuts, -1), index),
-            fan_plan(sources, root, [shapes[group.root] for group in sources], dtype),
-            fan_plan(
-                sums,
-                root,
-                [partials[group.peers[0]] for group in sums],
-                dtype,
-                empty=(*mine[:1], 0),
-            ),
+            grid.to_weights(shapes, dtype),
+            grid.to_outputs(partials, dtype, table.of(self.P_x.root.rank).shape),
         )
 
     def _users(self, name: str) -> Partition | None:  # noqa: ARG002
-        if self._shape is None:
-            return None
-        return self._grid.sub(0, rank=self._grid.ranks.index(self._grid.root.rank))
+        return self._grid.users()
 
     def forward(self, input: Tensor) -> Tensor:
         """Return this rank's block of the output on `P_y`."""
@@ -158,33 +149,6 @@ class DistributedLinear(HoldingModule[_GridPlan]):
             names = ("weight", "bias") if self._adds_bias else ("weight",)
             held = F.linear(held, *self._used(names, (self._shape, self._shape[:1])))
         return collect_products(held, self._plan.to_outputs)
-
-
-def _linear_grid(P_x: Partition, P_y: Partition, P_w: Partition) -> Partition:
-    """Return `P_w` as batch, output features, input features; refuse what does not fit."""
-    P_x.check_same_root(P_y)
-    P_x.check_same_root(P_w)
-    lead = math.prod(P_x.shape[:-1])
-    ins, outs = P_x.shape[-1], P_y.shape[-1]
-    shapes = f"P_x {list(P_x.shape)}, P_y {list(P_y.shape)}, P_w {list(P_w.shape)}"
-    if P_x.shape[:-1] != P_y.shape[:-1]:
-        raise PartitionError.because(
-            "DistributedLinear",
-            shapes,
-            f"{list(P_x.shape[:-1])} != {list(P_y.shape[:-1])} before the last dim",
-            "P_x and P_y may differ in their last dim only",
-        )
-    fitting = [(lead, outs, ins), (*P_x.shape[:-1], outs, ins)]
-    if lead == 1:
-        fitting.insert(0, (outs, ins))
-    if P_w.shape not in fitting:
-        raise PartitionError.because(
-            "DistributedLinear",
-            shapes,
-            f"P_w must be {list(fitting[0])}",
-            f"Partition({list(fitting[0])})",
-        )
-    return P_w.reshape((lead, outs, ins))
 
 
 def _balanced_shape(cuts: Cuts, P_x: Partition, place: int) -> tuple[int, ...]:
@@ -232,7 +196,7 @@ class _OneAxisLinear(HoldingModule[_AxisPlan]):
         if own_bias is not None:
             self._blocks["bias"] = own_bias.shape
             own_bias = held_by(self._users("bias"), self.weights, own_bias)
-        self._draw(self._control(), own, own_bias, dtype=dtype, device=device)
+        self._draw(own, own_bias, dtype=dtype, device=device)
 
     def _own_share(self, count: int) -> tuple[int, int] | None:
         """Return the own range of `count` features; None on a rank outside."""
@@ -289,7 +253,7 @@ class DistributedLinearAllGather(_OneAxisLinear):
         (table,) = tables
         table.dtype(self.P_x)
         cuts = table.cuts(self.P_x)
-        _check_width("DistributedLinearAllGather", cuts, self.in_features)
+        check_sizes("DistributedLinearAllGather", [self.in_features], [-1], cuts)
         sizes = tuple(b - a for a, b in pairwise(cuts[self._dim]))
         return _AxisPlan(self._axis(), self._dim, sizes)
 
@@ -348,7 +312,7 @@ class DistributedLinearReduceScatter(_OneAxisLinear):
         (table,) = tables
         table.dtype(self.P_x)
         cuts = table.cuts(self.P_x)
-        _check_width("DistributedLinearReduceScatter", cuts, self.in_features)
+        check_sizes("DistributedLinearReduceScatter", [self.in_features], [-1], cuts)
         balanced, index = balanced_in(cuts, -1), self.P_x.index
         comm = self._axis()
         length = self.out_features if self._splits_output else cuts[self._dim][-1]
@@ -383,16 +347,13 @@ def _moved_dim(name: str, split: Partition, other: Partition) -> int:
     if split == other:
         return split.dim - 1
     expected = (*split.shape[:-2], split.shape[-2] * split.shape[-1], 1) if split.dim > 1 else ()
-    if split.ranks != other.ranks or split.dim < 2 or split.shape[-2] != 1:
+    fits = split.ranks == other.ranks and split.dim > 1 and split.shape[-2] == 1
+    if not fits or other.shape != expected:
         raise PartitionError.because(
             name,
             f"{split!r} and {other!r}",
             "both partitions hold the same ranks, one splits the last dim, one the second-last",
             f"Partition({list(expected) or [1, 2]})",
-        )
-    if other.shape != expected:
-        raise PartitionError.because(
-            name, f"{split!r} and {other!r}", None, f"Partition({list(expected)})"
         )
     return split.dim - 2
 
@@ -400,17 +361,6 @@ def _moved_dim(name: str, split: Partition, other: Partition) -> int:
 def _check_features(in_features: int, out_features: int) -> None:
     expect_int("in_features", in_features, 1, error=PartitionError)
     expect_int("out_features", out_features, 1, error=PartitionError)
-
-
-def _check_width(name: str, cuts: Cuts, in_features: int) -> None:
-    """Raise unless the input's last dim has `in_features` points in all."""
-    if cuts[-1][-1] != in_features:
-        raise PartitionError.because(
-            f"{name}(in_features={in_features})",
-            f"an input of global shape {[own[-1] for own in cuts]}",
-            f"{cuts[-1][-1]} features != {in_features}",
-            f"in_features={cuts[-1][-1]}",
-        )
 
 
 class _Columns(torch.autograd.Function):

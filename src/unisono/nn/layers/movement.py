@@ -6,13 +6,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from math import prod
-from typing import ClassVar, cast
+from typing import Any, ClassVar, cast
 
 import torch
 from torch import Tensor
 
 from unisono.comm import Communicator
-from unisono.errors import PartitionError, an
+from unisono.errors import PartitionError
+from unisono.expect import expect_int
 from unisono.nn.agreement import Table
 from unisono.nn.planned import PlannedModule, ScaledGradient
 from unisono.operators import AllGather as GatherMap
@@ -328,22 +329,10 @@ def one_axis(
 
 def _as_axes(partition: Partition, axes: int | Sequence[int], name: str) -> tuple[int, ...]:
     """Return axes of a partition, counted from its front, ascending."""
-    one = as_int(axes)
-    given = (one,) if one is not None else axes
-    if not isinstance(given, Sequence) or isinstance(given, str):
-        raise PartitionError.because(
-            f"{name}={axes!r} on {partition!r}",
-            an(type(axes).__name__),
-            None,
-            f"an axis from 0 to {partition.dim - 1}, or several of them",
-        )
-    turned = tuple(axis + partition.dim if axis < 0 else axis for axis in given)
-    for axis in turned:
-        if not 0 <= axis < partition.dim:
-            raise PartitionError.because(
-                f"{name}={list(given)} on {partition!r}",
-                f"{partition.dim} dims",
-                f"not 0 <= {axis} < {partition.dim}",
-                f"axes from 0 to {partition.dim - 1}",
-            )
-    return tuple(sorted(set(turned)))
+    dims = partition.dim
+    several = isinstance(axes, Sequence) and as_int(axes) is None
+    given: Any = axes if several else [axes]
+    ints = [axis if (one := as_int(axis)) is None else one for axis in given]
+    return tuple(
+        sorted({expect_int(name, axis, -dims, dims, error=PartitionError) % dims for axis in ints})
+    )

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from unisono.comm import Communicator
-from unisono.errors import PartitionError, an
-from unisono.nn.agreement import Cuts, Table
+from unisono.errors import PartitionError
+from unisono.nn.agreement import Table
 from unisono.nn.parameters import (
     Weights,
     check_weights,
@@ -27,7 +27,7 @@ from unisono.nn.parameters import (
     part,
     summed_gradients,
 )
-from unisono.nn.planned import balanced_in, check_dims, index_in, recut, wide
+from unisono.nn.planned import balanced_in, check_dims, check_sizes, index_in, recut, wide
 from unisono.nn.split_tensors.norms import Over, by_groups, normalized, rms_normed, track
 from unisono.nn.state import HoldingModule, current_state_mode
 from unisono.operators.halo import HaloExchange, HaloOnGroup
@@ -90,10 +90,13 @@ class _Norm(HoldingModule[_NormPlan]):
         uncut = all(P_x.shape[d] == 1 for d in dims)
         self._is_everywhere = uncut and P_x.size == P_x.root.size
         """Whether every rank uses all of them."""
-        self._hold_affine(
-            held_by(self._users("weight"), self.weights, self._block), affine=affine, bias=bias,
-            replicated=self._is_everywhere and weights == "replicated", dtype=dtype, device=device,
-        )  # fmt: skip
+        stored = held_by(self._users("weight"), self.weights, self._block)
+        ones = torch.ones(stored.shape, dtype=dtype, device=device)
+        self.register_parameter("weight", nn.Parameter(ones) if affine else None)
+        shift = nn.Parameter(torch.zeros_like(ones)) if affine and bias else None
+        self.register_parameter("bias", shift)
+        for name in ("weight", "bias"):
+            self._hold(name, stored, replicated=self._is_everywhere and weights == "replicated")
 
     def _users(self, name: str) -> Partition | None:  # noqa: ARG002
         axes = tuple(d for d in range(self.P_x.dim) if d not in self._dims)
@@ -103,24 +106,12 @@ class _Norm(HoldingModule[_NormPlan]):
         """Return the dims over which a statistic is taken."""
         return tuple(range(2, self.P_x.dim))
 
-    def _check_sizes(self, cuts: Cuts) -> None:
-        """Raise unless the input has as many channels as the layer was made for."""
-        (count,), found = self._block.global_shape, cuts[1][-1]
-        if found != count:
-            layer = type(self).__name__
-            raise PartitionError.because(
-                f"{layer} of {count} channels",
-                f"an input of global shape {[own[-1] for own in cuts]}",
-                f"{found} channels != {count}",
-                f"{an(layer)} of {found} channels",
-            )
-
     def _make_plan(self, tables: Sequence[Table]) -> _NormPlan:
         (table,) = tables
         P, dims = self.P_x, self._shared_dims()
         table.dtype(P)
         cuts = table.cuts(P)
-        self._check_sizes(cuts)
+        check_sizes(type(self).__name__, self._block.global_shape, self._dims, cuts)
         balanced, index = balanced_in(cuts, *self._dims), index_in(P)
         same = P.sub(dims)
         counts: list[int] = []
@@ -463,16 +454,6 @@ class DistributedLayerNorm(_Norm):
 
     def _shared_dims(self) -> tuple[int, ...]:
         return self._dims
-
-    def _check_sizes(self, cuts: Cuts) -> None:
-        found = tuple(own[-1] for own in cuts[-len(self._dims) :])
-        if found != self.normalized_shape:
-            raise PartitionError.because(
-                f"{type(self).__name__}(normalized_shape={list(self.normalized_shape)})",
-                f"an input of global shape {[own[-1] for own in cuts]}",
-                f"{list(found)} != {list(self.normalized_shape)}",
-                f"normalized_shape={list(found)}",
-            )
 
     def _normalised(self, x: Tensor) -> Tensor:
         weight, bias = self._scale_and_shift()

@@ -12,7 +12,7 @@ from torch import Tensor
 from unisono.errors import PartitionError
 from unisono.nn.agreement import Table
 from unisono.nn.layers.conv import Size
-from unisono.nn.planned import PlannedModule, index_in
+from unisono.nn.planned import PlannedModule, check_dims, index_in
 from unisono.nn.split_tensors.pooling import PoolNumbers, PoolPlan, pool_plan
 from unisono.topology import Partition
 from unisono.topology.window import check_pool, per_dim
@@ -28,14 +28,7 @@ class _Pool(PlannedModule[PoolPlan]):
         self, P_x: Partition, kernel_size: Size, stride: Size | None, padding: Size, dilation: Size
     ) -> None:
         super().__init__()
-        name = type(self).__name__
-        if P_x.dim != self.dims + 2:
-            raise PartitionError.because(
-                f"{name} on {P_x!r}",
-                f"{P_x.dim} dims",
-                f"needs {self.dims + 2}",
-                f"Partition([1, 1, {', '.join(['2'] * self.dims)}])",
-            )
+        check_dims(type(self).__name__, P_x, self.dims + 2, self.dims + 2)
         self.P_x = P_x
         self.kernel_size = per_dim(kernel_size, self.dims, "kernel_size")
         self.stride = per_dim(kernel_size if stride is None else stride, self.dims, "stride")

@@ -390,7 +390,7 @@ def entered(x: Tensor | None, partition: Partition, run: Run, numbers: Sequence[
             shape = list(x.shape) if x.ndim == dims and not known else shape
         local = x.local if isinstance(x, Split) else x
         needs = int(local.requires_grad and torch.is_grad_enabled())
-        own = [local.ndim, _code(local.dtype), needs, int(known)]
+        own = [local.ndim, zlib.crc32(str(local.dtype).encode()), needs, int(known)]
     records = comm.all_gather_ints([*shape, *own, state, *numbers])
     if len({record[dims : dims + 4] for record in map(tuple, records)}) > 1:
         raise CollectiveMismatch(
@@ -435,10 +435,6 @@ def agreed_cuts(shapes: Sequence[Sequence[int]], partition: Partition) -> dict[i
     return cuts
 
 
-def _code(dtype: torch.dtype) -> int:
-    return zlib.crc32(str(dtype).encode())
-
-
 # -- movements of one dim -------------------------------------------------------------------------
 
 
@@ -448,21 +444,15 @@ def joined(x: Split, dims: Iterable[int]) -> Tensor:
     x.run.moves += 1
     for dim in list(dims):
         cut = cuts.pop(dim)
-        local = unrolled(local, dim, cut, _concatenated)
+        local = unrolled(
+            local, dim, cut, lambda t, d, c: concat_replicated(t, d, c.sizes, comm=c.comm)
+        )
     return Split(local, cuts, x.run) if cuts else local
 
 
 def sliced(x: Tensor, dim: int, cut: Cut) -> Tensor:
     """Return the own block along `dim` of a tensor that the ranks of `cut` hold equal."""
-    return unrolled(x, dim, cut, _sliced)
-
-
-def _concatenated(x: Tensor, dim: int, cut: Cut) -> Tensor:
-    return concat_replicated(x, dim, cut.sizes, comm=cut.comm)
-
-
-def _sliced(x: Tensor, dim: int, cut: Cut) -> Tensor:
-    return slice_replicated(x, dim, cut.sizes, comm=cut.comm)
+    return unrolled(x, dim, cut, lambda t, d, c: slice_replicated(t, d, c.sizes, comm=c.comm))
 
 
 def unrolled(x: Tensor, dim: int, cut: Cut, move: Callable[[Tensor, int, Cut], Tensor]) -> Tensor:
