@@ -107,6 +107,20 @@ def test_a_rank_that_has_returned_is_not_waited_for():
         comm.barrier()
 
 
+@pytest.mark.ranks(2, backend=["gloo", "shm"])
+def test_a_rank_whose_call_raised_and_that_has_returned_is_not_waited_for(monkeypatch):
+    comm = world()
+    comm.barrier()
+    if comm.rank == 1:
+        monkeypatch.setattr(type(comm._engine), "all_reduce_", None)  # a bug: it raises TypeError
+        with pytest.raises(TypeError):
+            comm.all_reduce(torch.ones(2))
+        say_returned()
+        return
+    with pytest.raises(CollectiveMismatch, match="rank 1 will not come"):
+        comm.all_reduce(torch.ones(2), timeout_s=60)
+
+
 @pytest.mark.ranks(3, backend="shm")
 def test_a_message_that_a_returned_rank_never_sent_is_not_waited_for():
     comm = world()

@@ -157,5 +157,5 @@ def test_works_in_a_plain_process():
 
 
 def test_unknown_space_is_refused():
-    with pytest.raises(LayoutError, match="HINT: check_adjoint"):
+    with pytest.raises(LayoutError, match="HINT: one of 'R', 'S', 'I'"):
         check_adjoint(lambda x: x, lambda y: y, torch.ones(2), torch.ones(2), domain="Q")

@@ -260,6 +260,8 @@ class Performer:
         except Exception as error:
             told = self._translated(call, error, deadline)
             if told is error:
+                if entry.collectives == call.number > 0 and not isinstance(error, UnisonoError):
+                    entry.collectives -= 1  # not made here: others must not wait for it in vain
                 raise
             raise told from None
         finally:

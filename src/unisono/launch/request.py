@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from unisono.errors import PlatformError, an
+from unisono.expect import expect_choice
 from unisono.launch import platform as platforms
 from unisono.launch.elastic.settings import Chaos, Elastic, bounds, checked
 from unisono.launch.logs import Logs, checked_logs
@@ -86,10 +87,7 @@ def choose_convention(
         asked: `"seed"`, `"ddpw6"` or `"plain"`; `"auto"` looks at the signature.
         is_decorated: whether `fn` was called like a function, through the decorator.
     """
-    if asked not in _KINDS:
-        raise PlatformError.because(
-            f"Wrapper(convention={asked!r})", f"choices are {', '.join(map(repr, _KINDS))}"
-        )
+    expect_choice("convention", asked, _KINDS, error=PlatformError)
     if not callable(fn) or inspect.iscoroutinefunction(fn):
         check_call(fn, tuple(args), kwargs)
     try:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor
@@ -17,6 +17,7 @@ from torch import Tensor
 from unisono.comm import Communicator
 from unisono.comm.arguments import bytes_of
 from unisono.errors import LayoutError
+from unisono.expect import expect_choice
 from unisono.testing.report import name_of, raise_together, raise_what_was_found
 
 Space = Literal["R", "S", "I"]
@@ -75,13 +76,8 @@ def check_adjoint(
     """
     __tracebackhide__ = True
     comm = Communicator.of(comm)
-    for space in (domain, range):
-        if space not in ("R", "S", "I"):
-            raise LayoutError.because(
-                f"check_adjoint with a space {space!r}",
-                "spaces are 'R' (replicated), 'S' (sharded), 'I' (independent)",
-                hint='check_adjoint(..., domain="S", range="R")',
-            )
+    expect_choice("domain", domain, get_args(Space), error=LayoutError)
+    expect_choice("range", range, get_args(Space), error=LayoutError)
     title = f"{name_of(forward)} and {name_of(adjoint)} are not adjoint ({domain} -> {range})"
     derive = backward and (x.is_floating_point() or x.is_complex())
     point, toward = x.detach().clone(), y.detach().clone()

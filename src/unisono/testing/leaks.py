@@ -15,6 +15,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Collection, Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -171,18 +172,15 @@ def _lasting_fds() -> set[int]:
 
 
 def _own_entries(directory: Path, prefixes: str | tuple[str, ...]) -> dict[str, str]:
-    try:
-        with os.scandir(directory) as entries:
-            return {e.name: e.path for e in entries if e.name.startswith(prefixes) and _is_own(e)}
-    except OSError:
-        return {}
-
-
-def _is_own(entry: os.DirEntry[str]) -> bool:
-    try:
-        return entry.stat(follow_symlinks=False).st_uid == os.getuid()
-    except OSError:
-        return False
+    """Return the entries of this user; what vanishes meanwhile is none."""
+    found: dict[str, str] = {}
+    with suppress(OSError), os.scandir(directory) as entries:
+        for entry in entries:
+            with suppress(OSError):
+                is_own = entry.stat(follow_symlinks=False).st_uid == os.getuid()
+                if is_own and entry.name.startswith(prefixes):
+                    found[entry.name] = entry.path
+    return found
 
 
 def _belongs_to_another(path: str) -> bool:

@@ -96,18 +96,11 @@ class Rank:
         path: list[str],
         filters: bytes,
     ) -> dict[str, str]:
-        """Join a fresh default process group.
+        """Join a fresh default process group, and take over what the test process has.
 
-        Args:
-            world: number of ranks.
-            store: path of the file through which the ranks find each other.
-            secret: with it they sign what they leave each other.
-            backend: backend of the group.
-            group_timeout_s: after this long a collective raises.
-            environ: environment of the test process.
-            cwd: its working directory.
-            path: its `sys.path`.
-            filters: its warning filters, pickled by cloudpickle.
+        `store` is the path of the file through which the ranks find each other, and with `secret`
+        they sign what they leave each other. The last four are those of the test process;
+        `filters` are pickled by cloudpickle.
         """
         self._answer_stack_signal()  # a test may have taken the signal
         _set_environment(environ)

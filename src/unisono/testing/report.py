@@ -179,12 +179,7 @@ def raise_together(title: str, found: Sequence[str], *, comm: Communicator) -> N
 
 
 def raise_what_was_found(title: str, everybody: Sequence[Sequence[str]]) -> None:
-    """Raise an `AssertionError` if there is anything in the lists that all ranks know.
-
-    Args:
-        title: what was checked.
-        everybody: what each rank found wrong.
-    """
+    """Raise an `AssertionError` if there is anything in the lists that all ranks know."""
     __tracebackhide__ = True
     by_text: dict[str, list[int]] = {}
     for rank, texts in enumerate(everybody):

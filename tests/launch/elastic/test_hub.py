@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import hmac
 import json
+import os
 import socket
 import time
 
@@ -42,14 +43,18 @@ def is_sent_away(stranger):
     return True
 
 
+def say(connection, more=b"", **message):
+    """Say the first word, with the proof, and perhaps more at once."""
+    nonce = json.loads(connection.recv(4096))["nonce"]
+    proof = hmac.new(SECRET, nonce.encode(), hashlib.sha256).hexdigest()
+    connection.sendall(json.dumps({**message, "proof": proof}).encode() + b"\n" + more)
+
+
 def join(hub, member, **other):
     """Say what a member says first; the answer has not come yet."""
-    hub.turn(5.0)
-    nonce = json.loads(member.recv(4096))["nonce"]
+    hub.turn(0.5)
     card = {"kind": "join", "facts": {}, "bytes": 1, "rank": 0, "pid": 0, "host": "h"}
-    proof = hmac.new(SECRET, nonce.encode(), hashlib.sha256).hexdigest()
-    card |= {"shards": 1, "step": 0, "proof": proof, **other}
-    member.sendall(json.dumps(card).encode() + b"\n")
+    say(member, **{**card, "shards": 1, "step": 0, **other})
 
 
 def test_who_does_not_know_the_secret_is_sent_away_and_members_are_served(hub):
@@ -82,3 +87,22 @@ def test_a_member_that_dies_before_it_is_welcomed_does_no_harm(hub, facts):
             join(hub, member, facts=threads)
         turned(hub, lambda: len(hub._selector.get_map()) == 2)  # the two doors
     assert not hub.seats
+
+
+def test_what_comes_with_the_first_word_of_a_carrier_is_written_to_the_memory(hub):
+    with (
+        socket.create_connection(hub.far) as member,
+        socket.create_connection(hub.far) as carrier,
+    ):
+        turned(hub, lambda: len(hub._selector.get_map()) == 4)
+        join(hub, member, bytes=4096)
+        turned(hub, lambda: hub.seats)
+        data = bytes(range(256)) * 16
+        order = {"kind": "write", "file": 0, "begin": 0, "size": len(data), "end": len(data)}
+        (number,) = hub.seats
+        more = json.dumps(order).encode() + b"\n" + data
+        say(carrier, more, kind="carry", number=number)
+        turned(hub, lambda: number in hub._carriers)
+        carrier.settimeout(5.0)
+        assert carrier.recv(1) == b"\n"
+        assert os.pread(hub._files[0], 4096, 0) == data

@@ -77,7 +77,12 @@ class Seat:
     def read(self) -> list[dict[str, Any]] | None:
         """Return the messages that have come; None at the end, or if it is not one of ours."""
         try:
-            data = self.connection.recv(_CHUNK)
+            size = _CHUNK
+            if self.number is None:
+                # No more than one line: what comes after it may be for the memory, see `_carry`.
+                seen = self.connection.recv(_HELLO_BYTES, socket.MSG_PEEK)
+                size = seen.find(b"\n") + 1 or len(seen)
+            data = self.connection.recv(size)
         except BlockingIOError:
             return []
         except OSError:

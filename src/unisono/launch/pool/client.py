@@ -451,12 +451,8 @@ def fork_ranks(
 ) -> list[RankProcess]:
     """Return ranks forked by the warm server; none if it cannot fork, or is not there to stay.
 
-    Args:
-        own: the variables that tell each rank its place.
-        payload_fd: what all ranks are told, see `protocol.payload_file`.
-        job_dir: directory of the run.
-        stdin_rank: who reads our standard input.
-        preload: modules that the server loads before it forks.
+    `own` are the variables that tell each rank its place, `preload` are modules that the server
+    loads first.
     """
     main = "unisono.launch.pool.rank:live_as_forked"
     for _ in range(2):  # a server may have left, idle, at this very moment

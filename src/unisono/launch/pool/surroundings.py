@@ -39,10 +39,7 @@ def common_variables(
 ) -> dict[str, str]:
     """Return what all ranks of a host get: `base` without what would tell of another world.
 
-    Args:
-        base: variables of whoever starts the ranks.
-        threads: share of the cores that each rank has.
-        more: variables that the user wants.
+    `more` are variables that the user wants.
     """
     return {
         "TORCH_CPP_LOG_LEVEL": "ERROR",  # else each lost connection prints a C++ stack

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import re
 import signal
@@ -143,15 +144,8 @@ def failure(
     lines.append(f"HINT: {_hint(cause, log_tail)}{_logs_at(job_dir)}")
     message = "\n".join(lines)
     if isinstance(original, RankTimeout):
-        error: RankFailed | RankTimeout = RankTimeout(
-            message,
-            stacks=original.stacks,
-            missing=original.missing,
-            op=original.op,
-            site=original.site,
-            rank=original.rank,
-            last_collective=original.last_collective,
-        )
+        error: RankFailed | RankTimeout = copy.copy(original)
+        error.args = (message,)
     else:
         killed = cause.failed is None and cause.exit_code is not None and cause.exit_code < 0
         error = RankFailed(

@@ -231,7 +231,7 @@ def transposed_plan(
 
 
 class ConvInSpace(torch.autograd.Function):
-    """Own block, parameters -> own share of the output."""
+    """Own block, parameters -> own share of the output, where windows are not blocks."""
 
     @staticmethod
     def forward(
@@ -255,7 +255,7 @@ class ConvInSpace(torch.autograd.Function):
         wanted = ctx.needs_input_grad[:3]
         if plan.cover is not None:
             return *_by_patches(plan, plan.cover, grads[0], x, weight, received, wanted), None
-        window = _whole_window(plan, x, received)
+        window = filled(x, plan.exchange, received)
         return *_by_window(plan, grads[0], window, weight, wanted), None
 
 
@@ -266,10 +266,10 @@ _recorded: Any = super(torch.autograd.Function, ConvInSpace).apply  # type: igno
 def convolved_in_space(x: Tensor, weight: Tensor, bias: Tensor | None, plan: SpacePlan) -> Tensor:
     """Return the own share of a convolution of the own block."""
     inside = None if plan.extends else bias
-    if not is_plain(x):
-        moves = not plan.exchange.halo.is_identity
-        window = HaloExchange.apply(x, plan.exchange) if moves else x
-        y = plan.of_window(window, weight, inside)
+    if plan.exchange.halo.is_identity:  # the window is the block: torch's own is fastest
+        y = plan.of_window(x, weight, inside)
+    elif not is_plain(x):
+        y = plan.of_window(HaloExchange.apply(x, plan.exchange), weight, inside)
     elif torch.is_grad_enabled():
         y = _recorded(x, weight, inside, plan)
     else:
@@ -296,15 +296,8 @@ def _convolved(
     received = exchanged(x, plan.exchange)
     if plan.is_void:
         return x.new_zeros(plan.shape), received
-    window = _whole_window(plan, x, received)
+    window = filled(x, plan.exchange, received)
     return plan.settings.convolved(window, weight, bias, padding=plan.padding), received
-
-
-def _whole_window(plan: SpacePlan, x: Tensor, received: dict[int, Tensor]) -> Tensor:
-    """Return the window, of the own block and what has arrived."""
-    if plan.exchange.halo.is_identity:
-        return x
-    return filled(x, plan.exchange, received)
 
 
 def _patches(
@@ -331,9 +324,7 @@ def _by_window(
         dwindow, dw, db = plan.settings.gradients(dy, window, weight, mask, plan.padding)
     if not wanted[0] or dwindow is None:
         return None, dw, db if wanted[2] else None
-    is_copy = plan.exchange.halo.is_identity
-    dx = dwindow if is_copy else HaloAdd.kernel(dwindow, plan.exchange)
-    return dx, dw, db if wanted[2] else None
+    return HaloAdd.kernel(dwindow, plan.exchange), dw, db if wanted[2] else None
 
 
 def _by_patches(
@@ -393,10 +384,7 @@ def _composed(
     x, weight, bias = inputs
     held = [t for t in inputs if t is not None and t.requires_grad]
     with torch.enable_grad():
-        window = x
-        if not plan.exchange.halo.is_identity:
-            landed = replace(plan.exchange, landed=received)
-            window = HaloExchange.apply(x, landed)
+        window = HaloExchange.apply(x, replace(plan.exchange, landed=received))
         y = plan.of_window(window, weight, bias)
     found = iter(torch.autograd.grad(y, held, dy, create_graph=True, allow_unused=True))
     return [next(found) if t is not None and t.requires_grad else None for t in inputs]
