@@ -12,14 +12,15 @@
 namespace unisono {
 
 constexpr uint64_t kMagic = 0x756E69736F6E6F;  // "unisono"
-constexpr uint64_t kVersion = 8;
+constexpr uint64_t kVersion = 9;
 constexpr size_t kPage = 4096;
 constexpr size_t kLine = 64;
 // Data lies this far from the start of a page: large tensors lie 64 bytes from it, and a copy whose
 // target is 64 bytes further in its page than its source takes twice the time.
 constexpr size_t kShift = 1024;
 constexpr size_t kTextBytes = 2048;
-constexpr int kCells = 4;
+// Cells of a ring. With fewer, two ranks that send to each other wait for each other at every cell.
+constexpr int kCells = 8;
 
 enum State : uint32_t { kJoining = 0, kAlive = 1, kFailed = 2, kClosed = 3, kGaveUp = 4 };
 

@@ -5,6 +5,7 @@ They are made once, in the public function that takes the argument; code below t
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 from collections.abc import Collection
@@ -103,17 +104,16 @@ def expect_float(
     return float(value)
 
 
-def number_in(variable: str, default: float) -> float:
-    """Return the number >= 0 that a variable of the environment holds; `default` if it is empty."""
-    text = os.environ.get(variable) or str(default)
-    try:
-        value = float(text)
-    except ValueError:
-        value = -1.0
-    if not value >= 0:
-        found = "not a number >= 0"
-        raise PlatformError.because(f"{variable}={text}", found, hint=f"{variable}={default:g}")
-    return value
+def number_in(variable: str, *, at_least: float = 0.0) -> float | None:
+    """Return the number that a variable of the environment holds, None if it holds nothing."""
+    text = os.environ.get(variable)
+    if not text:
+        return None
+    with contextlib.suppress(ValueError):
+        if at_least <= (value := float(text)) < math.inf:
+            return value
+    found, hint = f"not a number >= {at_least:g}", f"{variable}=60, or leave it out"
+    raise PlatformError.because(f"{variable}={text!r}", found, hint=hint)
 
 
 def expect_choice(

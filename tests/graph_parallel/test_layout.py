@@ -172,7 +172,7 @@ def test_function_classes_are_watched_as_the_functions_are():
         assert (
             gp.layout_of(gp_utils.GatherFromModelParallelRegionSumGrad.apply(part)) == "replicated"
         )
-        assert gp.layout_of(gp.reduce_scatter(e)) == "sharded"
+        assert gp.layout_of(gp_utils.ReduceScatterToModelParallelRegion.apply(e)) == "sharded"
         with pytest.raises(LayoutError, match="values differ"):
             gp_utils.CopyToModelParallelRegion.apply(torch.ones(1) * comm.rank)
     gp.cleanup_gp()

@@ -27,6 +27,7 @@ CLASSES = (
     gp_utils.GatherFromModelParallelRegion,
     gp_utils.GatherFromModelParallelRegionSumGrad,
     gp_utils.ScaleBackwardGrad,
+    gp_utils.ReduceScatterToModelParallelRegion,
 )
 
 

@@ -61,7 +61,7 @@ def test_a_rank_told_to_stop_in_its_first_moments_does_not_take_the_server_along
 def test_a_time_that_is_none_is_refused_and_does_not_do_without_the_server(monkeypatch):
     unisono.launch.shutdown()
     monkeypatch.setenv("UNISONO_SERVER_IDLE_S", "5min")
-    with pytest.raises(PlatformError, match="HINT: UNISONO_SERVER_IDLE_S=300"):
+    with pytest.raises(PlatformError, match="UNISONO_SERVER_IDLE_S='5min'"):
         parents()
 
 

@@ -5,7 +5,6 @@ Every refusal is a four-part error. Tensors travel as dense rows, their shapes a
 
 from __future__ import annotations
 
-import contextlib
 import math
 import operator
 import os
@@ -18,6 +17,7 @@ from torch import Tensor
 from unisono.comm.reductions import DTYPE_NUMBERS, DTYPES
 from unisono.comm.torch.private import is_batchedtensor, is_functorch_wrapped_tensor
 from unisono.errors import MeshError, PartitionError, UnisonoError, an
+from unisono.expect import number_in
 
 _MOVABLE = frozenset(DTYPES)
 
@@ -280,21 +280,9 @@ def check_timeout(timeout_s: float) -> float:
     return float(timeout_s)
 
 
-def number_from_environment(name: str, least: float) -> float | None:
-    """Return the number in an environment variable, None where it is not set."""
-    text = os.environ.get(name)
-    if not text:
-        return None
-    with contextlib.suppress(ValueError):
-        if least <= (value := float(text)) < math.inf:
-            return value
-    hint = f"{name}=60, or leave it out"
-    raise UnisonoError.because(f"{name}={text!r}", f"not a number >= {least:g}", None, hint)
-
-
 def environment_timeout_s() -> float | None:
     """Return the deadline that `UNISONO_TIMEOUT_S` sets, None where it sets none."""
-    return number_from_environment("UNISONO_TIMEOUT_S", least=0.001)
+    return number_in("UNISONO_TIMEOUT_S", at_least=0.001)
 
 
 # -- tensors as they travel: bytes, rows, and what ranks tell of their own -------------------------

@@ -85,6 +85,10 @@ _REGIONS: dict[str, tuple[type[_Region], Callable[..., Tensor]]] = {
         gp.gather_from_model_parallel_region_sum_grad,
     ),
     "ScaleBackwardGrad": (_Region, gp.scale_backward_grad),
+    "ReduceScatterToModelParallelRegion": (
+        _RegionAlong,
+        gp.reduce_scatter_to_model_parallel_region,
+    ),
 }
 for _name, (_base, _region) in _REGIONS.items():
     _own = {"__doc__": _region.__doc__, "__module__": __name__, "region": staticmethod(_region)}

@@ -20,7 +20,7 @@ from torch.utils.hooks import RemovableHandle
 
 from unisono.comm import Communicator
 from unisono.comm.health.trace import AveragingCosts, announce
-from unisono.comm.torch.private import runs_uncompiled
+from unisono.comm.torch.private import at_end_of_backward, runs_uncompiled
 from unisono.data_parallel.averaging import (
     Handle,
     SparseParameters,
@@ -47,9 +47,6 @@ BACKWARDS = "averaged backwards"
 
 Unfinished = (CollectiveMismatch, RankTimeout)
 """Errors of a collective in which ranks did not come together."""
-
-# The only way to hear of the end of a backward, used by torch's own FSDP (seen with torch 2.13).
-_queue_callback = torch.autograd.Variable._execution_engine.queue_callback
 
 
 @dataclasses.dataclass(frozen=True)
@@ -295,7 +292,7 @@ class GradientEngine:
             if self._handles or self.updates is not None:
                 self._settle()
             self.in_backward = True
-            _queue_callback(self._end_of_backward)
+            at_end_of_backward(self._end_of_backward)
 
     def make_room(self, bucket: GradientBucket, i: int) -> None:
         """Prepare member `i` of `bucket` for a gradient that is about to be added to it."""

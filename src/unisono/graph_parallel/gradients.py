@@ -17,13 +17,12 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from unisono.comm import Communicator
 from unisono.comm.health import check as checking
+from unisono.comm.torch.private import at_end_of_backward
 from unisono.errors import CollectiveMismatch, LayoutError, PartitionError
 from unisono.expect import expect, expect_float
 from unisono.graph_parallel.groups import GraphGroups, alone, current_groups, graph_groups
 from unisono.graph_parallel.layout import difference_over_ranks
 
-_queue_callback = torch.autograd.Variable._execution_engine.queue_callback
-"""Calls a function at the end of the running backward; torch has no public name for it."""
 _kept = WeakIdKeyDictionary()
 """Parameters whose gradients a `GraphParallel` brings together."""
 
@@ -145,7 +144,7 @@ class GraphParallel(nn.Module):
             for p in trained:
                 p.grad = None
         self._is_queued = True
-        _queue_callback(self._end)
+        at_end_of_backward(self._end)
 
     def _end(self) -> None:
         self._is_queued = False

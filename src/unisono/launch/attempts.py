@@ -357,13 +357,8 @@ def results_of(
             error.add_note("\n".join(progress.causes))
         raise error
     values: list[Any] = []
-    hosts: list[str] = []
-    logs: dict[int, str] = {}
-    for state in states:
-        if not state.is_good:  # of an elastic job, some may have died
-            continue
-        logs[len(values)] = tail(job_dir / f"rank-{state.rank}.log")
-        hosts.append(state.place)
+    returned = [state for state in states if state.is_good]  # of an elastic job, some may have died
+    for state in returned:
         if state.warning or state.exit_code:
             how = state.warning or verdict.how_ended(state.exit_code)
             warn(f"rank {state.rank} returned its result, then {how}")
@@ -383,14 +378,15 @@ def results_of(
             ) from error
     return Results(
         values,
-        hosts=hosts,
+        hosts=[state.place for state in returned],
         platform=place,
         wall_s=ending.wall_s,
         start_s=ending.start_s,
         restarts=ending.attempt,
         threads=threads,
         dir=job_dir if is_kept else None,
-        logs=logs,
+        logs=[tail(job_dir / f"rank-{state.rank}.log") for state in returned],
+        numbers=[state.rank for state in returned],
     )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import html
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Generic, TypeVar, overload
@@ -55,10 +55,13 @@ class Results(Sequence[T], Generic[T]):
         restarts: int = 0,
         threads: int = 1,
         dir: Path | None = None,
-        logs: Mapping[int, str] | None = None,
+        logs: Sequence[str] = (),
+        numbers: Sequence[int] | None = None,
     ) -> None:
         self._values = tuple(values)
-        self._logs = dict(logs or {})
+        self._logs = tuple(logs)
+        # Of an elastic job some ranks have died; the files of the others keep their numbers.
+        self._numbers = tuple(range(len(self._values)) if numbers is None else numbers)
         self.hosts = tuple(hosts)
         self.platform = platform
         self.wall_s = wall_s
@@ -104,10 +107,10 @@ class Results(Sequence[T], Generic[T]):
         if not 0 <= rank < len(self):
             raise IndexError(f"rank {rank} of a world of {len(self)}")
         if self.dir is not None:
-            path = self.dir / f"rank-{rank}.log"
+            path = self.dir / f"rank-{self._numbers[rank]}.log"
             if path.exists():
                 return path.read_text(encoding="utf-8", errors="replace")
-        return self._logs.get(rank, "")
+        return self._logs[rank] if self._logs else ""
 
     def _repr_html_(self) -> str:
         """Return a short table for notebooks."""

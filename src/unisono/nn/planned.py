@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
+from unisono.comm.torch.private import transforms_active
 from unisono.errors import PartitionError, UnisonoError, an
 from unisono.nn.agreement import (
     INPUTS,
@@ -242,7 +243,7 @@ def is_plain(x: object) -> bool:
         and x.is_floating_point()
         and (x.is_meta or not torch.is_autocast_enabled(x.device.type))
         and not torch.compiler.is_compiling()
-        and not torch._C._are_functorch_transforms_active()
+        and not transforms_active()
         and forward_ad._current_level < 0
     )
 

@@ -1,7 +1,8 @@
 """All that this package uses of torch and that torch does not promise: seen to work with 2.13.
 
-Nothing public tells whether a transform of torch.func is active, keeps torch.compile away from a
-function without loading the compiler, or makes a process group of which only its members know.
+Nothing public tells whether a transform of torch.func is active or when a backward ends, keeps
+torch.compile away from a function without loading the compiler, or makes a process group of which
+only its members know.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.distributed import distributed_c10d as c10d
 
 __all__ = [
+    "at_end_of_backward",
     "backend_config",
     "default_store",
     "increment_version",
@@ -53,6 +55,10 @@ increment_version: Callable[[tuple[torch.Tensor, ...]], None] = torch._C._increm
 
 transforms_active: Callable[[], bool] = torch._C._are_functorch_transforms_active
 """Whether a transform of torch.func is around this call."""
+
+at_end_of_backward: Callable[[Callable[[], None]], None]
+at_end_of_backward = torch.autograd.Variable._execution_engine.queue_callback
+"""Calls a function when the running backward has ended, as torch's own FSDP does."""
 
 
 def outside_transforms() -> contextlib.AbstractContextManager[object]:

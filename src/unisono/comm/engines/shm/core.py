@@ -10,7 +10,7 @@ from typing import Any
 
 from unisono.errors import UnisonoError
 
-VERSION = 8
+VERSION = 9
 """That of the core's layout and calls; `src/core/segment.hpp` has the same."""
 
 

@@ -20,7 +20,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from unisono.comm.arguments import environment_timeout_s, number_from_environment
+from unisono.comm.arguments import environment_timeout_s
 from unisono.comm.engines.base import Engine, SelfEngine
 from unisono.comm.engines.hosts import HostsEngine, Network
 from unisono.comm.engines.queued import JobQueue
@@ -31,6 +31,7 @@ from unisono.comm.health import mark_as_news
 from unisono.comm.machine import host_id, is_card_dead, own_card, pid_namespace
 from unisono.comm.torch.process_group import TransportProcessGroup
 from unisono.errors import RankFailed, RankTimeout, UnisonoError, compress_ranks
+from unisono.expect import number_in
 
 _log = logging.getLogger("unisono")
 _PEERS_S = 0.05
@@ -272,12 +273,12 @@ def touch(segment: Segment, size: int, slot_bytes: int, rank: int) -> None:
 
 
 def _max_mb() -> float | None:
-    return number_from_environment("UNISONO_SHM_MAX_MB", least=0)
+    return number_in("UNISONO_SHM_MAX_MB")
 
 
 def wanted_slot(size: int) -> int:
     """Return the bytes of a slot for `size` ranks, as the environment asks for it."""
-    slot_kb = number_from_environment("UNISONO_SHM_SLOT_KB", MIN_SLOT_BYTES / 1024)
+    slot_kb = number_in("UNISONO_SHM_SLOT_KB", at_least=MIN_SLOT_BYTES / 1024)
     return fitting_slot(size, int(slot_kb or DEFAULT_SLOT_KB), _max_mb())
 
 
