@@ -141,7 +141,7 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(("error", "call", "texts"), CASES, ids=lambda v: str(v)[:60])
+@pytest.mark.parametrize(("error", "call", "texts"), CASES, ids=[case[2][0] for case in CASES])
 def test_what_does_not_fit_is_refused_with_its_numbers_and_a_hint(error, call, texts) -> None:
     with pytest.raises(error, match="HINT") as caught:
         call()
