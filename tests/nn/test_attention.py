@@ -55,6 +55,13 @@ def cases(ranks: int):
     crossed = (q, drawn(2, 4, sum(keys), 3, seed=9), drawn(2, 4, sum(keys), 3, seed=10))
     yield "crossed", sizes, keys, crossed, None, {"is_causal": True}
     yield "no batch", sizes, sizes, (q[0], k[0], v[0]), None, {}
+    # Rows of a rank with one query look like a mask for all of them.
+    for single in ([1] * ranks, [1, 3, 2, 1][:ranks]):
+        n = sum(single)
+        few = tuple(x[:, :, :n] for x in (q, k, v))
+        yield f"rows of {single}", single, single, few, drawn(n, n, seed=12), {}
+        yield f"rows of {single} by heads", single, single, few, drawn(2, 4, n, n, seed=13), {}
+        yield f"keys of {single}", single, single, few, drawn(2, 1, 1, n, seed=14) > -1, {}
 
 
 @pytest.mark.ranks([1, 2, 3, 4], backend=["gloo", "shm"])

@@ -526,7 +526,12 @@ def by_heads(
     """
     heads = q.shape[-3]
     if mask is not None:
-        has_heads, has_rows = mask.ndim > 2 and mask.shape[-3] != 1, mask.shape[-2] != 1
+        has_heads = mask.ndim > 2 and mask.shape[-3] != 1
+        # Where a rank has one query, one row may be its own or for all: then it is taken as its
+        # own everywhere, for ranks must decide alike.
+        has_rows = mask.shape[-2] != 1 or 1 in sizes
+        if has_rows:
+            mask = mask.expand(*mask.shape[:-2], q.shape[-2], mask.shape[-1])
         if has_heads and has_rows:
             mask = move_cut(mask, -2, -3, sizes, comm=comm)
         elif has_heads:

@@ -480,6 +480,17 @@ def test_attention_over_split_tokens_is_that_of_one_process_in_every_way():
                 close(p.grad, q.grad)
 
 
+@pytest.mark.ranks([2, 3])
+@pytest.mark.parametrize("more", [0, 1])
+def test_rows_of_a_mask_are_those_of_one_process_where_ranks_hold_one_token(more):
+    comm = unisono.world()
+    partition, tokens = Partition([1, comm.size, 1]), comm.size + more
+    net = made(lambda: nn.TransformerEncoderLayer(12, 6, 16, dropout=0.0, batch_first=True))
+    mask = nn.Transformer.generate_square_subsequent_mask(tokens, dtype=torch.float64)
+    x = whole_input((2, tokens, 12))
+    close(split(net, partition)(own_block(x, partition), mask).whole(), net(x, mask))
+
+
 @pytest.mark.ranks(2)
 def test_dropped_attention_weights_differ_between_ranks_and_follow_the_seed():
     partition = Partition([1, 1, 2, 1])

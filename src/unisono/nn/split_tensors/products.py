@@ -215,7 +215,7 @@ def _attention(
         (0, key.shape[-2]), None, 0, is_causal, scale_of(q, scale), dropout_p,
         drawn_seed(dropout_p, places),
     )  # fmt: skip
-    way = _way(q, key, value, mask, enable_gqa)
+    way = _way(q, key, value, attn_mask, enable_gqa)
     if way != "gathered" and sequence is not None and isinstance(key, Split):
         cut, comm = key.cuts[tokens], sequence.comm
         keys, values = (fitted(x, {**layout, -2: cut}, q.run) for x in (key, value))
@@ -241,6 +241,8 @@ def _attention(
 
 def _way(q: Split, key: Tensor, value: Tensor, mask: Tensor | None, enable_gqa: bool) -> str:
     """Return how own queries meet all keys: "gathered", "ulysses" or "ring"; alike on all ranks.
+
+    `mask` is the whole one: rows of a rank's own part look like one for all where it has one query.
 
     Ulysses where heads divide by ranks and no rows of a mask would have to be gathered: it sends
     and keeps least. Else keys and values are gathered while they are small, and go around a ring
