@@ -15,7 +15,7 @@ import pytest
 import torch
 
 import unisono
-from unisono.errors import PlatformError
+from unisono.errors import PlatformError, RankFailed
 from unisono.launch.pool import client, server
 from unisono.testing.leaks import Holdings
 
@@ -56,6 +56,20 @@ def test_a_rank_told_to_stop_in_its_first_moments_does_not_take_the_server_along
             rank.collect()
             rank.close()
     assert parents() == {first}
+
+
+def shapes_of_equal_size():
+    comm = unisono.world()
+    comm.all_reduce(torch.ones(2, 3) if comm.rank else torch.ones(3, 2))
+
+
+def test_check_mode_is_asked_for_by_the_run_and_not_by_the_start_of_the_server(monkeypatch):
+    unisono.run(shapes_of_equal_size, on="cpu", ranks=2, logs=QUIET)  # only bytes are compared
+    monkeypatch.setenv("UNISONO_CHECK", "1")
+    with pytest.raises(RankFailed, match="different shapes"):
+        unisono.run(shapes_of_equal_size, on="cpu", ranks=2, logs=QUIET)
+    monkeypatch.setenv("UNISONO_CHECK", "0")
+    unisono.run(shapes_of_equal_size, on="cpu", ranks=2, logs=QUIET)
 
 
 def test_a_time_that_is_none_is_refused_and_does_not_do_without_the_server(monkeypatch):

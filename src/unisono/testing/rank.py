@@ -29,6 +29,7 @@ import torch
 import torch.distributed as dist
 
 from unisono.comm import close_world, groups, seal
+from unisono.comm.health import check
 from unisono.errors import an
 from unisono.launch.pool.payload import dump_value
 from unisono.launch.pool.protocol import drop_descriptor, send_message, tell
@@ -104,6 +105,7 @@ class Rank:
         """
         self._answer_stack_signal()  # a test may have taken the signal
         _set_environment(environ)
+        check.start_from_environment()
         os.environ["GLOO_SOCKET_IFNAME"] = "lo" if sys.platform == "linux" else "lo0"
         os.chdir(cwd)
         sys.path[:] = path

@@ -31,7 +31,20 @@ Fingerprint = dict[str, Any]
 
 _SAME_BITS = "a backend should give all ranks the same bits; try another one, UNISONO_BACKEND=shm"
 
-active = os.environ.get("UNISONO_CHECK", "") not in ("", "0")
+active = False
+
+
+def start_from_environment() -> None:
+    """Turn check mode on for the whole run if `UNISONO_CHECK=1`; off otherwise.
+
+    Called when this is loaded, and again in a fork of the warm server, which has loaded it long
+    before the variables of the rank were known.
+    """
+    global active
+    active = os.environ.get("UNISONO_CHECK", "") not in ("", "0")
+
+
+start_from_environment()
 
 
 class check:

@@ -170,14 +170,15 @@ def main() -> NoReturn:
 
 def live_as_forked(own: dict[str, str], payload_fd: int, *fds: int) -> NoReturn:
     """Be a rank in a fork of the warm server: take over what the launcher is now, then live."""
-    from unisono.comm.health.trace import start_from_environment
+    from unisono.comm.health import check, trace
     from unisono.launch.pool.server import reseed
 
     sys.path[:], job = read_payload(payload_fd)
     importlib.invalidate_caches()
     job.setting.apply(own)
     reseed()
-    start_from_environment()
+    check.start_from_environment()
+    trace.start_from_environment()
     _be(job, *fds)
 
 
