@@ -187,6 +187,7 @@ def test_a_function_gets_literals_and_its_values_are_printed(tmp_path, monkeypat
     )
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.setattr(sys, "argv", [*sys.argv])
     words = ["run", "--on", "inline", "mylib:scale", "--", "3", "by=2.5", "tag=x"]
     assert main(words) == 0
     monkeypatch.delitem(sys.modules, "mylib")
@@ -321,9 +322,9 @@ def test_a_reader_that_leaves_is_no_error_worth_a_traceback(length, monkeypatch,
 
 def test_a_function_of_a_file_is_run_by_ranks_only(tmp_path, monkeypatch, capsys):
     (tmp_path / "hello.py").write_text(
-        "import os\n"
+        "import os, sys\n"
         "from pathlib import Path\n"
-        "Path(f'ran-{os.getpid()}').touch()\n"
+        "Path(f'ran-{os.getpid()}').write_text(' '.join(sys.argv))\n"
         "class Model:\n"
         "    def __repr__(self): return 'a model'\n"
         "def build(lr=1, *, name='x'): return Model()\n"
@@ -339,7 +340,8 @@ def test_a_function_of_a_file_is_run_by_ranks_only(tmp_path, monkeypatch, capsys
     for target in ("hello.py:late", "hello:build"):
         assert main(["run", "--ranks", "2", target, "--", "0.5", "name=y"]) == 0
         assert capsys.readouterr().out == "[0] a model\n[1] a model\n"
-    assert len(list(tmp_path.glob("ran-*"))) == 4
+    seen = sorted(path.read_text() for path in tmp_path.glob("ran-*"))
+    assert seen == [str(tmp_path / "hello.py")] * 2 + ["hello"] * 2
     assert main(["run", "--ranks", "1", "hello.py:steps"]) == 1
     assert "a generator: calling the function runs nothing" in capsys.readouterr().err
     assert not Path(f"ran-{os.getpid()}").exists()

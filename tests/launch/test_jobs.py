@@ -13,7 +13,7 @@ import torch
 from tests.waiting import wait_until
 
 import unisono
-from unisono.errors import JobCancelled, PlatformError, RankFailed, RankTimeout
+from unisono.errors import JobCancelled, PlatformError, RankFailed, RankTimeout, Requeue
 from unisono.launch import Job, dry_run, job_files, simulate_preemption
 
 QUIET = unisono.Logs(console="none")
@@ -230,6 +230,11 @@ def test_a_run_that_asks_for_ever_is_ended():
     platform = unisono.Platform(device="cpu", ranks=1, max_requeues=1)
     with pytest.raises(RankFailed, match="2 requeues > max_requeues=1"):
         unisono.run(unisono.requeue, on=platform, logs=QUIET)
+
+
+def test_a_requeue_that_nobody_answers_says_so():
+    with pytest.raises(Requeue, match=r"to start this function again\n.*HINT: call it inside"):
+        unisono.requeue()
 
 
 def test_attempts_run_out_and_all_causes_are_told(monkeypatch):

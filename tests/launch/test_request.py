@@ -73,7 +73,7 @@ def said_of(call, *args, **given):
     ("given", "words"),
     [
         ({"on": "cqu"}, ["on='cqu'", "'cpu', 'gpu'", "did you mean"]),
-        ({"on": "gpu"}, ["0 GPUs visible", 'on="cpu", ranks=1']),
+        ({"on": "gpu"}, ["0 GPUs visible", "1 rank > 0 GPUs", 'on="cpu", ranks=1']),
         ({"on": "cuda", "ranks": 3}, ["3 ranks > 0 GPUs", "CUDA_VISIBLE"]),
         ({"on": unisono.Device.MPS}, ["no Apple GPU", 'device="cpu"']),
         ({"ranks": 0}, ["ranks=0", "not an integer >= 1"]),

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from unisono.errors import RankFailed, RankTimeout, RemoteError
+from unisono.errors import CollectiveMismatch, RankFailed, RankTimeout, RemoteError
 from unisono.launch.pool import verdict
 from unisono.launch.pool.protocol import Failed, RankState, Standing
 from unisono.launch.pool.verdict import Ending, choose_cause, failure, judge
@@ -66,8 +66,24 @@ def test_an_own_error_comes_before_an_earlier_lost_connection():
 
 
 def test_among_equals_the_earliest_is_the_cause():
-    states = [known(0, failed=report(), failed_at=2.0), known(1, failed=report(), failed_at=1.0)]
+    states = [known(0, failed=report("KeyError"), failed_at=2.0), known(1, failed=report())]
     assert choose_cause(states).rank == 1
+
+
+def test_ranks_that_raise_the_same_error_are_no_consequences_and_the_lowest_is_the_cause():
+    late = known(1)
+    late.note("stopped")
+    late.take({"state": "failed", "failed": report()})
+    states = [
+        known(0, failed=report("lost", consequence=True), failed_at=0.5),
+        late,
+        known(2, failed=report(), failed_at=1.0),
+        known(3, failed=report(), failed_at=1.5),
+    ]
+    error = failure(states)
+    assert isinstance(error, RankFailed)
+    assert (error.rank, error.consequences) == (1, {0: "lost"})
+    assert "The same happened on ranks 2-3\nStopped as a consequence: rank 0 (lost)" in str(error)
 
 
 def test_a_script_that_makes_the_process_group_itself_is_told_that_it_is_there():
@@ -191,6 +207,18 @@ def test_ranks_in_different_calls_are_all_named_with_their_lines():
         "  rank 3: in no call of the group any more\n"
     ) in text
     assert "HINT: different numbers of batches?" in text
+
+
+@pytest.mark.parametrize("reports", [1, 2])
+def test_ranks_that_differ_in_the_same_call_are_not_said_to_make_different_ones(reports):
+    """Whether all who disagree have reported, or one still stands there; and others elsewhere."""
+    error = CollectiveMismatch("other bytes", {0: "12 bytes", 1: "16 bytes"})
+    half = replace(report("other bytes", error=error, site="b.py:9 in f"), is_mismatch=True)
+    there = known(1, failed=half) if reports == 2 else known(1, stack=STACK.format(9))
+    states = [known(0, failed=half), there, known(2, stack=STACK.format(3)), known(3)]
+    text = str(failure(states, Path("/logs")))
+    assert "do not make the same calls" not in text
+    assert text.splitlines()[-1] == "HINT: logs are in /logs"
 
 
 STACK = 'Current thread 0x00007f01 (most recent call first):\n  File "b.py", line {} in f'

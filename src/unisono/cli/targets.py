@@ -252,8 +252,10 @@ def call_function(
 ) -> str | None:
     """Call the function `name` of a module, or of the file at `place`; return its value as text.
 
-    The text and not the value: its classes may be known to ranks only.
+    The text and not the value: its classes may be known to ranks only. `sys.argv` is `[place]`: the
+    launcher's words are not for the user's module, and the function has its own in `args`.
     """
+    sys.argv = [place]
     if place.endswith(".py"):
         path = Path(place)
         sys.path.insert(0, str(path.parent))  # its neighbours, which it may import in turn

@@ -476,11 +476,12 @@ class Platform:
         is_bound = "LOCAL_RANK" in os.environ or "SLURM_STEP_ID" in os.environ
         if index is None or (visible < size and not self.oversubscribe and not is_bound):
             seen = os.environ.get("CUDA_VISIBLE_DEVICES")
+            gpus = f"{visible} GPU{'' if visible == 1 else 's'}"
             raise PlatformError.because(
                 self._asked(),
-                f"{visible} GPU{'' if visible == 1 else 's'} visible "
+                f"{gpus} visible "
                 f"(CUDA_VISIBLE_DEVICES {'is not set' if seen is None else f'={seen!r}'})",
-                f"{size} ranks > {visible} GPUs",
+                f"{size} rank{'s' if size > 1 else ''} > {gpus}",
                 f'on="cpu", ranks={size} (or UNISONO_FORCE_ON=cpu) rehearses it on processes',
             )
         return index

@@ -20,7 +20,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 
-from unisono.errors import PlatformError, RankTimeout, Requeue
+from unisono.errors import PlatformError, RankTimeout, Requeue, explain
 from unisono.expect import expect_int
 from unisono.launch.context import here
 from unisono.launch.pool.protocol import tell
@@ -141,7 +141,12 @@ def requeue() -> None:
     from unisono.launch.in_process import world
 
     world().with_device("cpu").barrier()
-    raise Requeue
+    raise Requeue(
+        explain(
+            "unisono.requeue() asks unisono.run to start this function again",
+            hint="call it inside unisono.run; elsewhere nobody starts the function again",
+        )
+    )
 
 
 def restart_count() -> int:

@@ -16,7 +16,7 @@ from typing import Literal
 from unisono.errors import RankFailed, RankTimeout, RemoteError, name_ranks, ranks_by_text
 from unisono.launch.logs import tail
 from unisono.launch.pool.payload import load_exception
-from unisono.launch.pool.protocol import RankState, Standing
+from unisono.launch.pool.protocol import Failed, RankState, Standing
 from unisono.launch.pool.stacks import (
     crash_in,
     grouped,
@@ -96,7 +96,8 @@ def choose_cause(states: Sequence[RankState]) -> RankState:
     """Return the rank that failed first in meaning, not in time.
 
     A rank that died without a word comes before one that reported an error of its own, and that
-    before those that only noticed that another one had gone. Among equals the earliest counts.
+    before those that only noticed that another one had gone. Among equals the earliest counts, or
+    the lowest of those that raised the very same error.
     """
 
     def precedence(state: RankState) -> tuple[int, float, int]:
@@ -104,7 +105,18 @@ def choose_cause(states: Sequence[RankState]) -> RankState:
             return 0, 0.0, state.rank
         return (2 if state.failed.is_consequence else 1), state.at.get("failed", 0.0), state.rank
 
-    return min((state for state in states if state.is_bad), key=precedence)
+    return _alike(min((state for state in states if state.is_bad), key=precedence), states)[0]
+
+
+def _alike(cause: RankState, states: Sequence[RankState]) -> list[RankState]:
+    """Return the ranks that raised the error of `cause`, each of itself; `cause` is one of them."""
+
+    def is_alike(failed: Failed | None) -> bool:
+        if failed is None or cause.failed is None:
+            return False
+        return not failed.is_consequence and failed.summary == cause.failed.summary
+
+    return [state for state in states if state is cause or is_alike(state.failed)]
 
 
 def failure(
@@ -118,7 +130,8 @@ def failure(
         crash = crash_in(job_dir / f"rank-{cause.rank}.stack")
         lines = tail(job_dir / f"rank-{cause.rank}.log").splitlines()
         log_tail = "\n".join(lines[-LOG_LINES:])
-    others = [state for state in states if state is not cause]
+    alike = _alike(cause, states)
+    others = [state for state in states if state not in alike]
     consequences = {
         state.rank: state.failed.summary if state.failed else how_ended(state.exit_code)
         for state in others
@@ -138,10 +151,15 @@ def failure(
             lines.append(f"Last lines of its output:\n{textwrap.indent(log_tail, '  ')}")
     elif original is not None:
         lines.append(cause.failed.traceback.rstrip())
-    if cause.failed is not None and cause.failed.is_mismatch:
-        lines += _different_calls(states)
+    if len(alike) > 1:
+        same = name_ranks([state.rank for state in alike if state is not cause])
+        lines.append(f"The same happened on {same}")
+    is_mismatch = cause.failed is not None and cause.failed.is_mismatch
+    calls = _different_calls(states, original) if is_mismatch else []
+    lines += calls
     lines += _others(others, consequences, waiting)
-    lines.append(f"HINT: {_hint(cause, log_tail)}{_logs_at(job_dir)}")
+    # Where ranks differ in a call that all of them make, the error says itself what to do.
+    lines += _closing(_hint(cause, log_tail) if calls or not is_mismatch else "", job_dir)
     message = "\n".join(lines)
     if isinstance(original, RankTimeout):
         error: RankFailed | RankTimeout = copy.copy(original)
@@ -200,7 +218,7 @@ def timeout(
         lines.append(f"No stack from {name_ranks(silent)}.")
     if stacks:
         lines.append(grouped(stacks, to_blame))
-    lines.append(f"HINT: a longer timeout_s if this is only slow{_logs_at(job_dir)}")
+    lines += _closing("a longer timeout_s if this is only slow", job_dir)
     return RankTimeout("\n".join(lines), stacks=stacks, rank=to_blame, last_collective=calls)
 
 
@@ -209,7 +227,7 @@ def lost(states: Sequence[RankState], ending: Ending, job_dir: Path) -> RankFail
     late = [state for state in states if state.rank in _late(states, ending)]
     output = tail(job_dir / STARTER_LOG).splitlines()[-LOG_LINES:]
     lines = [headline(states, ending), *(f"  {line}" for line in output)]
-    lines.append(f"HINT: the host may have gone down{_logs_at(job_dir)}")
+    lines += _closing("the host may have gone down", job_dir)
     return RankFailed(
         "\n".join(lines),
         rank=late[0].rank if late else None,
@@ -263,15 +281,22 @@ def _others(
     return [f"Stopped as a consequence: {name_ranks(stopped)}" + (f" ({told})" if told else "")]
 
 
-def _different_calls(states: Sequence[RankState]) -> list[str]:
-    """Name the line of every rank: which of them is wrong, only the user can tell."""
-    sites = {state.rank: state.failed.site if state.failed else "" for state in states}
-    sites |= {state.rank: user_line(state.stack) for state in states if state.stack}
+def _different_calls(states: Sequence[RankState], error: BaseException | None) -> list[str]:
+    """Name the line of every rank: which of them is wrong, only the user can tell.
+
+    Nothing where those that disagree stand at the same line, whatever line the others are at.
+    """
+    sites = {state.rank: user_line(state.stack) if state.stack else "" for state in states}
+    sites |= {s.rank: s.failed.site for s in states if s.failed and s.failed.site}
+    disagree = {state.rank for state in states if state.failed and state.failed.is_mismatch}
+    disagree |= sites.keys() & getattr(error, "calls", {})
+    if len({sites[rank] for rank in disagree}) == 1 < len(disagree):
+        return []
     by_site = ranks_by_text(sites)
     if silent := by_site.pop("", []):
         by_site["in no call of the group any more"] = silent
     told = [f"  {name_ranks(ranks)}: {site}" for site, ranks in by_site.items()]
-    return ["The ranks do not make the same calls:", *told] if len(told) > bool(silent) else []
+    return ["The ranks do not make the same calls:", *told] if len(told) > 1 else []
 
 
 def _hint(cause: RankState, log_tail: str) -> str:
@@ -308,5 +333,7 @@ def _hint(cause: RankState, log_tail: str) -> str:
     return "something in the function ends the process (os._exit?)"
 
 
-def _logs_at(job_dir: Path | None) -> str:
-    return f"; logs are in {job_dir}" if job_dir else ""
+def _closing(hint: str, job_dir: Path | None) -> list[str]:
+    """Return the last line of a message, if there is anything to say."""
+    words = "; ".join(filter(None, (hint, f"logs are in {job_dir}" if job_dir else "")))
+    return [f"HINT: {words}"] if words else []
