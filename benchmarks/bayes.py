@@ -166,7 +166,7 @@ def ranks_step(rows, rounds):
 
 
 def two_ranks(rounds):
-    for backend, target in (("shm", 0.75), ("gloo", 0.85)):
+    for backend, target in (("shm", 0.65), ("gloo", 0.85)):
         platform = unisono.Platform(device="cpu", ranks=2, backend=backend)
         found = unisono.run(ranks_step, 256, rounds, on=platform)[0]
         name = f"DDP on 2 ranks, MLP, 256 rows a rank, {backend}"

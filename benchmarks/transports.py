@@ -237,7 +237,7 @@ def special_cases(quick: bool) -> list[Row]:
     )
     rows.append(
         Row("DDP step, MLP 784-1024-1024-10, batch 64, 2 ranks", found["shm"], found["gloo"],
-            "DDP over gloo", 0.8)
+            "DDP over gloo", 0.7)
     )  # fmt: skip
     return rows
 
