@@ -33,7 +33,7 @@ class Handover {
   template <class Write>
   void operator()(size_t nbytes, Write write) {
     const bool timed = way == kMeasured && nbytes >= kLeastTimed;
-    const bool streams = timed ? prefers_stream_ != (++writes_ % kRetry == kFirst) : way == kStreamed;
+    const bool streams = timed ? prefers_stream_ != is_trial() : way == kStreamed;
     const int64_t began = timed ? now_ns() : 0;
     write(streams ? stream : through_caches);
     if (streams) order();
@@ -42,12 +42,13 @@ class Handover {
 
  private:
   static constexpr size_t kLeastTimed = 8 * 1024;  // less goes through the caches
-  static constexpr unsigned kRetry = 2048;         // every so many writes the other way is tried,
-  static constexpr unsigned kFirst = 8;            // soon for the first time
-  // What the writer must gain by streaming, because the reader then fetches from memory. Measured: with
-  // a shared cache a streamed write costs 1.2 to 2.5 times as much as one through it, without one a
-  // fifteenth. A pause of the machine in one write is nothing to judge by.
-  static constexpr double kGain = 4;
+  // After so many writes the other way is tried, at first sooner than later. The first writes touch new
+  // memory and tell nothing; one write through the caches after streamed ones tells little, because its
+  // lines are in nobody's cache, and is found out by the next.
+  static constexpr unsigned kFewest = 32, kMost = 2048;
+  // What the writer must gain by streaming, because the reader then fetches from memory. With a shared
+  // cache it gains up to twice or loses, without one it gains four to fifteen times.
+  static constexpr double kGain = 2.5;
 
   static void through_caches(void* to, const void* from, size_t n) { std::memcpy(to, from, n); }
 
@@ -70,6 +71,13 @@ class Handover {
   static void order() {}
 #endif
 
+  bool is_trial() {
+    if (++writes_ < until_trial_) return false;
+    writes_ = 0;
+    until_trial_ = std::min(2 * until_trial_, kMost);
+    return true;
+  }
+
   // A write may have been interrupted, so a slow one counts for less than a fast one.
   void learn(bool streams, double cost) {
     double& known = cost_[streams];
@@ -79,7 +87,7 @@ class Handover {
 
   double cost_[2] = {0, 0};  // nanoseconds per byte, through the caches and streamed; 0: not known yet
   bool prefers_stream_ = false;
-  unsigned writes_ = 0;
+  unsigned writes_ = 0, until_trial_ = kFewest;
 };
 
 }  // namespace unisono
