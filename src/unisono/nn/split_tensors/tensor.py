@@ -132,8 +132,9 @@ class Run:
         self.strict = strict
         self.attention = attention
         self.gathered: Counter[Gathered] = Counter()
-        self.copies: dict[tuple[int, frozenset[Communicator]], Tensor] = {}
-        """Copies of replicated leaves for own work, by leaf and axes: one sum per leaf."""
+        self.copies: dict[tuple[int, frozenset[Communicator]], tuple[int, Tensor]] = {}
+        """Copies of replicated leaves for own work, by leaf and axes: one sum per leaf. With the
+        version of the leaf, for outside of a network an optimizer may have changed it since."""
         self.moves = 0
         """How often blocks were moved between ranks so far."""
         self.aliases: dict[int, list[tuple[weakref.ref[Tensor], weakref.ref[Tensor]]]] = {}
@@ -527,11 +528,11 @@ def own_copy(x: Tensor, cuts: Iterable[Cut], run: Run) -> Tensor:
     if not cuts:
         return x
     key = id(x), frozenset([axis for cut in cuts for axis in cut.axes])
-    known = run.copies.get(key) if x.is_leaf else None
-    if known is None:
+    version, known = run.copies.get(key, (-1, x))
+    if version != x._version or not x.is_leaf:
         known = copy(x, comm=run.grid([axis for cut in cuts for axis in cut.axes])[0])
         if x.is_leaf:
-            run.copies[key] = known
+            run.copies[key] = x._version, known
     return known
 
 
