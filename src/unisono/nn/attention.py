@@ -12,6 +12,7 @@ import itertools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ from unisono.comm import Communicator
 from unisono.comm.arguments import dense
 from unisono.comm.perform import Pending
 from unisono.operators import all_gather, move_cut
+from unisono.operators.linear import slopes
 
 _SCORES = 1 << 21
 """Scores that are computed at a time where torch's kernel does not serve."""
@@ -140,11 +142,7 @@ def _gradients(ctx: Any, dout: Tensor) -> list[Tensor | None]:
     plan: AttentionPlan = ctx.plan
     wanted = ctx.needs_input_grad[:4]
     if torch.is_grad_enabled():  # a derivative of this is wanted: let autograd write it
-        inputs = (q, k, v, mask)
-        given = [t for t, is_wanted in zip(inputs, wanted, strict=True) if is_wanted]
-        y = _composed(q, k, v, mask, plan)
-        found = iter(torch.autograd.grad(y, given, dout, create_graph=True))
-        return [next(found) if is_wanted else None for is_wanted in wanted]
+        return slopes(partial(_composed, plan=plan), (q, k, v, mask), wanted, dout)
     wide = _wide(q.dtype)
     # exp(-inf - 0) = 0: a query that sees no key has no gradient.
     sums = sums.masked_fill(sums == -math.inf, 0.0)

@@ -6,6 +6,7 @@ recorded), derivatives of every order run the same two kernels.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, NoReturn
 
 import torch
@@ -127,6 +128,30 @@ def attach(y: Tensor, token: Tensor) -> Tensor:
 def identity(x: Tensor) -> Tensor:
     """Return `x` as a new tensor of the same storage: what every operator is at one rank."""
     return x.view_as(x)
+
+
+def slopes(
+    compute: Callable[..., Tensor],
+    inputs: Sequence[Tensor | None],
+    wanted: Sequence[bool],
+    dy: Tensor,
+) -> list[Tensor | None]:
+    """Return the gradients of a Function whose backward is differentiated again, by autograd.
+
+    Args:
+        compute: the forward, of operations that autograd differentiates.
+        inputs: what it takes.
+        wanted: of which of them a gradient is wanted; None is returned for the others.
+        dy: gradient of its result.
+    """
+    # Of aliases: where an input was made from another one (a layer that is called twice), each
+    # still has the slope of its own place alone.
+    own = [None if t is None else identity(t) for t in inputs]
+    with torch.enable_grad():
+        y = compute(*own)
+    given = [t for t, needed in zip(own, wanted, strict=True) if needed and t is not None]
+    found = iter(torch.autograd.grad(y, given, dy, create_graph=True, allow_unused=True))
+    return [next(found) if needed else None for needed in wanted]
 
 
 def refuse_vmap(info: Any, in_dims: Any, *arguments: Any) -> NoReturn:

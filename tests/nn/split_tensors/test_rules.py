@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from unisono import Partition
+from unisono.errors import PartitionError, UnisonoError
 from unisono.nn.split_tensors import Split
 
 IMAGE, TOKENS = (4, 6, 9, 10), (4, 7, 8)
@@ -153,6 +154,22 @@ IMAGES: dict[str, Callable[[Tensor], Tensor]] = {
     "columns first": lambda x: x.permute(0, 3, 2, 1).flatten(1, 2) * param(90, 1),
     "image beside tokens": lambda x: torch.cat([x, x.flatten(2).unflatten(2, (9, 10))], 1),
     "unlike tokens": lambda x: x.flatten(2) @ x.transpose(2, 3).flatten(2).transpose(1, 2),
+    "one dim gone, one narrow": lambda x: (
+        x[:, 0, 3:4] * x[:, 1, :1, 2:3] + x[None, ..., 4, 7:8].sum()
+    ),
+    "as another": lambda x: param(10).float().type_as(x) * x + torch.ones(1).to(x).type_as(x),
+    "deviation of nothing": lambda x: (x * 0).std(2) + x.std(2),
+    "sum in integers": lambda x: x * (x.long().sum(2, dtype=torch.int32).dtype == torch.int32),
+    "numpy's names": lambda x: (
+        x.sort(axis=0)[0] * x.amax(2, keepdims=True) + torch.cat(x.chunk(2, axis=1), axis=1)
+    ),
+    "weighted mse": lambda x: F.mse_loss(x, held(x).detach(), weight=held(x).detach().exp()),
+    "softmax, as float32": lambda x: x * (x.softmax(2, torch.float32).dtype == torch.float32),
+    "narrow from the end": lambda x: x.narrow(2, -3, 2) + x.narrow(2, 0, 2),
+    "einsum of one point": lambda x: torch.einsum("nchw,nchw->nhw", x, param(4, 6, 1, 1)),
+    "slope of a sum": lambda x: torch.autograd.grad(x.pow(3).sum() * 2, x, create_graph=True)[0],
+    "slope of points": lambda x: torch.autograd.grad(x.pow(3), x, x * 2, create_graph=True)[0],
+    "conv, split bias": lambda x: F.conv2d(x, param(10, 6, 3, 3), x[0, 0, 0]),
     "attended tokens": lambda x: F.scaled_dot_product_attention(*[x.flatten(2).mT[:, None]] * 3),
 }
 SEQUENCES: dict[str, Callable[[Tensor], Tensor]] = {
@@ -169,6 +186,10 @@ SEQUENCES: dict[str, Callable[[Tensor], Tensor]] = {
     "multi head": lambda x: F.multi_head_attention_forward(
         *[x.transpose(0, 1)] * 3, 8, 2, param(24, 8), param(24), None, None, False, 0.0,
         param(8, 8), param(8), need_weights=False,
+    )[0],
+    "multi head, hidden keys": lambda x: F.multi_head_attention_forward(
+        *[x.transpose(0, 1)] * 3, 8, 2, param(24, 8), param(24), None, None, False, 0.0,
+        param(8, 8), param(8), need_weights=False, attn_mask=param(7, 7).triu(1) > 0.3,
     )[0],
     "cross": lambda x: F.scaled_dot_product_attention(x, param(4, 5, 8), param(4, 5, 8)),
     "einsum": lambda x: torch.einsum("btd,bsd->bts", x, x * 2),
@@ -254,6 +275,98 @@ def test_two_cut_dims_that_a_view_merges_stay_cut():
 def test_sequences_cut_in_any_dim(name):
     for cuts in ({0: 3}, {1: 3}, {2: 3}, {1: 2}):
         compare(SEQUENCES[name], TOKENS, cuts)
+
+
+TWICE: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "attention to itself": lambda x, w: (
+        lambda y: F.scaled_dot_product_attention(y, y, y[..., :3])
+    )(x * w),
+    "a norm twice": lambda x, w: (
+        lambda norm: norm(norm(x, (7, 8), w[0, 0], w[0, 0]).square(), (7, 8), w[0, 0], w[0, 0])
+    )(F.layer_norm),
+    "a convolution twice": lambda x, w: (
+        lambda conv: conv(conv(x, w, None, 1, (3, 4)).square(), w)
+    )(F.conv2d),
+}
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("name", TWICE)
+def test_slopes_that_are_differentiated_again_where_inputs_depend_on_each_other(name):
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn((4, 1, 7, 8), dtype=torch.float64, generator=generator)
+
+    def slopes(leaf: Tensor, x: Tensor) -> tuple[list[Tensor], list[Tensor]]:
+        weight = param(1, 1, 7, 8)
+        y = TWICE[name](x, weight).pow(3).sum()
+        first = torch.autograd.grad(y, [leaf, weight], create_graph=True)
+        second = torch.autograd.grad(first[0].square().sum(), [leaf, weight])
+        return [first[0], second[0]], [first[1], second[1]]
+
+    for partition in (Partition([2, 1, 1, 1]), Partition([1, 1, 2, 1]), Partition([1, 1, 1, 2])):
+        own = partition.local_slices(x.shape)
+        whole, block = x.clone().requires_grad_(), x[own].clone().requires_grad_()
+        found, wanted = slopes(block, Split.of(block, partition)), slopes(whole, whole)
+        torch.testing.assert_close(found[0], [slope[own] for slope in wanted[0]])
+        torch.testing.assert_close(found[1], wanted[1])
+
+
+REFUSED: dict[str, Callable[[Tensor], Tensor]] = {
+    "narrow beyond": lambda x: x.narrow(2, 5, 100),
+    "unknown reduction": lambda x: F.mse_loss(x, x, reduction="most"),
+    "unknown reduction of classes": lambda x: F.nll_loss(
+        x, torch.zeros(4, 9, 10).long(), reduction="most"
+    ),
+    "norm of another shape": lambda x: F.layer_norm(x, (5, 10)),
+    "size and factor": lambda x: F.interpolate(x, 4, 2.0),
+    "wide reflection": lambda x: F.pad(x, (0, 0, 9, 0), mode="reflect"),
+    "two rounds": lambda x: F.pad(x, (0, 0, 10, 0), mode="circular"),
+    "pool beyond": lambda x: F.max_pool2d(x, (2, 1), 1, (2, 0)),
+    "probability": lambda x: F.dropout(x, 1.5),
+}
+UNSEEN: dict[str, Callable[[Tensor], object]] = {
+    "another shape in place": lambda x: x.transpose_(2, 3),
+    "data": lambda x: setattr(x, "data", x * 2),
+    "several outs": lambda x: torch.frexp(x, out=(x * 1, x.int())),
+}
+
+
+@pytest.mark.ranks(2)
+def test_what_torch_refuses_or_nobody_would_see_is_refused_and_leaves_nothing_behind():
+    partition = Partition([1, 1, 2, 1])
+    block = param(*IMAGE).detach()[partition.local_slices(IMAGE)]
+    for refused in REFUSED.values():
+        with pytest.raises((RuntimeError, ValueError, PartitionError)):
+            refused(param(*IMAGE).detach())
+        with pytest.raises((RuntimeError, ValueError, PartitionError)):
+            refused(Split.of(block, partition))
+    for unseen in UNSEEN.values():
+        with pytest.raises(UnisonoError, match="HINT"):
+            unseen(Split.of(block.clone(), partition))
+    compare(IMAGES["pad circular"], IMAGE, {2: 2})
+
+
+@pytest.mark.ranks(2)
+def test_a_split_leaf_takes_gradients_as_a_plain_one_does():
+    x = Split.of(torch.ones(3, 2), Partition([2, 1]))
+    x.requires_grad = True
+    (x * 2).sum().backward()
+    assert torch.equal(x.grad, torch.full((3, 2), 2.0))
+    x.grad = None
+    assert x.grad is None
+
+
+@pytest.mark.ranks(2)
+def test_channels_of_a_single_sample_are_dropped_whole():
+    for shape, drop in (((16, 5), F.dropout1d), ((16, 2, 3, 5), F.dropout3d)):
+        for parts in (
+            Partition([2, *[1] * (len(shape) - 1)]),
+            Partition([*[1] * (len(shape) - 1), 2]),
+        ):
+            x = torch.ones(shape)[parts.local_slices(shape)]
+            kept = drop(Split.of(x, parts), 0.5).whole().flatten(1)
+            assert torch.equal(kept.amin(1), kept.amax(1))
+            assert 0 < kept.count_nonzero() < kept.numel()
 
 
 SUMS: dict[str, Callable[[Tensor], Tensor]] = {

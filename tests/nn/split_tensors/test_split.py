@@ -86,6 +86,21 @@ def test_a_step_of_a_split_network_is_that_of_one_process(dim):
 
 
 @pytest.mark.ranks(2)
+def test_one_split_tensor_serves_many_steps_outside_of_a_network():
+    partition, x = Partition([1, 1, 2, 1]), whole_input((2, 3, 5, 4))
+    found = []
+    for given in (x, Split.of(own_block(x, partition).detach(), partition)):
+        weight = torch.ones(3, 1, 1, dtype=x.dtype, requires_grad=True)
+        optimizer = torch.optim.SGD([weight], 0.1)
+        for _ in range(3):
+            optimizer.zero_grad()
+            (given * weight).square().mean().backward()
+            optimizer.step()
+        found.append(weight.detach())
+    close(*found)
+
+
+@pytest.mark.ranks(2)
 def test_labels_may_be_split_too_and_classes_weighted():
     partition = Partition(ROWS)
     y = whole_input((2, 4, 6, 5))

@@ -34,6 +34,7 @@ from unisono.nn.planned import balanced_in, check_sizes, collect_products, is_pl
 from unisono.nn.state import HoldingModule
 from unisono.operators import AllGather, ReduceScatter
 from unisono.operators.gather import BlockPlan
+from unisono.operators.linear import slopes
 from unisono.operators.partitioned import FanPlan, spread
 from unisono.topology import Partition
 from unisono.topology.decompose import block, split_sizes
@@ -384,10 +385,11 @@ class _Columns(torch.autograd.Function):
         x, weight, bias, joined = ctx.saved_tensors
         plan, (dy,), wanted = ctx.plan, grads, ctx.needs_input_grad
         if torch.is_grad_enabled():  # a derivative of this is wanted: let autograd write it
-            y = F.linear(AllGather.apply(x, plan), weight, bias)
-            held = [t for t, needed in zip((x, weight, bias), wanted, strict=False) if needed]
-            found = iter(torch.autograd.grad(y, held, dy, create_graph=True))
-            return *[next(found) if needed else None for needed in wanted[:3]], None
+
+            def forward(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+                return F.linear(AllGather.apply(x, plan), weight, bias)
+
+            return *slopes(forward, (x, weight, bias), wanted[:3], dy), None
         comm, pending = plan.comm, None
         if wanted[0]:
             start = comm if comm.backend == "shm" else comm.start

@@ -35,6 +35,7 @@ from unisono.operators.halo import (
     post,
     start_exchange,
 )
+from unisono.operators.linear import slopes
 from unisono.topology.cover import Cover, Patch, cover
 from unisono.topology.decompose import block, split_cuts
 from unisono.topology.halo import Axis, Box, plan_windows
@@ -249,10 +250,15 @@ class ConvInSpace(torch.autograd.Function):
         """Return the gradients of own block, weight and bias."""
         plan: SpacePlan = ctx.plan
         x, weight, bias, *values = ctx.saved_tensors
-        received = dict(zip(ctx.peers, values, strict=True))
+        received, wanted = dict(zip(ctx.peers, values, strict=True)), ctx.needs_input_grad[:3]
         if torch.is_grad_enabled():
-            return *_composed(plan, grads[0], (x, weight, bias), received), None
-        wanted = ctx.needs_input_grad[:3]
+
+            def forward(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+                # The window is made anew from what arrived before; its backward sends as ever.
+                window = HaloExchange.apply(x, replace(plan.exchange, landed=received))
+                return plan.of_window(window, weight, bias)
+
+            return *slopes(forward, (x, weight, bias), wanted, grads[0]), None
         if plan.cover is not None:
             return *_by_patches(plan, plan.cover, grads[0], x, weight, received, wanted), None
         window = filled(x, plan.exchange, received)
@@ -369,25 +375,6 @@ def _by_patches(
         for piece, part in zip(message.pieces, values, strict=True):
             dx[piece.source_slices] += part
     return dx, dw, db
-
-
-def _composed(
-    plan: SpacePlan,
-    dy: Tensor,
-    inputs: tuple[Tensor, Tensor, Tensor | None],
-    received: dict[int, Tensor],
-) -> list[Tensor | None]:
-    """Return the gradients as functions that can be differentiated again.
-
-    The window is made anew from what arrived in the forward; its own backward sends as ever.
-    """
-    x, weight, bias = inputs
-    held = [t for t in inputs if t is not None and t.requires_grad]
-    with torch.enable_grad():
-        window = HaloExchange.apply(x, replace(plan.exchange, landed=received))
-        y = plan.of_window(window, weight, bias)
-    found = iter(torch.autograd.grad(y, held, dy, create_graph=True, allow_unused=True))
-    return [next(found) if t is not None and t.requires_grad else None for t in inputs]
 
 
 def empty_output(window: Tensor, weight: Tensor, shape: tuple[int, ...]) -> Tensor:

@@ -168,7 +168,7 @@ class SplitModule(nn.Module):
             else:
                 copies = [self._unsummed.setdefault(p, _leaf_like(p)) for p in bucket]
             for p, own in zip(bucket, copies, strict=True):
-                run.copies[id(p), axes] = own
+                run.copies[id(p), axes] = p._version, own
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:

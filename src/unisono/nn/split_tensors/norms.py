@@ -25,6 +25,7 @@ from unisono.nn.split_tensors.tensor import (
     rule,
 )
 from unisono.operators import all_gather, all_sum_reduce
+from unisono.operators.linear import slopes
 
 _LARGE = 1 << 15
 """Elements from which on moments are taken in two passes."""
@@ -92,14 +93,14 @@ class Normalize(torch.autograd.Function):
         over, eps, is_summed = ctx.settings
         wanted, rest = ctx.needs_input_grad[:3], (None, None, None)
         if torch.is_grad_enabled():  # a derivative of this is wanted: let autograd write it
-            given = [t for t, needed in zip((x, weight, bias), wanted, strict=True) if needed]
-            w, b = weight, bias
-            if is_summed and over.comm is not None and weight is not None:
-                w, *rest_of = summed_gradients(over.comm, *[t for t in (w, b) if t is not None])
-                b = rest_of[0] if rest_of else None
-            y = composed(x, w, b, over, eps)
-            grads = iter(torch.autograd.grad(y, given, dy, create_graph=True, allow_unused=True))
-            return *[next(grads) if needed else None for needed in wanted], *rest
+
+            def forward(x: Tensor, w: Tensor | None, b: Tensor | None) -> Tensor:
+                if is_summed and over.comm is not None and w is not None:
+                    w, *rest_of = summed_gradients(over.comm, *[t for t in (w, b) if t is not None])
+                    b = rest_of[0] if rest_of else None
+                return composed(x, w, b, over, eps)
+
+            return *slopes(forward, (x, weight, bias), wanted, dy), *rest
         x, slope, scale = wide(x), wide(dy), torch.rsqrt(variance + eps)
         if not over.is_per_channel(x):
             dx, dw, db = _by_elements(slope, x, weight, bias, mean, scale, over, wanted[0])
@@ -367,6 +368,8 @@ def _over_last(
 ) -> tuple[Over, Affine]:
     """Return what a norm of the last dims is taken over; scale and shift as the block is cut."""
     first = x.ndim - len(normalized_shape)
+    if list(x.shape[first:]) != list(normalized_shape):
+        raise NoRule("another shape than that of the last dims")
     inside = [cut for d, cut in x.cuts.items() if d >= first]
     if any(cut.outer != 1 for cut in inside):
         raise NoRule("the cut lies inside merged dims")

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from unisono.nn.planned import sum_dtype
-from unisono.nn.split_tensors.blocks import Layout, fitted, pointwise
+from unisono.nn.split_tensors.blocks import Layout, fitted, layout_of, pointwise
 from unisono.nn.split_tensors.reductions import added, reduced
 from unisono.nn.split_tensors.tensor import (
     RULES,
@@ -18,6 +18,7 @@ from unisono.nn.split_tensors.tensor import (
     Run,
     Split,
     like,
+    mapped,
     own_copy,
     rule,
 )
@@ -34,8 +35,8 @@ _POINTWISE = """add sub subtract mul multiply div divide true_divide floor_divid
     ne lt gt le ge not_equal less less_equal greater greater_equal logical_not logical_and
     logical_or logical_xor bitwise_not bitwise_and bitwise_or bitwise_xor reciprocal sign sgn floor
     ceil round trunc frac nan_to_num lerp addcmul addcdiv isnan isinf isfinite maximum minimum fmax
-    fmin atan2 hypot rsub xlogy masked_fill zeros_like ones_like full_like empty_like to float
-    double half bfloat16 int long bool type_as clone detach conj real imag
+    fmin atan2 hypot rsub xlogy masked_fill zeros_like ones_like full_like empty_like float double
+    half bfloat16 int long bool clone detach conj real imag
     __add__ __radd__ __sub__ __rsub__ __mul__ __rmul__ __truediv__ __rtruediv__ __floordiv__
     __rfloordiv__ __div__ __rdiv__ __mod__ __rmod__ __pow__ __rpow__ __neg__ __abs__ __eq__ __ne__
     __lt__ __le__ __gt__ __ge__ __and__ __or__ __xor__ __invert__ __iadd__ __isub__ __imul__
@@ -55,10 +56,10 @@ for _name in _ASKED_OF_WRAPPER:
     RULES[_name] = _of_wrapper
 
 
-@rule("requires_grad.get", "grad_fn.get", "is_leaf.get", "grad.get", "_version.get",
-      "is_contiguous", "requires_grad_", "retain_grad")  # fmt: skip
+@rule("requires_grad.get", "requires_grad.set", "requires_grad_", "grad.get", "grad.set",
+      "grad_fn.get", "is_leaf.get", "_version.get", "is_contiguous", "retain_grad")  # fmt: skip
 def _of_block(func: Callable[..., Any], x: Split, *args: Any, **kwargs: Any) -> Any:
-    result = func(x.local, *args, **kwargs)
+    result = func(x.local, *mapped(_block, args), **kwargs)
     return x if result is x.local else result
 
 
@@ -91,6 +92,29 @@ def _backward(func: Callable[..., Any], x: Split, *args: Any, **kwargs: Any) -> 
     raise NoRule("one number")
 
 
+@rule("grad")
+def _grad(
+    func: Callable[..., Any],
+    outputs: Sequence[Tensor],
+    inputs: Sequence[Tensor],
+    grad_outputs: Tensor | Sequence[Tensor | None] | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor | None, ...]:
+    """Return gradients of blocks, cut as they are; of replicated tensors as after `backward()`."""
+    given = [grad_outputs] * len(outputs) if grad_outputs is None else grad_outputs
+    seeds = [given] if isinstance(given, Tensor) else list(given)
+    for i, (y, seed) in enumerate(zip(outputs, seeds, strict=True)):
+        if isinstance(y, Split):
+            if seed is None:
+                raise RuntimeError("grad of a split tensor: reduce it first, or give grad_outputs")
+            seeds[i] = fitted(seed, layout_of([y]), y.run)
+    found = func(*mapped(_block, (outputs, inputs)), mapped(_block, seeds), **kwargs)
+    return tuple(
+        like(x, slope) if isinstance(x, Split) and slope is not None else slope
+        for x, slope in zip(inputs, found, strict=True)
+    )
+
+
 # -- arithmetic -----------------------------------------------------------------------------------
 
 
@@ -102,17 +126,23 @@ for _name in ("rand_like", "randn_like", "randint_like"):
     RULES.pop(_name, None)  # drawn whole, so that ranks draw alike
 
 
-@rule("contiguous")
-def _contiguous(func: Callable[..., Any], x: Split, *args: Any, **kwargs: Any) -> Tensor:
+@rule("contiguous", "to", "type_as", "type")
+def _converted(func: Callable[..., Any], x: Tensor, *args: Any, **kwargs: Any) -> Any:
+    """Keep the points; of another tensor only dtype and device are asked, however it is cut."""
+    args, kwargs = mapped(_block, (args, kwargs))
+    if not isinstance(x, Split):
+        return func(x, *args, **kwargs)
     local = func(x.local, *args, **kwargs)
-    return x if local is x.local else like(x, local)
+    return x if local is x.local else like(x, local) if isinstance(local, Tensor) else local
 
 
-@rule("type", "new_zeros", "new_ones", "new_full", "new_empty", "new_tensor")
+def _block(x: Split) -> Tensor:
+    return x.local
+
+
+@rule("new_zeros", "new_ones", "new_full", "new_empty", "new_tensor")
 def _made_alike(func: Callable[..., Any], x: Split, *args: Any, **kwargs: Any) -> Any:
     """Make a plain tensor of a given shape; what is asked of `x` is its dtype and device."""
-    if getattr(func, "__name__", "") == "type" and (args or kwargs):
-        return like(x, func(x.local, *args, **kwargs))
     return func(x.local, *args, **kwargs)
 
 
@@ -150,17 +180,19 @@ def _dropout(
     inplace: bool = False,
 ) -> Tensor:
     name = func.__name__
+    if "alpha" in name or not 0 <= p <= 1:
+        raise NoRule("a layer that draws for whole tensors")
     if not training or p == 0:
         return input
-    if "alpha" in name:
-        raise NoRule("a layer that draws for whole tensors")
-    per_channel = name not in ("dropout", "dropout_")
-    drawn = input.local[(..., *[slice(0, 1)] * (input.ndim - 2))] if per_channel else input.local
+    # Dims of which each index is drawn for by itself: all, or batch and channels, or channels.
+    is_sample = (name, input.ndim) in (("dropout1d", 2), ("dropout3d", 4))
+    count = input.ndim if name in ("dropout", "dropout_") else 1 if is_sample else 2
+    drawn = input.local[(..., *[slice(0, 1)] * (input.ndim - count))]
     # One number from the generator that all ranks share, whatever they hold; then a stream of its
     # own for each block. Ranks that hold the same points draw the same.
     seed = int(torch.randint(2**40, (), device="cpu"))
     for dim, cut in input.cuts.items():
-        if not per_channel or dim < 2:
+        if dim < count:
             seed = (seed * 1_000_003 + dim * 7919 + cut.comm.rank + 1) % 2**62
     device = drawn.device
     generator = None if drawn.is_meta else torch.Generator(device).manual_seed(seed)
@@ -173,6 +205,8 @@ def _dropout(
 
 
 # -- losses ---------------------------------------------------------------------------------------
+
+_REDUCTIONS = ("none", "mean", "sum")
 
 
 @rule("mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "binary_cross_entropy", "kl_div",
@@ -187,13 +221,19 @@ def _loss(
 ) -> Tensor:
     if args or kwargs.get("size_average") is not None or kwargs.get("reduce") is not None:
         raise NoRule("arguments of an unusual form")
-    if input.shape != target.shape:
-        raise NoRule("input and target of unlike shapes")
+    weight = kwargs.get("weight") if func.__name__ == "mse_loss" else None
+    shapes = [x.shape for x in (input, target, weight) if x is not None]
+    if len(set(shapes)) > 1:
+        raise NoRule("arguments of unlike shapes")
+    if reduction not in _REDUCTIONS and (reduction, func.__name__) != ("batchmean", "kl_div"):
+        raise NoRule("an unknown reduction")
     terms = pointwise(func, input, target, reduction="none", **kwargs)
     if reduction == "none":
         return terms
     if reduction == "batchmean":
         return reduced(terms, "mean") * (terms.numel() / input.shape[0])
+    if weight is not None and reduction == "mean":
+        return reduced(terms, "sum") / reduced(weight, "sum")
     return reduced(terms, reduction)
 
 
@@ -214,6 +254,7 @@ def _class_loss(
         or reduce is not None
         or input.ndim < 2
         or isinstance(weight, Split)
+        or reduction not in _REDUCTIONS
     ):
         raise NoRule("arguments of an unusual form")
     if target.is_floating_point():

@@ -126,13 +126,17 @@ def _batch_labels(a: Tensor, b: Tensor) -> tuple[str, str, str]:
     letters = "abcdefghijklmnop"[:count]
 
     def named(x: Tensor) -> str:
-        own = letters[count - (x.ndim - 2) :] if x.ndim > 2 else ""
-        return "".join(
-            " " if x.shape[i] == 1 and not (isinstance(x, Split) and i in x.cuts) else letter
-            for i, letter in enumerate(own)
-        )
+        return _apart(letters[count - (x.ndim - 2) :] if x.ndim > 2 else "", x)
 
     return named(a), named(b), letters
+
+
+def _apart(labels: str, x: Tensor) -> str:
+    """Return the labels of the first dims, with a space for one point, which may be broadcast."""
+    cuts = x.cuts if isinstance(x, Split) else ()
+    return "".join(
+        " " if x.shape[i] == 1 and i not in cuts else label for i, label in enumerate(labels)
+    )
 
 
 @rule("matmul", "bmm", "mm", "__matmul__", "__rmatmul__")
@@ -172,6 +176,7 @@ def _einsum(func: Callable[..., Any], equation: str, *operands: Any) -> Tensor:
     names = labels.split(",")
     if any(len(set(name)) != len(name) for name in names):
         raise NoRule("a diagonal")
+    names = [_apart(name, x) for name, x in zip(names, items, strict=True)]
     return contracted(names, out, items, lambda *blocks: func(spelled, *blocks))
 
 
@@ -356,6 +361,9 @@ def _multi_head(
         heads.append(call(torch.permute, parted, [1, 2, 0, 3]))
     p = dropout_p if training else 0.0
     causal = is_causal and attn_mask is None
-    y = _attention(F.scaled_dot_product_attention, *heads, attn_mask, p, causal)
+    mask = attn_mask
+    if mask is not None and mask.dtype == torch.bool:  # here True hides a key, there it shows it
+        mask = call(torch.logical_not, mask)
+    y = _attention(F.scaled_dot_product_attention, *heads, mask, p, causal)
     merged = call(torch.flatten, call(torch.permute, y, [2, 0, 1, 3]), 2, 3)
     return _linear(F.linear, merged, out_proj_weight, out_proj_bias), None

@@ -31,9 +31,9 @@ def _dims(x: Tensor, dim: int | Sequence[int] | None) -> list[int]:
     return sorted({d % x.ndim for d in ([dim] if isinstance(dim, int) else dim)})
 
 
-def _check_numbers(x: Tensor) -> None:
+def _check_numbers(dtype: torch.dtype) -> None:
     """Leave to torch what it refuses: statistics of integers."""
-    if not (x.dtype.is_floating_point or x.dtype.is_complex):
+    if not (dtype.is_floating_point or dtype.is_complex):
         raise NoRule("integers")
 
 
@@ -53,17 +53,23 @@ def added(local: Tensor, cuts: Sequence[Cut], run: Run) -> Tensor:
 
 
 def reduced(
-    x: Tensor, how: str, dim: int | Sequence[int] | None = None, keepdim: bool = False
+    x: Tensor,
+    how: str,
+    dim: int | Sequence[int] | None = None,
+    keepdim: bool = False,
+    dtype: torch.dtype | None = None,
 ) -> Tensor:
     """Return the sum or mean of a tensor over dims."""
     dims = _dims(x, dim)
     if not isinstance(x, Split):
-        return (torch.mean if how == "mean" else torch.sum)(x, dims, keepdim)
-    total = x.local.sum(dims, keepdim, dtype=sum_dtype(x.local))
+        return (torch.mean if how == "mean" else torch.sum)(x, dims, keepdim, dtype=dtype)
+    local = x.local if dtype is None else x.local.to(dtype)
+    total = local.sum(dims, keepdim, dtype=sum_dtype(local))
     total = added(total, [cut for d, cut in x.cuts.items() if d in dims], x.run)
     if how == "mean":
         total = total / math.prod(x.shape[d] for d in dims)
-    total = total.to(x.dtype) if x.dtype.is_floating_point else total
+    if dtype is not None or x.dtype.is_floating_point:
+        total = total.to(local.dtype)
     return like(x, total, _left(x, dims, keepdim))
 
 
@@ -76,10 +82,15 @@ def _sum(
     *,
     dtype: torch.dtype | None = None,
 ) -> Tensor:
-    if func.__name__ == "mean" and dtype is None:
-        _check_numbers(input)
-    x = like(input, input.local.to(dtype)) if dtype is not None else input
-    return reduced(x, func.__name__, dim, keepdim)
+    if func.__name__ == "mean":
+        _check_numbers(dtype or input.dtype)
+    return reduced(input, func.__name__, dim, keepdim, dtype)
+
+
+def _root(squares: Tensor) -> Tensor:
+    """Return the root. Its derivative at 0 is 0, as torch's of norms and deviations; not inf."""
+    is_zero = squares == 0
+    return squares.masked_fill(is_zero, 1.0).sqrt().masked_fill(is_zero, 0.0)
 
 
 @rule("var", "std")
@@ -92,7 +103,7 @@ def _var(
     *,
     correction: float | None = None,
 ) -> Tensor:
-    _check_numbers(input)
+    _check_numbers(input.dtype)
     if isinstance(dim, bool):
         dim, unbiased = None, dim
     taken = correction if correction is not None else 0 if unbiased is False else 1
@@ -102,7 +113,7 @@ def _var(
     mean = own_copy(added(local.sum(dims, True), inside, input.run) / count, inside, input.run)
     squares = added((local - mean).abs().square().sum(dims, keepdim), inside, input.run)
     result = squares / max(0.0, count - taken)
-    result = result.sqrt() if func.__name__ == "std" else result
+    result = _root(result) if func.__name__ == "std" else result
     result = result.to(input.dtype) if input.dtype.is_floating_point else result
     return like(input, result, _left(input, dims, keepdim))
 
@@ -152,13 +163,10 @@ def _vector_norm(
     if ord != 2 or x.is_complex():
         raise NoRule("a norm along the cut that is not Euclidean")
     local = x.local if dtype is None else x.local.to(dtype)
-    _check_numbers(local)
+    _check_numbers(local.dtype)
     inside = [cut for d, cut in x.cuts.items() if d in dims]
     total = added(wide(local).square().sum(dims, keepdim), inside, x.run)
-    # Where all points are 0, the derivative is 0, as torch's is; that of a root is infinite.
-    is_zero = total == 0
-    norm = total.masked_fill(is_zero, 1.0).sqrt().masked_fill(is_zero, 0.0)
-    return like(x, norm.to(local.dtype), _left(x, dims, keepdim))
+    return like(x, _root(total).to(local.dtype), _left(x, dims, keepdim))
 
 
 @rule("norm")
@@ -171,8 +179,8 @@ def _norm(
     out: Tensor | None = None,
     dtype: torch.dtype | None = None,
 ) -> Tensor:
-    if isinstance(p, str) and p != "fro":
-        raise NoRule(f"p={p!r}")
+    if out is not None or (isinstance(p, str) and p != "fro"):
+        raise NoRule(f"p={p!r}, out={out!r}")
     order = 2.0 if p is None or isinstance(p, str) else p
     return _vector_norm(torch.linalg.vector_norm, input, order, dim, keepdim, dtype=dtype)
 
@@ -186,6 +194,8 @@ def _normalize(
     eps: float = 1e-12,
     out: Tensor | None = None,
 ) -> Tensor:
+    if out is not None:
+        raise NoRule("out=")
     norm = _vector_norm(torch.linalg.vector_norm, input, p, dim, True)
     return pointwise(torch.div, input, call(torch.clamp_min, norm, eps))
 
@@ -195,10 +205,12 @@ def _softmax(
     func: Callable[..., Any],
     input: Split,
     dim: int | None = None,
-    _stacklevel: int = 3,
+    _stacklevel: int | torch.dtype | None = 3,
     dtype: torch.dtype | None = None,
 ) -> Tensor:
     name = func.__name__
+    if isinstance(_stacklevel, torch.dtype):  # only the functions of F have this one
+        dtype = _stacklevel
     if dim is None or name == "softmin":
         raise NoRule("without a dim")
     dim %= input.ndim
@@ -206,11 +218,11 @@ def _softmax(
     cut = input.cuts.get(dim)
     if cut is None:
         return like(input, getattr(torch, name)(local, dim))
-    _check_numbers(local)
+    _check_numbers(local.dtype)
     # The largest value only keeps exp in range; it has no part in the derivative.
     with torch.no_grad():
         top = cut.comm.all_reduce(local.detach().amax(dim, keepdim=True), "max")
-    shifted = wide(local - top)
+    shifted = wide(local) - top
     total = own_copy(added(shifted.exp().sum(dim, True), [cut], input.run), [cut], input.run)
     result = shifted.exp() / total if name == "softmax" else shifted - total.log()
     return like(input, result.to(local.dtype))

@@ -132,8 +132,9 @@ class Run:
         self.strict = strict
         self.attention = attention
         self.gathered: Counter[Gathered] = Counter()
-        self.copies: dict[tuple[int, frozenset[Communicator]], Tensor] = {}
-        """Copies of replicated leaves for own work, by leaf and axes: one sum per leaf."""
+        self.copies: dict[tuple[int, frozenset[Communicator]], tuple[int, Tensor]] = {}
+        """Copies of replicated leaves for own work, by leaf and axes: one sum per leaf. With the
+        version of the leaf, for outside of a network an optimizer may have changed it since."""
         self.moves = 0
         """How often blocks were moved between ranks so far."""
         self.aliases: dict[int, list[tuple[weakref.ref[Tensor], weakref.ref[Tensor]]]] = {}
@@ -527,11 +528,11 @@ def own_copy(x: Tensor, cuts: Iterable[Cut], run: Run) -> Tensor:
     if not cuts:
         return x
     key = id(x), frozenset([axis for cut in cuts for axis in cut.axes])
-    known = run.copies.get(key) if x.is_leaf else None
-    if known is None:
+    version, known = run.copies.get(key, (-1, x))
+    if version != x._version or not x.is_leaf:
         known = copy(x, comm=run.grid([axis for cut in cuts for axis in cut.axes])[0])
         if x.is_leaf:
-            run.copies[key] = known
+            run.copies[key] = x._version, known
     return known
 
 
@@ -581,6 +582,8 @@ class _Function:
     is_pointwise: bool
 
 
+_NAMES = {"axis": "dim", "keepdims": "keepdim"}
+"""numpy's names of arguments, which torch's functions take too."""
 _FUNCTIONS: dict[Callable[..., Any], _Function] = {}
 """What was looked up before, so that a call looks up once."""
 
@@ -712,6 +715,8 @@ def _dispatch(
     func: Callable[..., Any], known: _Function, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
     name, how = known.name, known.how
+    if kwargs and how is not None and func not in _OWN_RULES:
+        kwargs = {_NAMES.get(key, key): x for key, x in kwargs.items()}
     moves, base, watched = 0, args[0] if args else None, None
     if isinstance(base, Split) and base.run.aliases:
         watched = base.local if any(other() is not None for other in base.moved) else None
@@ -849,11 +854,17 @@ def _gather_all(
 ) -> Any:
     """Compute with whole tensors; what is changed in place is cut again."""
     found = list(splits_in((args, kwargs)))
-    if isinstance(kwargs.get("out"), Split):
+    is_attribute = name.endswith(".set")
+    if is_attribute or next(splits_in(kwargs.get("out")), None) is not None:
+        what = name.removesuffix(".set")
         raise UnisonoError.because(
-            f"{name}(..., out=a split tensor)", "its blocks cannot be written from here", None,
-            f"x = {name}(...)",
-        )  # fmt: skip
+            f"x.{what} = ... of a split tensor"
+            if is_attribute
+            else f"{name}(..., out=a split tensor)",
+            "its blocks cannot be written from here",
+            None,
+            "a new tensor: x = ..." if is_attribute else f"x = {name}(...)",
+        )
     for x in found:
         x.run.note(name, reason, x)
     whole = mapped(lambda x: joined(x, x.cuts), (args, kwargs))
@@ -863,6 +874,13 @@ def _gather_all(
         return func(*whole[0], **whole[1])
     value = whole[0][0].clone()
     result = func(value, *whole[0][1:], **whole[1])
+    if value.shape != target.shape:
+        raise UnisonoError.because(
+            f"{name} of a split tensor {list(target.shape)}",
+            f"a change of its shape, to {list(value.shape)}, in place",
+            None,
+            f"x = x.{name.rstrip('_')}(...)",
+        )
     block = value
     for dim, cut in target.cuts.items():
         block = sliced(block, dim, cut)

@@ -54,11 +54,9 @@ def _permute(func: Callable[..., Any], input: Split, *dims: Any) -> Tensor:
     return like(input, input.local.permute(order), cuts)
 
 
-@rule("transpose", "swapaxes", "swapdims", "transpose_")
+@rule("transpose", "swapaxes", "swapdims")
 def _transpose(func: Callable[..., Any], input: Split, dim0: int, dim1: int) -> Tensor:
     a, b = dim0 % input.ndim, dim1 % input.ndim
-    if func.__name__.endswith("_"):
-        raise NoRule("in place")
     cuts = {{a: b, b: a}.get(dim, dim): cut for dim, cut in input.cuts.items()}
     return like(input, input.local.transpose(a, b), cuts)
 
@@ -305,7 +303,7 @@ def _getitem(func: Callable[..., Any], input: Split, index: Any) -> Tensor:
     # Whole dims first, by one index of torch's own; then cut dims, from the last to the first.
     local_index: list[Any] = []
     kept: dict[int, Cut] = {}
-    later: list[tuple[int, Any]] = []
+    later: list[tuple[int, int, Any]] = []
     dim = place = 0
     for entry in entries:
         if entry is None:
@@ -316,24 +314,31 @@ def _getitem(func: Callable[..., Any], input: Split, index: Any) -> Tensor:
             local_index.append(slice(None))
             kept[place] = input.cuts[dim]
             if entry != slice(None):
-                later.append((place, entry))
+                later.append((dim, place, entry))
             place += 1
         else:
             local_index.append(entry)
             place += isinstance(entry, slice)
         dim += 1
     result: Tensor = like(input, input.local[tuple(local_index)], kept)
-    for place, entry in reversed(later):
+    for dim, place, entry in reversed(later):
         if not isinstance(result, Split) or place not in result.cuts:
             raise NoRule("several parts of cut dims")
-        if isinstance(entry, int):
-            result = _picked(result, place, entry)
-            continue
-        start, stop, step = entry.indices(result.shape[place])
-        if step < 1:
-            raise NoRule("a negative step")
-        result = _narrowed(result, place, start, max(start, stop), step)
+        try:
+            result = _part(result, place, entry)
+        except NeedsWhole as need:  # the dim of the argument, whose other dims may be gone by now
+            raise NeedsWhole(dim, str(need)) from need
     return result
+
+
+def _part(x: Split, dim: int, entry: int | slice) -> Tensor:
+    """Return one point or a slice of a cut dim."""
+    if isinstance(entry, int):
+        return _picked(x, dim, entry)
+    start, stop, step = entry.indices(x.shape[dim])
+    if step < 1:
+        raise NoRule("a negative step")
+    return _narrowed(x, dim, start, max(start, stop), step)
 
 
 @rule("narrow")
@@ -341,6 +346,8 @@ def _narrow(func: Callable[..., Any], input: Split, dim: int, start: int, length
     dim %= input.ndim
     if dim not in input.cuts:
         return like(input, input.local.narrow(dim, int(start), length))
+    if not 0 <= start <= start + length <= input.shape[dim]:
+        raise NoRule("counted from the end, or beyond it")
     return _narrowed(input, dim, int(start), int(start) + length, 1)
 
 

@@ -42,6 +42,8 @@ from unisono.topology import HaloPlan, halo
 from unisono.topology.decompose import split_sizes
 from unisono.topology.resample import Resampling
 from unisono.topology.window import (
+    check_pool,
+    check_window,
     output_length,
     padding_pairs,
     per_dim,
@@ -97,7 +99,7 @@ def _in_space(
     plan_of: Callable[..., tuple[Cuts, SpacePlan] | None],
     numbers: tuple[Any, ...],
 ) -> Tensor:
-    if not isinstance(x, Split) or isinstance(weight, Split):
+    if not isinstance(x, Split) or isinstance(weight, Split) or isinstance(bias, Split):
         raise NoRule("a split weight")
     cuts, run, local, count = x.cuts, x.run, x.local, weight.ndim - 2
     at = local.ndim - count - 1
@@ -310,7 +312,10 @@ def _pool_numbers(
     count = int(func.__name__[8])
     kernel = per_dim(kernel_size, count, "kernel_size")
     steps = kernel if stride is None or stride == [] else per_dim(stride, count, "stride")
-    return kernel, steps, per_dim(padding, count, "padding"), per_dim(dilation, count, "dilation")
+    pads, spread = per_dim(padding, count, "padding"), per_dim(dilation, count, "dilation")
+    for k, p, d in zip(kernel, pads, spread, strict=True):
+        check_pool(k, p, d)
+    return kernel, steps, pads, spread
 
 
 def _pooled(x: Split, numbers: PoolNumbers, wants_indices: bool = False) -> tuple[Tensor, Any]:
@@ -364,7 +369,8 @@ def _pad(
         if min(low, high) < 0:
             raise NeedsWhole(dim, "a crop along the cut")
         cut = without_runs(x, dim)
-        out = resized(cut, balanced(cut.length + low + high, x, dim, "pad"))
+        length = check_window(cut.length, 1, 1, low, high, 1, PAD_MODES[mode])
+        out = resized(cut, balanced(length, x, dim, "pad"))
         wanted[dim] = (
             cut,
             [
@@ -400,6 +406,8 @@ def _interpolate(
             x.local, size, scale_factor, mode, align_corners, recompute_scale_factor, **options
         )
         return like(x, local)
+    if (size is None) == (scale_factor is None):
+        raise NoRule("not one of size and scale_factor")
     if antialias or mode not in MODES:
         raise NoRule(f"mode {mode!r}" if not antialias else "antialias")
     if not x.is_floating_point() and not mode.startswith("nearest"):
