@@ -92,10 +92,48 @@ def test_extreme_rows_stay_finite(name, scale):
 
 @pytest.mark.parametrize("name", TABLE)
 def test_a_certain_input_gives_finite_numbers(name):
-    out = getattr(bayes, name)().forward(Moments(torch.tensor([[0.5, -0.3, 0.0, 2.0]])))
-    assert torch.isfinite(out.mean).all()
-    assert torch.isfinite(out.slope).all()
-    assert torch.isfinite(out.spread()).all()
+    mean = torch.tensor([[0.5, -0.3, 0.0, 2.0], [60.0, 60.0, -60.0, 60.0]])
+    for out in (Moments(mean), Moments(mean, torch.zeros_like(mean))):
+        out = getattr(bayes, name)().forward(out)
+        assert torch.isfinite(out.mean).all()
+        assert torch.isfinite(out.slope).all()
+        assert torch.isfinite(out.spread()).all()
+
+
+@pytest.mark.parametrize("name", TABLE)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_no_variance_is_negative(name, dtype):
+    generator = torch.Generator().manual_seed(0)
+    for units in (1, 2, 6):
+        if name == "EvenExp" and units == 1:
+            continue
+        mean = torch.randn(300, units, generator=generator, dtype=dtype)
+        var = torch.rand(300, units, generator=generator, dtype=dtype)
+        for m, v in ((0.1, 1), (20, 1), (20, 1e-6), (100, 1e5), (1000, 1e5), (1e6, 1e3)):
+            out = getattr(bayes, name)().forward(Moments(m * mean, v * var))
+            assert (out.var >= 0).all(), (units, m, v)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_unit_that_is_cut_has_the_moments_of_an_integral_near_the_cuts_and_far_away(dtype):
+    steps = torch.linspace(-9, 9, 200_001, dtype=torch.float64)
+    weight = normal_pdf(steps)
+    weight /= weight.sum()
+    for m in (-1000.0, -50.0, -2.0, -1.0, 0.0, 0.3, 0.99, 5.0, 50.0):
+        for v in (0.0, 1e-4, 0.1, 1.0, 30.0, 1e3, 1e5, 1e12):
+            z = m + v**0.5 * steps
+            cut = z.clamp(-1, 1)
+            mean = (weight * cut).sum()
+            var = (weight * (cut - mean).square()).sum().clamp_min(1e-6)
+            at = torch.tensor([m], dtype=dtype), torch.tensor([v], dtype=dtype)
+            got = bayes.MixtureTanh._moments(*at)
+            assert torch.allclose(got[0].double(), mean, atol=1e-4), (m, v)
+            assert torch.allclose(got[1].double(), var, rtol=2e-3, atol=2e-7), (m, v)
+            if v:
+                slope = (weight * cut * steps).sum() / v**0.5
+                assert torch.allclose(got[2].double(), slope, atol=3e-5), (m, v)
+    forever = bayes.MixtureTanh._moments(torch.zeros(1), torch.tensor([torch.inf]))
+    assert [float(t) for t in forever] == [0.0, 1.0, 0.0]
 
 
 def test_masked_entries_of_remax_are_exactly_zero():

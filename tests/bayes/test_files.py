@@ -213,6 +213,11 @@ def test_another_architecture_is_refused_and_nothing_is_written(tmp_path):
     longer.save(tmp_path / "b.bin")
     with pytest.raises(UnisonoError, match="bytes more"):
         net.load(tmp_path / "b.bin")
+    start = (Linear(2, 3), LayerNorm([3]))
+    Sequential(*start, Linear(3, 3), ReLU(), Linear(3, 1)).save(tmp_path / "c.bin")
+    for shorter in (Sequential(*start), Sequential(*start, Linear(3, 1))):
+        with pytest.raises(UnisonoError, match=r"in the file"):  # more than LayerNorm's statistics
+            shorter.load(tmp_path / "c.bin")
     for wrong, text in (
         ({"Linear.0": before["Linear.0"]}, "missing Linear.2"),
         ({**before, "Linear.9": before["Linear.2"]}, "too many Linear.9"),

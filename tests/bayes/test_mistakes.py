@@ -116,6 +116,7 @@ CASES = {
     "channels": (lambda: Sequential(Conv2d(3, 1, 3))(torch.ones(1, 1, 8, 8)), ["1 != 3"]),
     "method": (lambda: Linear(2, 2, init_method="Glorot"), ["'He', 'Xavier'"]),
     "index": (lambda: Sequential(Embedding(5, 2))([[7]]), ["0 to 4", "num_embeddings=8"]),
+    "fraction of a row": (lambda: Sequential(Embedding(5, 2))([[1, 1.4]]), [r"\[1\] = 1\.4"]),
     "pairs": (lambda: Sequential(Linear(2, 3), EvenExp()), ["3 % 2 = 1"]),
     "heads": (lambda: MultiheadAttention(10, 4), ["10 / 4 is not whole"]),
     "kv heads": (lambda: MultiheadAttention(8, 4, 3), ["4 / 3 is not whole"]),
@@ -173,6 +174,7 @@ CASES = {
     "input deltas": (lambda: forwarded().get_input_states(), [r"input_state_update = True"]),
     "parameter": (lambda: setattr(Linear(2, 2), "mu_w", [1.0, 2.0]), ["2 != 4"]),
     "objects": (lambda: net_of()([["a"] * 7]), ["'a'", "HINT: rows"]),
+    "complex": (lambda: net_of()(torch.ones(7, dtype=torch.complex64)), ["complex", "HINT: rows"]),
     "ragged": (lambda: net_of()([[1.0], [1.0, 2.0]]), ["unlike lengths", "HINT: rows"]),
     "fraction of inputs": (lambda: Linear(2.5, 1), [r"Linear\(input_size=2\.5\)", "HINT"]),
     "fraction of a label": (
@@ -212,6 +214,7 @@ CASES = {
     "conv stride": (lambda: Conv2d(1, 1, 3, stride=0, in_width=4, in_height=4), ["stride=0"]),
     "conv padding": (lambda: ConvTranspose2d(1, 1, 3, padding=-1), ["padding=-1", "-1 < 0"]),
     "pool size": (lambda: AvgPool2d(0), ["kernel_size=0", "0 < 1"]),
+    "pool of a frame": (lambda: bayes.MaxPool2d(2, 1, 2, 2), ["padding=2", "2 >= 2", "HINT: pad"]),
     "pool stride": (lambda: bayes.MaxPool2d(2, 0), ["stride=0"]),
     "norm size": (lambda: bayes.BatchNorm2d(0), ["features=0"]),
     "norm dims": (lambda: bayes.LayerNorm([3, 4]), ["2 dims", r"LayerNorm\(\[12\]\)"]),
@@ -232,10 +235,19 @@ CASES = {
     "variance": (lambda: setattr(Linear(1, 1), "var_w", [-2.0]), [r"Linear\.var_w\[0\] = -2"]),
     "predict": (lambda: net_of().predict(np.ones(7), batch_size=-1), ["-1 < 1"]),
     "device": (lambda: net_of().to("tpu"), ["'tpu'", "to_device"]),
+    "negative std": (lambda: bayes.metric.crps([1.0, 1.0], [1.0, -2.0], 1.0), [r"std\[1\] = -2"]),
+    "certain likelihood": (
+        lambda: bayes.metric.log_likelihood([1.0, 1.0], [1.0, 2.0], [1.0, 0.0]),
+        [r"std\[1\] = 0", "HINT: np.hypot"],
+    ),
     "paired": (lambda: bayes.metric.rmse([1.0, 2.0], [1.0, 2.0, 3.0]), ["2 != 3"]),
     "columns": (
         lambda: bayes.Utils().create_rolling_window(np.ones((9, 2)), [0], 2, 1, 3, 1),
         ["2 != 3"],
+    ),
+    "window": (
+        lambda: bayes.Utils().create_rolling_window(np.ones((9, 2)), [0], -2, 1, 2, 1),
+        ["input_seq_len", "-2 < 1"],
     ),
     "column": (
         lambda: bayes.Utils().create_rolling_window(np.ones((9, 2)), [2], 2, 1, 2, 1),

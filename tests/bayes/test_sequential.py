@@ -259,6 +259,9 @@ FIRST_LAYERS = {
     "lstm behind an activation": lambda: Sequential(
         Linear(3, 4), Tanh(), LSTM(2, 3, 2), Linear(6, 1)
     ),
+    "norms of the steps of a sequence": lambda: Sequential(
+        Linear(3, 4), LSTM(2, 3, 2), RMSNorm([3]), LSTM(3, 2, 2), LayerNorm([2]), Linear(4, 1)
+    ),
 }
 
 

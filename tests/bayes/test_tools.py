@@ -59,6 +59,7 @@ def test_crps_is_the_integral_of_its_definition():
     z = np.linspace(-12, 12, 200_001)
     integrand = (stats.norm(0.3, 1.5).cdf(z) - (z >= 1.0)) ** 2
     assert metric.crps([0.3], [1.5], [1.0]) == pytest.approx(np.trapezoid(integrand, z), abs=1e-4)
+    assert metric.crps([0.3, 0.3, 0.3], 0.0, [1.0, 0.3, np.nan]) == pytest.approx(0.35)  # distances
 
 
 def test_scaling_goes_there_and_back():

@@ -195,7 +195,12 @@ def test_forward_mode_goes_through_the_two_halves():
     edges = torch.tensor([[0, 1, 2, 3], [2, 3, 0, 1]])
     plan = GraphPlan(GraphPartition.contiguous(4, 2), edges, comm=comm)
     x = drawn(4)[plan.local_nodes]
-    _, tangent = torch.func.jvp(lambda t: plan.start(t).wait() ** 2, (x,), (2 * x,))
+
+    def squares(t):
+        made_here = GraphPlan(plan.partition, edges, comm=comm)
+        return made_here.start(t).wait() ** 2
+
+    _, tangent = torch.func.jvp(squares, (x,), (2 * x,))
     other = drawn(4)[plan.halo_nodes]
     torch.testing.assert_close(tangent, 4 * other**2)
 
@@ -227,19 +232,47 @@ def test_the_current_row_is_the_default():
     assert "2 nodes" in repr(plan)
 
 
-@pytest.mark.ranks(3)
-def test_check_mode_finds_ranks_with_another_graph():
+@pytest.mark.ranks(3, backend=["gloo", "shm"])
+def test_ranks_with_another_graph_are_told_in_the_first_call_on_a_plan():
     comm = world()
     edges = torch.tensor([[0, 1, 2], [2, 1, 0]])
     part = GraphPartition.contiguous(4, 3)
-    with check():
-        GraphPlan(part, edges, comm=comm)
-        for other in (edges[:, :2], edges.flip(0)):
-            with pytest.raises(PartitionError, match="other edges than on rank"):
-                GraphPlan(part, other if comm.rank == 1 else edges, comm=comm)
-        owner = torch.tensor([0, 1, 2, comm.rank])
-        with pytest.raises(PartitionError, match="other owners of nodes"):
-            GraphPlan(GraphPartition.from_owner(owner, 3), edges[:, :0], comm=comm)
+    GraphPlan(part, edges, comm=comm).extend(torch.ones(part.sizes[comm.rank]))
+
+    def mine(other):
+        return other if comm.rank == 1 else edges
+
+    moved = GraphPartition.from_owner([0, 1, 2, comm.rank], 3)
+    for plan, text in (
+        (GraphPlan(part, mine(edges[:, :2]), comm=comm), "other edges than on rank"),
+        (GraphPlan(part, mine(edges.flip(0)), comm=comm), "other edges than on rank"),
+        (GraphPlan(part, edges, comm=comm).refresh(mine(edges[:, :1])), "other edges than on rank"),
+        (GraphPlan(part, edges, cut="nodes" if comm.rank else "edges", comm=comm), "other cut"),
+        (GraphPlan(moved, edges, comm=comm), "other owners of nodes"),
+        (GraphPlan(moved, edges[:, :0], edges="local", comm=comm), "other owners of nodes"),
+    ):
+        own, held = torch.ones(plan.num_local), torch.ones(plan.num_local + plan.num_halo)
+        calls = (
+            lambda: plan.gather(own, grad="slice"),  # noqa: B023
+            lambda: plan.extend(own),  # noqa: B023
+            lambda: plan.exchange(own, own),  # noqa: B023
+            lambda: plan.start(own),  # noqa: B023
+            lambda: plan.message_pass(own, message),  # noqa: B023
+            lambda: plan.close(held),  # noqa: B023
+        )
+        for call in calls:  # the plan stays refused
+            with pytest.raises(PartitionError, match=text):
+                call()
+
+
+@pytest.mark.ranks(2, backend=["gloo", "shm"])
+def test_unlike_edges_are_told_where_the_halos_have_the_same_size():
+    comm = world()
+    edges = torch.tensor([[0, 5], [5, 0]]) if comm.rank else torch.tensor([[1, 6], [6, 1]])
+    plan = GraphPlan(GraphPartition.contiguous(10, 2), edges, comm=comm)
+    assert not plan.is_dense
+    with pytest.raises(PartitionError, match="other edges than on rank"):
+        plan.message_pass(plan.scatter(torch.arange(10.0)), message)
 
 
 @pytest.mark.ranks(2)

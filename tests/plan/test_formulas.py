@@ -219,6 +219,16 @@ def test_one_rank_communicates_nothing_in_any_way():
 
 
 @CHEAP
+@given(nodes=st.integers(1, 300), batch=st.floats(0.01, 100), update=st.floats(0, 1))
+def test_no_way_gets_faster_with_slower_ranks(nodes, batch, update):
+    cluster = replace(CLUSTER, nodes=nodes, outer=SLOW)
+    workload = replace(WORK, optimizer_s=update)
+    slower = every_way(workload, replace(cluster, rank_speed=0.5), batch)
+    for way, found in every_way(workload, cluster, batch).items():
+        assert slower[way].step_s >= found.step_s * (1 - 1e-12), way
+
+
+@CHEAP
 @given(nodes=st.integers(1, 300), batch=st.floats(1, 1000))
 def test_every_way_gets_slower_with_slower_links_and_is_never_faster_than_computing(nodes, batch):
     cluster = replace(CLUSTER, nodes=nodes)
@@ -287,8 +297,31 @@ def test_impossible_ways_say_why():
     for way in (data_parallel, daso, sharded):
         assert isinstance(way(BAYES, CLUSTER, 8), Impossible)
     assert isinstance(bayes(WORK, CLUSTER, 8), Impossible)
-    with pytest.raises(PlatformError, match="hierarchical"):
-        replace(CLUSTER, algorithm="magic")
+    by_name = replace(LINEAR, input_shape=(), output_shape=())  # called with keywords
+    assert isinstance(tensor(replace(WORK, layers=[by_name]), CLUSTER, 8), Impossible)
+
+
+@pytest.mark.parametrize(
+    "ask",
+    [
+        lambda: replace(CLUSTER, algorithm="magic"),
+        lambda: replace(CLUSTER, nodes=0),
+        lambda: replace(CLUSTER, rank_speed=0.0),
+        lambda: replace(CLUSTER, cores_per_node=0),
+        lambda: replace(LINK, bytes_per_s=0.0),
+        lambda: replace(LINK, bytes_per_s=float("nan")),
+        lambda: replace(LINK, latency_s=-1e-6),
+        lambda: replace(LINK, overlap=1.5),
+        lambda: compare(WORK, CLUSTER, 0),
+        lambda: compare(WORK, CLUSTER, -8),
+        lambda: compare(WORK, CLUSTER, float("nan")),
+        lambda: compare(WORK, CLUSTER, 8, team=-1),
+        lambda: compare(WORK, CLUSTER, 8, team=0),
+    ],
+)
+def test_a_machine_or_a_batch_that_cannot_be_is_refused(ask):
+    with pytest.raises(PlatformError, match="HINT"):
+        ask()
 
 
 def test_halos_grow_with_the_surface_of_a_block():
@@ -306,6 +339,7 @@ def test_curves_start_at_one_and_stop_where_samples_run_out():
     counted = rank_counts(4, 10_000)
     assert counted[0] == 1
     assert counted[-1] == 10_000
+    assert rank_counts(8, 4) == [1, 2, 4]
     strong = scaling(WORK, CLUSTER, 512, counted, strong=True)
     weak = scaling(WORK, CLUSTER, 8, counted, strong=False)
     assert {curve.way for curve in weak} == set(every_way(WORK, CLUSTER))
@@ -358,9 +392,12 @@ def test_quantities_are_read_and_written_with_units():
     assert write_time(1234) == "1,234 s"
     assert write_bytes(999) == "999 B"
     assert write_rate(2.5e9) == "2.5 GB/s"
-    for wrong in ("10", "fast", "10GB", "-1GB/s", "0GB/s", "1.2.3GB/s"):
+    for wrong in (
+        "10", "fast", "10GB", "-1GB/s", "0GB/s", "1.2.3GB/s", "1e999GB/s",
+        "10Gb/s",  # bits or bytes?
+    ):  # fmt: skip
         with pytest.raises(PlatformError, match="HINT: write 10GB/s"):
             read_rate(wrong)
-    for wrong in ("2", "2GB/s", "us"):
+    for wrong in ("2", "2GB/s", "us", "1e999s"):
         with pytest.raises(PlatformError, match="HINT: write 2us"):
             read_time(wrong)

@@ -77,6 +77,18 @@ def test_a_model_is_measured_as_it_is(few_rounds):
     assert [(b.ready, b.needed) for b in found.buckets] == [(1.0, 0.0)]
 
 
+def test_layers_have_the_bytes_that_are_trained_each_once(few_rounds):
+    first, second = nn.Linear(64, 64, bias=False), nn.Linear(64, 64, bias=False)
+    second.weight = first.weight  # tied
+    model = nn.Sequential(first, second, nn.Linear(64, 64).requires_grad_(False))
+    found = profile(Subject(model=model, batch=(torch.randn(4, 64),)))
+    assert [layer.parameter_bytes for layer in found.layers] == [4 * 64 * 64, 0, 0]
+    assert found.parameter_bytes == 4 * 64 * 64
+    for each in compare(found, TYPICAL.here(4), 4):
+        if isinstance(each, Prediction):
+            assert min(each.compute_s, each.waiting_s, each.memory_bytes) >= 0, each.way
+
+
 def test_presets_cover_the_ways(few_rounds):
     ways = {}
     for name in ("graph", "bayes"):

@@ -276,7 +276,9 @@ class Utils:
         width = series.shape[1] if series.ndim == 2 else num_features
         asked = f"windows of {num_features} features of a series of shape {series.shape}"
         check_count(asked, width, num_features, f"num_features={width}")
-        expect_int("stride", operator.index(stride), 1, error=PartitionError)
+        lengths = {"input_seq_len": input_seq_len, "output_seq_len": output_seq_len}
+        for name, count in {**lengths, "stride": stride}.items():
+            expect_int(name, operator.index(count), 1, error=PartitionError)
         for column in columns.tolist():
             expect_int("output_col", column, 0, width, error=PartitionError)
         series = series.reshape(-1, num_features)

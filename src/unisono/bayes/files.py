@@ -112,7 +112,7 @@ def load_binary(net: Sequential, path: str | Path) -> None:
     raw, live, leaves = Path(path).read_bytes(), net.live_tensors(), net.leaves()
     state: dict[str, list[np.ndarray]] = {}
     at = 0
-    for n, (key, layer) in enumerate(leaves):
+    for key, layer in leaves:
         at = _behind_header(raw, at, layer, path)
         for name in (key, key + RUNNING):
             for tensor in live.get(name, ()):
@@ -121,9 +121,8 @@ def load_binary(net: Sequential, path: str | Path) -> None:
                     raise _unlike(path, layer, f"{len(values)} of {tensor.numel()} numbers")
                 state.setdefault(name, []).append(values)
                 at += values.nbytes
-        if isinstance(layer, LayerNorm):  # pytagi leaves statistics of its last batch here
-            following = _header(leaves[n + 1][1]).lower() if n + 1 < len(leaves) else None
-            at = len(raw) if following is None else max(at, raw.lower().find(following, at))
+        while isinstance(layer, LayerNorm) and at < len(raw) and not _info_at(raw, at):
+            at += 8  # pytagi leaves two statistics for each sample of its last batch here
     if at != len(raw):
         raise _unlike(path, leaves[-1][1] if leaves else None, f"{len(raw) - at} bytes more")
     net.load_state_dict(state)
@@ -136,11 +135,18 @@ def _header(layer: BaseLayer) -> bytes:
 
 def _behind_header(raw: bytes, at: int, layer: BaseLayer, path: str | Path) -> int:
     """Return where the numbers behind the header of `layer` start."""
-    length = struct.unpack_from("<Q", raw, at)[0] if len(raw) >= at + 8 else 0
-    info = raw[at + 8 : at + 8 + length].decode(errors="replace") if length < 1000 else "no header"
+    info = _info_at(raw, at)
     if not same_info(info, layer.get_layer_info()):
-        raise _unlike(path, layer, repr(info) if info else "the end of the file")
-    return at + 8 + length
+        found = repr(info) if info else "no header" if at < len(raw) else "the end of the file"
+        raise _unlike(path, layer, found)
+    return at + 8 + len(info)
+
+
+def _info_at(raw: bytes, at: int) -> str:
+    """Return the info of the layer whose header is there; "" if none is."""
+    length = struct.unpack_from("<Q", raw, at)[0] if len(raw) >= at + 8 else 0
+    info = raw[at + 8 : at + 8 + length] if length < 1000 else b""
+    return info.decode() if info.isascii() and info.endswith(b")") else ""
 
 
 def _unlike(path: str | Path, layer: BaseLayer | None, found: str) -> UnisonoError:

@@ -9,9 +9,11 @@ from statistics import NormalDist
 from typing import TYPE_CHECKING
 
 import numpy as np
+import torch
 from numpy.typing import ArrayLike, NDArray
 
 from unisono.bayes.data import Utils, check_one_each, checked_labels, tree_of
+from unisono.bayes.moments import first_bad
 from unisono.errors import MissingExtra, PartitionError
 from unisono.expect import expect_choice, expect_int
 
@@ -48,6 +50,10 @@ def log_likelihood(
     """
     expect_choice("reduction", reduction, ("mean", "sum", "none"), error=PartitionError)
     found, seen, s = _paired(prediction=prediction, observation=observation, std=std)
+    certain = (s == 0) & ~np.isnan(seen)
+    if certain.any():
+        hint = "np.hypot(std, noise), with the noise of an observation: observation_noise(...)"
+        raise first_bad("std", torch.from_numpy(s), torch.from_numpy(certain), "zero", hint)
     z = (seen - found) / s
     each = -0.5 * np.square(z) - np.log(s) - 0.5 * math.log(2 * math.pi)
     if reduction == "none":
@@ -154,10 +160,12 @@ def _covering(square: Floats, own: Floats, level: float) -> float:
 def crps(mean: ArrayLike, std: ArrayLike, y: ArrayLike) -> float:
     """Return the mean continuous ranked probability score of Gaussian predictions."""
     middle, s, seen = _paired(mean=mean, std=std, y=y)
-    z = (seen - middle) / s
+    off = np.abs(seen - middle)
+    z = np.divide(off, s, out=np.zeros_like(off), where=s > 0)
     pdf = np.exp(-0.5 * np.square(z)) / math.sqrt(2 * math.pi)
     cdf = 0.5 * (1 + np.vectorize(math.erf, otypes=[float])(z / math.sqrt(2)))
-    return float(np.nanmean(s * (z * (2 * cdf - 1) + 2 * pdf - 1 / math.sqrt(math.pi))))
+    each = s * (z * (2 * cdf - 1) + 2 * pdf - 1 / math.sqrt(math.pi))
+    return float(np.nanmean(np.where(s > 0, each, off)))  # a distance, where nothing is uncertain
 
 
 def classification_error(prediction: ArrayLike, label: ArrayLike) -> float:
@@ -323,8 +331,8 @@ def _paired(**arrays: ArrayLike) -> list[Floats]:
     found = [np.asarray(values, dtype=np.float64) for values in arrays.values()]
     shape = max(found, key=lambda a: a.size).shape
     try:
-        return [
-            a.reshape(shape) if a.size == np.prod(shape) else np.broadcast_to(a, shape)
+        paired = [
+            a.reshape(shape) if a.size == np.prod(shape) else np.broadcast_to(a, shape).copy()
             for a in found
         ]
     except ValueError:
@@ -334,6 +342,11 @@ def _paired(**arrays: ArrayLike) -> list[Floats]:
             " != ".join(str(a.size) for a in found),
             "as many observations as predictions; one number goes with all",
         ) from None
+    if "std" in arrays:
+        std = torch.from_numpy(paired[list(arrays).index("std")])
+        if bool((std < 0).any()):
+            raise first_bad("std", std, std < 0, "negative", "np.sqrt(variance)")
+    return paired
 
 
 def _reach(level: float) -> float:

@@ -27,6 +27,8 @@ Output = NDArray[Any] | Tensor
 def to_tensor(data: ArrayLike, device: torch.device, dtype: torch.dtype) -> Tensor:
     """Return `data` as a contiguous tensor that later changes of it do not reach."""
     if isinstance(data, Tensor):
+        if data.is_complex():
+            raise _not_numbers(f"complex ones, {data.dtype}")
         form = torch.contiguous_format
         return data.detach().to(device=device, dtype=dtype, copy=True, memory_format=form)
     try:
@@ -52,10 +54,10 @@ def to_array(data: Tensor) -> NDArray[Any]:
 
 
 def integers(values: Tensor, what: str) -> Tensor:
-    """Return flat float64 numbers as int64; refuses fractions, naming the first."""
+    """Return flat numbers as int64; refuses fractions, naming the first."""
     bad = values != values.round()  # NaN too
     if bool(bad.any()):
-        raise _first_bad(what, values, bad, "not integers", "x.round() if only rounding is off")
+        raise first_bad(what, values, bad, "not integers", "x.round() if only rounding is off")
     return values.to(torch.int64)
 
 
@@ -71,7 +73,7 @@ def check_finite(values: Tensor, what: str, hint: str, *, missing: bool = False)
         return
     bad = torch.isinf(values) if missing else ~torch.isfinite(values)
     if bool(bad.any()):
-        raise _first_bad(what, values, bad, "not finite", hint)
+        raise first_bad(what, values, bad, "not finite", hint)
 
 
 def check_variance(var: Tensor, what: str) -> None:
@@ -80,10 +82,10 @@ def check_variance(var: Tensor, what: str) -> None:
     bad = ~(var >= 0)
     if bool(bad.any()):
         hint = "variances are standard deviations squared, zero or more"
-        raise _first_bad(what, var, bad, "negative or NaN", hint)
+        raise first_bad(what, var, bad, "negative or NaN", hint)
 
 
-def _first_bad(what: str, values: Tensor, bad: Tensor, wrong: str, hint: str) -> UnisonoError:
+def first_bad(what: str, values: Tensor, bad: Tensor, wrong: str, hint: str) -> UnisonoError:
     """Return the error that names the first bad entry and counts them all."""
     place = bad.nonzero()[0].tolist()
     at = f"[{', '.join(map(str, place))}]" if place else ""

@@ -7,7 +7,6 @@ replicated: a rank holds its own rows, and those of other ranks that its edges p
 from __future__ import annotations
 
 import inspect
-import zlib
 from collections.abc import Callable
 from typing import Any, Literal, overload
 
@@ -17,7 +16,6 @@ from torch import Tensor
 from unisono import operators
 from unisono.comm import Communicator
 from unisono.comm.arguments import check_tensor
-from unisono.comm.health import check as checking
 from unisono.errors import PartitionError
 from unisono.expect import expect, expect_choice
 from unisono.graph_parallel import regions
@@ -40,7 +38,8 @@ class GraphPlan:
 
     An edge s -> d is a column of `edge_index`; the owner of d computes it. Own nodes are numbered
     `0..num_local-1`, halo nodes follow, grouped by owner; `edge_index` points into
-    `plan.extend(x)`.
+    `plan.extend(x)`. The first call that moves rows compares what ranks were given, by a digest of
+    owners and edges: if they differ, it raises on all ranks.
 
     Args:
         partition: owner of every node, with as many parts as `comm` has ranks.
@@ -73,9 +72,8 @@ class GraphPlan:
         """What the split costs, over all ranks."""
         self._edges: Literal["all", "local"] = edges
         self._check(edge_index)
-        if checking.active and self.comm.size > 1:
-            self._compare(edge_index)
         self._given = edge_index.clone()
+        self._to_compare = self._digest() if self.comm.size > 1 else None
         rank, device = self.comm.rank, edge_index.device
         edges_here, halo, self.rows, self.stats = self._lists(edge_index.cpu())
         self.num_local = partition.sizes[rank]
@@ -124,6 +122,7 @@ class GraphPlan:
 
     def gather(self, x: Tensor, *, grad: Literal["slice", "sum"] = MISSING) -> Tensor:
         """Return the rows of all ranks in the original order; `grad` as in `regions.gather`."""
+        self._compare()
         whole = regions.gather(x, grad=grad, sizes=self.partition.sizes, comm=self.comm)
         in_order = whole.index_select(0, self.partition.inverse.to(x.device))
         return tagged(in_order, "replicated", is_summed=grad == "sum")
@@ -173,6 +172,7 @@ class GraphPlan:
         if torch.compiler.is_compiling():
             return RowsUnderWay(self.exchange(x))
         self._check_rows(x, self.num_local, "start")
+        self._compare()
         transfer = Transfer(self.comm, self.rows)
         return RowsUnderWay(Depart.apply(x, transfer), transfer)
 
@@ -212,6 +212,7 @@ class GraphPlan:
         Collective; the adjoint of `extend`. Foreign rows go home and are added there.
         """
         self._check_rows(partial, self.num_local + self.num_halo, "close")
+        self._compare()
         own, foreign = partial.split([self.num_local, self.num_halo])
         if not self.is_dense:
             return own + operators.add_rows(foreign, self.rows, comm=self.comm)
@@ -221,15 +222,13 @@ class GraphPlan:
         return own + regions.reduce_scatter(whole, sizes=part.sizes, comm=self.comm)
 
     def refresh(self, edge_index: Tensor) -> GraphPlan:
-        """Return the plan for other edges between the same nodes; itself if they are the same.
+        """Return the plan for other edges between the same nodes; itself if no rank's have changed.
 
-        Collective when `edges="local"`.
+        Collective.
         """
         check_edges(edge_index, self.partition.num_nodes, "GraphPlan.refresh")
         same = torch.equal(edge_index.to(self._given.device), self._given)
-        if self._edges == "local":
-            same = all(flag for (flag,) in self.comm.all_gather_ints([int(same)]))
-        if same:
+        if all(flag for (flag,) in self.comm.all_gather_ints([int(same)])):
             return self
         return GraphPlan(
             self.partition, edge_index, edges=self._edges, cut=self.cut, comm=self.comm
@@ -254,12 +253,22 @@ class GraphPlan:
         if self._edges == "local" and self.cut == "nodes":
             _check_own_targets(part, edge_index.cpu(), self.comm.rank)
 
-    def _compare(self, edge_index: Tensor) -> None:
-        """In check mode: raise on all ranks unless they were given the same graph."""
-        shared = edge_index if self._edges == "all" else edge_index[:, :0]
-        told = [shared.shape[1], _checksum(shared), _checksum(self.partition.owner)]
+    def _digest(self) -> list[int]:
+        """Return numbers that are alike where ranks were given the same graph."""
+        shared = self._given if self._edges == "all" else self._given[:, :0]
+        owners = self.partition.owner
+        return [shared.shape[1], _mixed(shared), _mixed(owners), int(self.cut == "edges")]
+
+    def _compare(self) -> None:
+        """Raise on all ranks unless they were given the same graph; asked once, in the first call.
+
+        Not when the plan is made, which needs no other rank; a compiled graph cannot wait for it.
+        """
+        told = self._to_compare
+        if told is None or torch.compiler.is_compiling():
+            return
         answers = self.comm.all_gather_ints(told)
-        for words, place in (("edges", 0), ("edges", 1), ("owners of nodes", 2)):
+        for place, words in enumerate(("edges", "edges", "owners of nodes", "cut")):
             odd = [rank for rank, answer in enumerate(answers) if answer[place] != told[place]]
             if len({answer[place] for answer in answers}) > 1:
                 raise PartitionError.because(
@@ -268,6 +277,7 @@ class GraphPlan:
                     f"{words}: {[answer[place] for answer in answers]}" if place == 0 else None,
                     'the same list everywhere, or own edges only with edges="local"',
                 )
+        self._to_compare = None
 
     def _lists(self, edge_index: Tensor) -> tuple[Tensor, Tensor, RowPlan, GraphStats]:
         """Return this rank's edges, its halo (places in the new order), what it sends, the costs.
@@ -308,6 +318,7 @@ class GraphPlan:
         return (computes == rank).nonzero()[:, 0], halo, rows, stats
 
     def _fetch(self, x: Tensor, comm: Communicator) -> Tensor:
+        self._compare()
         if not self.is_dense:
             return operators.all_gather_rows(x, self.rows, comm=comm)
         self._check_rows(x, self.num_local, "exchange")
@@ -353,8 +364,12 @@ def _joined(own: Tensor, halo: Tensor) -> Tensor:
     return torch.cat([own[:, None], halo[:, None]])[:, 0]
 
 
-def _checksum(numbers: Tensor) -> int:
-    return zlib.crc32(numbers.cpu().contiguous().numpy().tobytes())
+def _mixed(numbers: Tensor) -> int:
+    """Return a digest of numbers in order; by torch, since plans may be made in `torch.func`."""
+    mixed = torch.arange(numbers.numel(), device=numbers.device).mul_(0x1E3779B97F4A7C15)
+    mixed.add_(numbers.flatten())
+    mixed.bitwise_xor_(mixed >> 30).mul_(0x3F58476D1CE4E5B9)
+    return int(mixed.bitwise_xor_(mixed >> 27).sum())
 
 
 def _check_own_targets(part: GraphPartition, edge_index: Tensor, rank: int) -> None:

@@ -21,8 +21,8 @@ class GraphBatchSampler(Sampler[list[int]]):
     """Yields lists of sample numbers for a `DataLoader(batch_sampler=...)`.
 
     All ranks yield equally many lists; at each step those of the dp ranks cost about the same, and
-    all ranks of a gp row get the same list. Every sample comes once an epoch (a few come twice if
-    there are fewer samples than dp ranks).
+    all ranks of a gp row get the same list. Every sample comes once an epoch; a few twice where
+    single samples, which cannot be halved, do not fill the last step.
 
     Args:
         sizes: cost of each sample, e.g. its number of atoms or edges.

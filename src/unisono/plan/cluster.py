@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from unisono.errors import PlatformError
+from unisono.expect import expect_choice
 
 ALGORITHMS = ("auto", "ring", "tree", "hierarchical")
 """Ways to add gradients over all ranks; `auto` is the fastest of the others."""
@@ -35,6 +36,14 @@ class Link:
     """Whether cores move the bytes, so that ranks that share a core slow each other down."""
     slowdown: Mapping[int, float] = field(default_factory=dict)
     """Measured: how much less bandwidth each of so many ranks of a node has, compared with two."""
+
+    def __post_init__(self) -> None:
+        if not (self.latency_s >= 0 and self.bytes_per_s > 0 and 0 <= self.overlap <= 1):
+            raise PlatformError.because(
+                f"Link(name={self.name!r}, latency_s={self.latency_s}, "
+                f"bytes_per_s={self.bytes_per_s}, overlap={self.overlap})",
+                hint="a latency of 0 or more, a bandwidth above 0, an overlap from 0 to 1",
+            )
 
     def among(self, ranks: int, cores: int | None) -> Link:
         """Return the link as `ranks` of a node with so many cores find it, all using it at once."""
@@ -166,13 +175,14 @@ class Cluster:
     """How gradients are added over all ranks; see `ALGORITHMS`."""
 
     def __post_init__(self) -> None:
-        if min(self.nodes, self.ranks_per_node) < 1 or self.algorithm not in ALGORITHMS:
+        least = min(self.nodes, self.ranks_per_node, self.cores_per_node or 1)
+        if self.cores_per_node == 0 or least < 1 or not self.rank_speed > 0:
             raise PlatformError.because(
                 f"Cluster(nodes={self.nodes}, ranks_per_node={self.ranks_per_node}, "
-                f"algorithm={self.algorithm!r})",
-                "at least one node and one rank, and a known algorithm",
-                hint=f"algorithm: {', '.join(ALGORITHMS)}",
+                f"cores_per_node={self.cores_per_node}, rank_speed={self.rank_speed})",
+                hint="at least one node, rank and core (None: enough), and a speed above 0",
             )
+        expect_choice("algorithm", self.algorithm, ALGORITHMS, error=PlatformError)
 
     @property
     def ranks(self) -> int:

@@ -386,6 +386,8 @@ def _measured_layers(subject: Subject) -> list[Layer]:
             model(*subject.batch)
             whole.append(time.perf_counter() - start)
     names = {module: name for name, module in leaves}
+    trained = dict.fromkeys(_trained(model))  # each once, in the first layer that has it
+    held = {m: [p for p in m.parameters() if trained.pop(p, 0) is None] for m in spent}
     # A module that forward uses n times has n times in each round; their sum counts.
     shares = {module: _median_share(times, whole) for module, times in spent.items()}
     total = max(1.0, math.fsum(shares.values()))
@@ -393,7 +395,7 @@ def _measured_layers(subject: Subject) -> list[Layer]:
         Layer(
             name=names[module] or "-",
             kind="Linear" if isinstance(module, nn.Linear) else type(module).__name__,
-            parameter_bytes=sum(map(_nbytes, module.parameters())),
+            parameter_bytes=sum(map(_nbytes, held[module])),
             share=share / total,
             input_shape=shapes[module][0],
             output_shape=shapes[module][1],

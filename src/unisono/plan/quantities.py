@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 
 from unisono.errors import PlatformError, UnisonoError
@@ -20,6 +21,8 @@ def read_rate(text: str) -> float:
     """
     number, unit, per_second = _parts(text, "a rate", "10GB/s or 100Gbit/s")
     factor = _RATES.get(unit.upper()) if unit[-3:].lower() != "bit" else _BITS.get(unit.lower())
+    if unit[:-1].isupper() and unit[-1] == "b":  # Gb: usually bits, and sometimes not
+        factor = None
     if factor is None or not per_second or number <= 0:
         raise _unreadable(text, "a rate", "10GB/s or 100Gbit/s")
     return number * factor
@@ -76,7 +79,7 @@ def _parts(text: str, kind: str, example: str) -> tuple[float, str, bool]:
         number = float(found[1]) if found else -1.0
     except ValueError:
         number = -1.0
-    if found is None or number < 0:
+    if found is None or not 0 <= number < math.inf:
         raise _unreadable(text, kind, example)
     return number, found[2], found[3] is not None
 

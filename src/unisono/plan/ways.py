@@ -14,6 +14,8 @@ from dataclasses import asdict, dataclass, replace
 from functools import partial, wraps
 from typing import Any
 
+from unisono.errors import PlatformError
+from unisono.expect import expect_int
 from unisono.nn.paper import Sent
 from unisono.plan.cluster import (
     NO_SUM,
@@ -47,6 +49,7 @@ def _way(name: str) -> Callable[[Callable[..., Cost | str]], Way]:
         def predict(
             workload: Workload, cluster: Cluster, batch: float, **options: Any
         ) -> Prediction | Impossible:
+            _check_asked(batch, options.get("team"))
             way = name.format("blocking" if options.get("blocking", True) else "non-blocking")
             found = estimate(workload, cluster, batch, **options)
             if isinstance(found, str):
@@ -62,6 +65,13 @@ def _way(name: str) -> Callable[[Callable[..., Cost | str]], Way]:
         return predict
 
     return of
+
+
+def _check_asked(batch: float, team: int | None) -> None:
+    if not 0 < batch < math.inf:
+        raise PlatformError.because(f"batch={batch}", hint="samples of a rank, above 0")
+    if team is not None:
+        expect_int("team", team, 1, error=PlatformError)
 
 
 @_way("data parallel, {}")
@@ -123,14 +133,15 @@ def sharded(workload: Workload, cluster: Cluster, batch: float) -> Cost | str:
     parts = [cluster.all_gather(bucket.nbytes) for bucket in workload.buckets]
     once = sum(part.seconds for part in parts)
     overlap = sum(part.free_s for part in parts) / (once or 1.0)
-    compute = cluster.compute(workload.compute(batch))
+    # Each rank updates only its own part.
+    update = workload.optimizer_s / cluster.ranks
+    compute = cluster.compute(workload.whole.passes.seconds(batch) + update)
     biggest = max((layer.parameter_bytes for layer in workload.layers), default=nbytes)
     first = workload.layers[0].parameter_bytes if workload.layers else nbytes
     ideal = max(3 * once - compute, cluster.all_gather(first).seconds)
     held = (2 * nbytes + workload.state_bytes) / cluster.ranks
     return Cost(
-        # Each rank updates only its own part.
-        compute_s=compute - cluster.compute(workload.optimizer_s) * (1 - 1 / cluster.ranks),
+        compute_s=compute,
         waiting_s=remaining(3 * once, ideal, overlap),
         communication_s=3 * once,
         memory_bytes=held
@@ -225,7 +236,7 @@ def tensor(
 ) -> Cost | str:
     """Predict linear layers cut by columns and by rows in turn, as `DistributedLinear...` are."""
     size = _team_size(cluster, team)
-    linear = [layer for layer in workload.layers if layer.kind == "Linear"]
+    linear = [one for one in workload.layers if one.kind == "Linear" and one.input_shape]
     if not linear:
         return "no Linear layer"
     narrow = min(linear, key=lambda layer: min(layer.input_shape[-1], layer.output_shape[-1]))
@@ -368,7 +379,7 @@ def rank_counts(ranks_per_node: int, largest: int) -> list[int]:
     [1, 2, 4, 8, 16, 24, 32, 48, 56, 72, 96]
     """
     wanted = {int(10 ** (i / 10)) for i in range(10 * len(str(largest)) + 1)} | {largest}
-    parts = {n for n in range(1, ranks_per_node + 1) if ranks_per_node % n == 0}
+    parts = {n for n in range(1, min(ranks_per_node, largest) + 1) if ranks_per_node % n == 0}
     nodes = {n // ranks_per_node * ranks_per_node for n in wanted if n <= largest}
     return sorted((parts | nodes) - {0})
 

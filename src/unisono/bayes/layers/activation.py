@@ -24,6 +24,8 @@ LEAST = 1e-6
 _TINY = 1e-12
 _LARGEST_LOG = 40.0
 """Variance of a logarithm above which log-normal moments would leave float32."""
+_FLAT = 1e4
+"""Variance above which a density is flat between -1 and 1, to float32."""
 _ROOT_TWO_PI = math.sqrt(2 * math.pi)
 
 
@@ -114,6 +116,17 @@ class LeakyReLU(Activation):
         return slope * mean, slope * slope * var, slope
 
 
+def _rectified(mean: Tensor, var: Tensor) -> Activated:
+    """Return the exact moments of `max(0, z)`."""
+    s = var.sqrt()
+    a = mean / s.clamp_min(_TINY)
+    cdf, pdf = torch.special.ndtr(a), normal_pdf(a)
+    # the variance E[z+^2] - E[z+]^2 in units of s, written so that nothing large cancels
+    far = a.abs().clamp_max(100.0)
+    beyond = pdf - far * torch.special.ndtr(-far)
+    return mean * cdf + s * pdf, var * (cdf - beyond * (far + beyond)), cdf
+
+
 class MixtureReLU(Activation):
     """`max(0, z)`, exact moments."""
 
@@ -121,15 +134,8 @@ class MixtureReLU(Activation):
 
     @staticmethod
     def _moments(mean: Tensor, var: Tensor) -> Activated:
-        s = var.sqrt()
-        a = mean / s.clamp_min(_TINY)
-        cdf, pdf = torch.special.ndtr(a), normal_pdf(a)
-        t = mean * cdf + s * pdf
-        # the variance E[z+^2] - t^2 in units of s, written so that nothing large cancels
-        far = a.abs().clamp_max(100.0)
-        beyond = pdf - far * torch.special.ndtr(-far)
-        second = var * (cdf - beyond * (far + beyond))
-        return t.clamp_min(LEAST), second.clamp_min(LEAST), cdf
+        t, second, slope = _rectified(mean, var)
+        return t.clamp_min(LEAST), second.clamp_min(LEAST), slope
 
 
 class MixtureTanh(Activation):
@@ -139,24 +145,17 @@ class MixtureTanh(Activation):
 
     @staticmethod
     def _moments(mean: Tensor, var: Tensor) -> Activated:
-        s = var.sqrt()
-        wide = s.clamp_min(_TINY)
-        low, high = (1 + mean) / wide, (1 - mean) / wide
-        cdf_l, cdf_u = torch.special.ndtr(low), torch.special.ndtr(high)
-        pdf_l, pdf_u = normal_pdf(low), normal_pdf(high)
-        t = (mean + 1) * cdf_l + (mean - 1) * cdf_u + s * (pdf_l - pdf_u) - mean
-        square = mean * mean
-        second = (
-            cdf_l * (var - square - 2 * mean - 1)
-            + cdf_u * (var - square + 2 * mean - 1)
-            + s * (pdf_u * (mean - 1) - pdf_l * (mean + 1))
-            - t * t
-            + 2 * t * mean
-            + square
-            - var
-            + 2
-        )
-        return t, second.clamp_min(LEAST), cdf_l + cdf_u - 1
+        # z or -z, whichever is below zero: -1 plus what is above -1, less what is above 1
+        below = -mean.abs()
+        low, low_var, above = _rectified(below + 1, var)
+        high, high_var, beyond = _rectified(below - 1, var)
+        t, slope = low - high - 1, above - beyond
+        second = low_var - high_var - 2 * high * (1 - t)
+        # a density that is flat between the cuts, where the others would cancel
+        is_flat = var > _FLAT
+        t = torch.where(is_flat, above + beyond - 1, t)
+        second = torch.where(is_flat, 1 - t * t - slope * (2 / 3), second)
+        return torch.where(mean > 0, -t, t), second.clamp_min(LEAST), slope
 
 
 class MixtureSigmoid(Activation):
@@ -208,7 +207,7 @@ class Remax(Activation):
         sum_log_var = torch.log1p(total_var / (total * total))
         sum_log_mean = total.log() - sum_log_var / 2
         cov = torch.log1p(v / (m * total))
-        share_var = log_var + sum_log_var - 2 * cov
+        share_var = (log_var + sum_log_var - 2 * cov).clamp_min(0)  # but for rounding, it is
         a = torch.exp(log_mean - sum_log_mean + share_var / 2).clamp_min(LEAST)
         if allowed is not None:
             a = a * allowed
@@ -237,7 +236,7 @@ class ClosedFormSoftmax(Activation):
         sum_log_var = torch.log1p((share * share * grown).sum(-1, keepdim=True))
         sum_log_mean = top + total.log() - sum_log_var / 2
         cov = torch.log1p(share * grown)
-        log_var = v + sum_log_var - 2 * cov
+        log_var = (v + sum_log_var - 2 * cov).clamp_min(0)  # but for rounding, it is
         a = torch.exp(mean - sum_log_mean + log_var / 2)
         part = torch.where(
             v > _TINY, (v - cov) / v.clamp_min(_TINY), 1 - share
@@ -259,7 +258,8 @@ class EvenExp(Activation):
         value = torch.exp(m + v / 2)
         out_mean, out_var, slope = mean.clone(), var.clone(), torch.ones_like(mean)
         out_mean[..., 1::2] = value
-        out_var[..., 1::2] = value * value * torch.expm1(v)
+        # value^2 (e^v - 1), whose factors may leave the range of floats where it does not
+        out_var[..., 1::2] = torch.exp(2 * (m + v) + torch.log(-torch.expm1(-v)))
         slope[..., 1::2] = value
         return out_mean, out_var, slope
 

@@ -179,5 +179,5 @@ def first_nan(layers: Sequence[BaseLayer], x: Moments, place: str = "") -> str:
                     return f"{where}: {name} of {leaf.get_layer_info()} holds a NaN"
         x = layer.forward(x)
         if nan_in(x.mean, x.var, x.slope):
-            return f"{where}: its output is NaN, of finite inputs and parameters"
+            return f"{where}: its output is NaN, of inputs and parameters without one"
     return ""

@@ -9,7 +9,7 @@ import torch
 from torch.nn import functional as F
 
 from unisono.bayes.layers.base import BaseLayer, Shape, check_sizes
-from unisono.bayes.moments import Delta, Moments
+from unisono.bayes.moments import Delta, Moments, integers
 from unisono.bayes.parameters import normal
 from unisono.errors import PartitionError
 from unisono.expect import expect_int
@@ -73,7 +73,7 @@ class Embedding(BaseLayer):
         """Look the rows up."""
         p = self._live
         batch = x.mean.shape[0]
-        index = x.mean.reshape(-1).round().to(torch.int64)
+        index = integers(x.mean.reshape(-1), f"indices of {self.get_layer_info()}")
         wrong = (index < 0) | (index >= self.num_embeddings)
         if bool(wrong.any()):
             first = int(wrong.nonzero()[0])

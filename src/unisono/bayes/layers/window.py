@@ -182,7 +182,7 @@ class MaxPool2d(WindowLayer):
     Args:
         kernel_size: side of the window.
         stride: step of the window; -1 is `kernel_size`.
-        padding: width of the frame around the image.
+        padding: width of the frame around the image, less than `kernel_size`.
         padding_type: 1 on all four sides, 2 on the right and the bottom only, else none.
     """
 
@@ -191,6 +191,13 @@ class MaxPool2d(WindowLayer):
     ) -> None:
         stride = kernel_size if stride == -1 else stride
         super().__init__(kernel_size, stride, padding, padding_type)
+        if max(self._sides) >= kernel_size:
+            raise PartitionError.because(
+                f"MaxPool2d(kernel_size={kernel_size}, padding={padding})",
+                "windows that see nothing of the image",
+                f"{padding} >= {kernel_size}",
+                f"padding={kernel_size - 1}",
+            )
 
     def forward(self, x: Moments) -> Moments:
         """Mean and variance of the chosen entries."""
