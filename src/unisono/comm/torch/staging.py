@@ -159,7 +159,8 @@ def wrong_message(
     name = str(x.dtype).removeprefix("torch.")
     expected = f"{x.numel()} * {x.element_size()} = {x.nbytes} bytes"
     if isinstance(nbytes, str):
-        found, arithmetic = f"the message is {nbytes}", f"{nbytes} than {expected}"
+        amount = "more" if nbytes == "longer" else "less"
+        found, arithmetic = f"the message is {nbytes}", f"{amount} than {expected}"
     elif sent is not None and sent != x.dtype:
         sent_name = str(sent).removeprefix("torch.")
         count, each = nbytes // sent.itemsize, sent.itemsize
