@@ -103,6 +103,21 @@ def test_sixteen_bit_sums_are_rounded_once(n):
 
 
 @pytest.mark.ranks([2, 3], backend=BACKENDS)
+@pytest.mark.parametrize("n", [3, 100_000])
+def test_sixteen_bit_means_are_divided_before_they_are_rounded(n):
+    """The sum of numbers whose mean fits may fit no more."""
+    comm = world()
+    big = torch.full((n,), 40_000.0, dtype=torch.float16)
+    means = [comm.all_reduce(big, "mean"), comm.start.all_reduce(big, "mean").wait()]
+    means += [comm.reduce_scatter(big, op="mean"), comm.all_reduce_(big.clone(), "mean")]
+    if (at_root := comm.reduce(big, 0, "mean")) is not None:
+        means.append(at_root)
+    with comm.coalesce():
+        means += [comm.all_reduce(big, "mean"), comm.all_reduce(big[:2], "mean")]
+    assert all(torch.equal(mean, torch.full_like(mean, 40_000.0)) for mean in means)
+
+
+@pytest.mark.ranks([2, 3], backend=BACKENDS)
 def test_sum64_carries_float32_in_float64():
     comm = world()
     mine = torch.tensor([1e8 if comm.rank == 0 else 1.0] * 3)
@@ -262,6 +277,31 @@ def test_broadcast_reaches_ranks_that_bring_nothing():
     assert torch.equal(mine, data)
 
 
+@pytest.mark.ranks([2, 3], backend="gloo")
+@pytest.mark.parametrize("n", [6, 100_000])
+def test_on_gloo_too_no_rank_takes_something_else_for_what_was_sent(n):
+    """gloo compares neither dtypes nor lengths, and a short message fills only the beginning."""
+    comm = world()
+    x, is_source = torch.arange(float(n)), comm.rank == 0
+    for like in (((n,), torch.int32), ((2 * n,), torch.float32), ((n, 2), torch.float64)):
+        if is_source:
+            comm.broadcast(x)
+        else:
+            with pytest.raises(CollectiveMismatch, match=f"sends {n} elements of float32"):
+                comm.broadcast(None, like=like)
+        comm.barrier()
+    shaped = comm.broadcast(x if is_source else None, like=((2, n // 2), torch.float32))
+    assert torch.equal(shaped.view(-1), x)
+    assert comm.broadcast(x[:0] if is_source else None, like=((0,), torch.float32)).numel() == 0
+    if is_source:
+        comm.send(x, 1)
+        comm.send(x, 1)
+    elif comm.rank == 1:
+        with pytest.raises(CollectiveMismatch, match="the message is shorter"):
+            comm.recv(((n + 2,), torch.float32), 0)
+        assert torch.equal(comm.recv(x, 0), x)
+
+
 @pytest.mark.ranks([2, 4], backend=BACKENDS)
 def test_messages_arrive_in_order_and_by_tag():
     comm = world()
@@ -330,6 +370,9 @@ def test_all_equal_compares_values_and_types():
     comm = world()
     assert comm.all_equal({"lr": 0.1, "layers": [1, 2]})
     assert comm.all_equal(torch.arange(1000.0))
+    lazy = torch.tensor([1 + 2j, 3 - 1j]).conj()
+    assert comm.all_equal(lazy)
+    assert comm.all_equal(lazy.imag if comm.rank else torch.tensor([-2.0, 1.0]))
     assert comm.all_equal({"a": 1, "b": 2} if comm.rank else {"b": 2, "a": 1})
     assert comm.all_equal({0, 8} if comm.rank else {8, 0})  # iterated in different orders
     if comm.size > 1:
@@ -398,8 +441,9 @@ def test_coalescing_makes_one_call_of_many():
 def test_verbs_refuse_what_cannot_be_right():
     comm = world()
     x = torch.ones(4, 2)
-    with pytest.raises(UnisonoError, match="HINT: one of and, max, mean"):
-        comm.all_reduce(x, "avg")
+    for other, ours in (("avg", "mean"), (dist.ReduceOp.AVG, "mean"), ("PROD", "product")):
+        with pytest.raises(UnisonoError, match=rf"known are and[\s\S]*HINT: op='{ours}'"):
+            comm.all_reduce(x, other)
     with pytest.raises(UnisonoError, match=r"defined for int64: sum, product"):
         comm.all_reduce(torch.ones(2, dtype=torch.int64), "mean")
     with pytest.raises(UnisonoError, match="moved but not added"):
@@ -481,6 +525,25 @@ def test_what_only_looks_right_is_refused_before_anything_is_sent():
     with pytest.raises(UnisonoError, match="neither a tensor nor"):
         comm.recv("x", peer)
     assert comm.all_reduce(x).tolist() == [2.0, 2.0]
+
+
+@pytest.mark.ranks(2, backend=BACKENDS)
+def test_a_scatter_of_other_rows_than_those_told_is_refused():
+    comm = world()
+    for like in (((1, 2), torch.int32), ((1, 4), torch.float32)):
+        if comm.rank == 0:
+            with pytest.raises(PartitionError, match="like has rows of"):
+                comm.scatter(torch.ones(2, 2), 0, 0, [1, 1], like=like)
+
+
+@pytest.mark.ranks(2, backend=BACKENDS)
+def test_what_was_started_in_inference_mode_may_be_waited_for_outside():
+    comm = world()
+    with torch.inference_mode():
+        x = torch.ones(5, dtype=torch.bfloat16)
+        started = [comm.start.all_reduce_(x), comm.start.all_reduce_(torch.ones(4)[::2])]
+        started += [comm.start.all_reduce(torch.ones(2)), comm.start.broadcast_(torch.ones(4)[::2])]
+    assert [p.wait().unique().tolist() for p in started] == [[2.0], [2.0], [2.0], [1.0]]
 
 
 @pytest.mark.ranks(2, backend=BACKENDS)

@@ -21,7 +21,7 @@ import torch
 
 from unisono.comm.engines.shm import core, segment
 from unisono.comm.engines.shm.engine import ShmEngine
-from unisono.comm.machine import process_start
+from unisono.processes import process_start
 
 SIZE = 3
 SLOT_BYTES = 4096

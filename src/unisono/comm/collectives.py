@@ -90,23 +90,19 @@ class Collectives(Performer):
         engine, target = self._engine, out.detach() if out.requires_grad else out
         is_plain = target.is_contiguous() and target.dtype in engine.reduces and not target.is_neg()
         work = target if is_plain else dense(encode(target, op))
-        divides = op == "mean" and not engine.knows_mean
         leaves = out is x and leaves_graph(x, "all_reduce_")
         call = self._described("all_reduce", x, op)
         call.sent = call.received = work.nbytes
 
         def finish() -> Tensor:
-            if divides:
-                work.div_(self.size)
             if work is not target:
                 target.copy_(decode(work, op, target.dtype))
             if out is x:
                 replaced(out, leaves)
             return out
 
-        is_over = is_plain and not divides and out is not x
-        kernel = partial(engine.all_reduce_, work, "sum" if divides else op)
-        end = [out].pop if is_over else finish
+        kernel = partial(engine.all_reduce_, work, op)
+        end = [out].pop if is_plain and out is not x else finish
         return Transfer(call, kernel, end, timeout_s, verify=target)
 
     @verb
@@ -124,14 +120,11 @@ class Collectives(Performer):
         work = dense(encode(x.detach(), op).clone())
         call = self._described("reduce", x, op, root=dst)
         call.sent = work.nbytes
-        added = "sum" if op == "mean" else op
 
         def finish() -> Tensor | None:
-            if self.rank != dst:
-                return None
-            return decode(work.div_(self.size) if op == "mean" else work, op, x.dtype)
+            return decode(work, op, x.dtype) if self.rank == dst else None
 
-        kernel = partial(self._engine.reduce_, work, dst, added)
+        kernel = partial(self._engine.reduce_, work, dst, op)
         return Transfer(call, kernel, finish, timeout_s)
 
     @verb
@@ -169,15 +162,13 @@ class Collectives(Performer):
         out = work.new_empty((lengths[self.rank], *work.shape[1:]))
         call = self._described("reduce_scatter", x, op, dim=dim, sizes=lengths)
         call.sent, call.received = work.nbytes, out.nbytes
-        alike, added = hash((dim, rows.shape)), "sum" if op == "mean" else op
+        alike = hash((dim, rows.shape))
 
         def finish() -> Tensor:
-            if op == "mean":
-                out.div_(self.size)
             return rows_back(decode(out, op, x.dtype), dim)
 
         ins = work.split_with_sizes(lengths)
-        kernel = partial(self._engine.reduce_scatter, out, ins, added, alike=alike)
+        kernel = partial(self._engine.reduce_scatter, out, ins, op, alike=alike)
         return Transfer(call, kernel, finish, timeout_s)
 
     @contextlib.contextmanager
@@ -383,6 +374,13 @@ class Collectives(Performer):
             block = rows_first(block, dim)
             lengths = check_sizes(sizes, self.size, "scatter")
             shape, dtype = tuple(block.shape), block.dtype
+            if rows is not None and (rows.shape[1:], rows.dtype) != (block.shape[1:], dtype):
+                raise PartitionError.because(
+                    f"scatter of rows of {list(rows.shape[1:])}, {rows.dtype}",
+                    f"like has rows of {list(shape[1:])}, {dtype}",
+                    None,
+                    "like is what this rank is to get: a block of the tensor of the source",
+                )
         else:
             # Shape, dtype, lengths and dim of what is scattered, and whether `src` refuses.
             whole = rows if rows is not None else torch.empty(0)
@@ -783,7 +781,7 @@ def _digest(value: Any) -> list[int]:
 
 def _canonical(value: Any) -> bytes:
     if isinstance(value, Tensor):
-        flat = bytes_of(value.detach().cpu().contiguous())
+        flat = bytes_of(dense(value.detach().cpu()))
         return f"{value.dtype}{list(value.shape)}".encode() + flat.numpy().tobytes()
     if isinstance(value, dict):
         items = sorted(_canonical(k) + b":" + _canonical(v) for k, v in value.items())

@@ -1,7 +1,6 @@
-"""This host as other processes see it: its identity, its addresses, and which processes live.
+"""This host as other processes see it: its identity and its addresses.
 
-A process that has ended but was not yet collected by its parent (a zombie) counts as dead. Host
-names mislead: many hosts know their own only as a loopback address, or not at all.
+Host names mislead: many hosts know their own only as a loopback address, or not at all.
 """
 
 from __future__ import annotations
@@ -10,12 +9,13 @@ import contextlib
 import fcntl
 import ipaddress
 import os
-import select
 import socket
 import struct
 from collections.abc import Sequence
 from functools import lru_cache
 from pathlib import Path
+
+from unisono.processes import is_dead, pid_namespace, process_start
 
 
 def host_id() -> str:
@@ -35,27 +35,6 @@ def _actual_host_id() -> str:
         return socket.gethostname()
 
 
-def process_start(pid: int) -> int | None:
-    """Return the start time of a process in clock ticks, None if there is no such live process.
-
-    Together with the process id it names a process for ever: ids are reused, pairs are not.
-    """
-    try:
-        text = Path(f"/proc/{pid}/stat").read_text()
-    except OSError:
-        return None
-    fields = text.rpartition(")")[2].split()  # the name before it may hold anything
-    return None if fields[0] in "ZX" else int(fields[19])
-
-
-def pid_namespace() -> int:
-    """Return a number that processes share which see each other's process ids."""
-    try:
-        return Path("/proc/self/ns/pid").stat().st_ino
-    except OSError:
-        return 0
-
-
 def own_card() -> list[str | int]:
     """Return what another process needs to know whether this one lives; see `is_card_dead`."""
     pid = os.getpid()
@@ -66,36 +45,6 @@ def is_card_dead(card: list[str | int]) -> bool:
     """Whether the process that wrote the card has ended; False where this one cannot see it."""
     where, pid, started = card
     return where == own_card()[0] and is_dead(int(pid), int(started))
-
-
-def is_dead(pid: int, started: int) -> bool:
-    """Whether the process that had this id and start time has ended."""
-    try:
-        fd = os.pidfd_open(pid)
-    except ProcessLookupError:
-        return True
-    except (OSError, AttributeError):  # an old kernel, a strict sandbox, another system
-        return _is_dead_by_proc(pid, started)
-    try:
-        poller = select.poll()
-        poller.register(fd, select.POLLIN)  # readable as soon as the process has ended
-        if poller.poll(0):
-            return True
-    finally:
-        os.close(fd)
-    return _is_dead_by_proc(pid, started)
-
-
-def _is_dead_by_proc(pid: int, started: int) -> bool:
-    if Path("/proc/self/stat").exists():
-        return process_start(pid) != started
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return True
-    except PermissionError:
-        return False
-    return False
 
 
 _TRY_S = 2.0

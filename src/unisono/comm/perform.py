@@ -114,7 +114,7 @@ class Started(Pending[T]):
         deadline: seconds that a wait may last.
     """
 
-    __slots__ = ("_deadline", "_finishing", "_performer", "_ticket", "_transfer")
+    __slots__ = ("_deadline", "_finishing", "_is_inference", "_performer", "_ticket", "_transfer")
 
     def __init__(
         self, performer: Performer, transfer: Transfer[T], ticket: Ticket | None, deadline: float
@@ -122,9 +122,13 @@ class Started(Pending[T]):
         self._performer, self._ticket, self._deadline = performer, ticket, deadline
         self._transfer: Transfer[T] | None = transfer
         self._finishing = threading.Lock()  # a callback of torch may wait in another thread
+        self._is_inference = torch.is_inference_mode_enabled()
 
     def wait(self, timeout_s: float | None = None) -> T:
         """See `Pending`."""
+        if self._is_inference and not torch.is_inference_mode_enabled():
+            with torch.inference_mode():  # outside, what was made inside cannot be written
+                return self.wait(timeout_s)
         performer, transfer, ticket = self._performer, self._transfer, self._ticket
         if transfer is None:
             return self._value  # type: ignore[return-value]

@@ -47,6 +47,9 @@ _FLOAT = ("sum", "mean", "product", "min", "max", "sum64")
 _INTEGER = ("sum", "product", "min", "max", "and", "or", "xor")
 _COMPLEX = ("sum", "mean", "product")
 
+_OTHER_NAMES = {"avg": "mean", "average": "mean", "prod": "product", "add": "sum", "amax": "max",
+                "amin": "min", "band": "and", "bor": "or", "bxor": "xor"}  # fmt: skip
+
 _STANDS_FOR: dict[torch.dtype, torch.dtype] = {
     torch.uint16: torch.int32,
     torch.uint32: torch.int64,
@@ -79,8 +82,12 @@ def check_op(op: str, dtype: torch.dtype) -> None:
     name = str(dtype).removeprefix("torch.")
     known = sorted({*_FLOAT, *_INTEGER, *_COMPLEX})
     if op not in known:
+        word = str(getattr(op, "name", op)).lower()  # torch's, too
         raise UnisonoError.because(
-            f"reduction {op!r}", f"a tensor of {name}", None, f"one of {', '.join(known)}"
+            f"reduction {op!r}",
+            f"known are {', '.join(known)}",
+            None,
+            f"op={word if word in known else _OTHER_NAMES.get(word, 'sum')!r}",
         )
     if not legal:
         raise UnisonoError.because(

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from unisono.errors import PlatformError
+from unisono.processes import process_start as process_start
 
 STATE = "job.json"
 OUTCOME = "outcome.pkl"
@@ -113,15 +114,6 @@ def check_ours(path: Path) -> None:
             None,
             "only a private file of your own is read",
         )
-
-
-def process_start(pid: int) -> int | None:
-    """Return when process `pid` started, in the kernel's ticks; None once it has ended."""
-    try:
-        words = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-        return None if words[0] in "ZX" else int(words[19])
-    except (OSError, ValueError, IndexError):
-        return None
 
 
 def folder() -> Path:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import os
+import time
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,8 @@ import torch
 import torch.distributed as dist
 from tests.comm.engines import test_shm_kernels as kernels
 
-from unisono.comm import world
+import unisono
+from unisono.comm import Communicator, world
 from unisono.comm.engines.hosts import HostsEngine
 
 DEADLINE = {"async_op": False, "timeout_s": 20.0}
@@ -47,7 +49,7 @@ def group_over(layout):
         yield group
         dist.destroy_process_group(group)
     finally:
-        del os.environ["UNISONO_HOST_ID"]
+        os.environ.pop("UNISONO_HOST_ID", None)
 
 
 @at_4
@@ -98,6 +100,43 @@ def test_torch_and_verbs_over_hosts():
         )
         model(torch.full((2, 50), float(dist.get_rank()))).sum().backward()
         assert model.module.weight.grad.unique().tolist() == [3.0]
+
+
+@at_4
+def test_a_shared_buffer_waits_for_calls_that_were_started_before_it():
+    with group_over("2+2") as group:
+        comm = world().of(group)
+        pending = [comm.start.all_reduce(torch.ones(50_000)) for _ in range(3 * comm.rank)]
+        while len(pending) < 9:
+            pending.append(comm.start.all_reduce(torch.ones(50_000)))
+        buffer = comm.shared_buffer((100,)).fill_(1.0)
+        assert comm.all_reduce_(buffer).unique().tolist() == [4.0]
+        assert all(p.wait().unique().tolist() == [4.0] for p in pending)
+
+
+def connect_two_groups():
+    with group_over("2+2") as one, group_over("2+2") as two:
+        pending = []
+        for group in (one, two) if dist.get_rank() < 2 else (two, one):
+            pending.append(Communicator.of(group, timeout_s=10).start.all_reduce(torch.ones(2)))
+            time.sleep(0.3)
+        return [p.wait().tolist() for p in pending]
+
+
+def test_two_groups_may_be_connected_in_any_order(monkeypatch):
+    """A rank that waits for another in one thread must not keep its store from the others."""
+    monkeypatch.setenv("UNISONO_BACKEND", "shm")
+    for found in unisono.run(connect_two_groups, ranks=4, timeout_s=60):
+        assert found == [[4.0] * 2] * 2
+
+
+@at_4
+def test_calls_started_in_inference_mode():
+    with group_over("1+1+1+1") as group, torch.inference_mode():
+        x, y = torch.ones(3), torch.ones(3, dtype=torch.bfloat16)
+        world().of(group).start.all_reduce_(x).wait()
+        dist.all_reduce(y, group=group, async_op=True).wait()
+        assert x.tolist() == y.tolist() == [4.0] * 3
 
 
 @at_4

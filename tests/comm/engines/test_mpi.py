@@ -24,8 +24,8 @@ from unisono.comm import Communicator, transports
 from unisono.comm.engines.mpi import library
 from unisono.comm.engines.mpi.channel import MpiWatch, Wait
 from unisono.comm.engines.shm.rendezvous import Member
-from unisono.comm.machine import process_start
 from unisono.errors import MissingExtra, RankFailed, RankTimeout, UnisonoError
+from unisono.processes import process_start
 
 HERE = Path(__file__).parent / "mpi_ranks"
 CHECKS = sorted({name.partition("[")[0] for n in (2, 4) for name, _ in programs.borrowed(n)}) + [

@@ -20,8 +20,8 @@ from unisono.comm.engines.shm import core
 from unisono.comm.engines.shm import segment as segments
 from unisono.comm.engines.shm.rendezvous import fitting_slot
 from unisono.comm.engines.shm.segment import KINDS, Segment, Ticket
-from unisono.comm.machine import is_dead, process_start
 from unisono.errors import UnisonoError
+from unisono.processes import is_dead, process_start
 
 SHM = Path("/dev/shm")
 

@@ -61,11 +61,11 @@ class Engine(ABC):
     sizes every rank agreed on; `outs[q]` and `ins[q]` belong to rank `q` of the group and may have
     0 elements. A method returns None when the transfer is complete, else a `Ticket`; with
     `async_op=False` it may do either. Tensors must stay alive until then (the caller holds them).
-    Sums are the same bits on all ranks; float16 and bfloat16 are added in float32 and rounded once;
-    `sum64` adds float32 in float64. `alike` is a number that all ranks must pass the same, such as
-    the dim that was asked for; an engine whose ranks compare their calls anyway compares it too.
-    Every wait ends within `timeout_s` with `RankTimeout`, or
-    earlier with `RankFailed` if a peer is known to be dead.
+    Sums are the same bits on all ranks; float16 and bfloat16 are added (and divided, for `mean`) in
+    float32 and rounded once; `sum64` adds float32 in float64. `alike` is a number that all ranks
+    must pass the same, such as the dim that was asked for; an engine whose ranks compare their
+    calls anyway compares it too. Every wait ends within `timeout_s` with `RankTimeout`, or earlier
+    with `RankFailed` if a peer is known to be dead.
     """
 
     rank: int
@@ -76,8 +76,6 @@ class Engine(ABC):
     """Name of the backend, as the chooser and traces spell it."""
     reduces: frozenset[torch.dtype] = PLAIN_DTYPES
     """Dtypes that it reduces as they are; others stand in for the rest (`reductions.encode`)."""
-    knows_mean: bool = False
-    """Whether `all_reduce_` takes `mean` too, at no extra pass over the tensor."""
     waited_ns: int | None = None
     """Time this rank has spent waiting for others in blocking calls so far; None: not known."""
     last_algorithm: str = "native"

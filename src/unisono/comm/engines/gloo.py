@@ -6,6 +6,8 @@ not know are done in a wider dtype or locally, in rank order. The chooser picks 
 
 from __future__ import annotations
 
+import secrets
+import struct
 import sys
 import threading
 import time
@@ -21,16 +23,20 @@ from torch import Tensor
 
 from unisono.comm import call as calls
 from unisono.comm.arguments import bytes_of
-from unisono.comm.engines.algorithms import choose
+from unisono.comm.engines.algorithms import SMALL_BYTES, choose
 from unisono.comm.engines.base import Blocks, Engine, How, Messages, SourceTicket, Ticket
 from unisono.comm.health.deadlock import hopeless
 from unisono.comm.health.failures import Meaning, meaning_of
 from unisono.comm.reductions import (
     BOOL_OPS,
+    DTYPE_NUMBERS,
+    DTYPES,
     accumulation_dtype,
     reduce_among,
     reduce_in_rank_order,
 )
+from unisono.comm.torch.staging import wrong_message
+from unisono.errors import CollectiveMismatch, UnisonoError
 
 _SLICE_S = 0.5
 """A blocked rank looks this often whether its wait can still end."""
@@ -38,6 +44,7 @@ _SLICE_S = 0.5
 _NATIVE_OPS: dict[str, Any] = {
     "sum": dist.ReduceOp.SUM,
     "sum64": dist.ReduceOp.SUM,
+    "mean": dist.ReduceOp.SUM,
     "product": dist.ReduceOp.PRODUCT,
     "min": dist.ReduceOp.MIN,
     "max": dist.ReduceOp.MAX,
@@ -45,6 +52,11 @@ _NATIVE_OPS: dict[str, Any] = {
     "or": dist.ReduceOp.BOR,
     "xor": dist.ReduceOp.BXOR,
 }
+_HEAD = struct.Struct("<2q")
+"""What a broadcast tells first: how many bytes there are, and the number of their dtype."""
+_UNWRITTEN = torch.tensor(list(secrets.token_bytes(8)), dtype=torch.uint8)
+"""Stands at the end of what is to be received: gloo takes a short message for the whole one. (Of
+fewer bytes than these nothing can be said.)"""
 _WIDENED: dict[torch.dtype, torch.dtype] = {torch.int16: torch.int32, torch.bool: torch.uint8}
 
 
@@ -113,9 +125,16 @@ class MessageTicket:
     Args:
         works: what gloo gave for them.
         timeout_s: deadline where somebody asks for them before anybody waits; None: the group's.
+        check: called when all are complete.
     """
 
-    def __init__(self, works: Sequence[dist.Work | None], timeout_s: float | None = None) -> None:
+    def __init__(
+        self,
+        works: Sequence[dist.Work | None],
+        timeout_s: float | None = None,
+        check: Callable[[], object] = lambda: None,
+    ) -> None:
+        self._check = check
         self._works = [work for work in works if work is not None]
         self._first = next(iter(self._works), None)
         self._timeout_s = timeout_s
@@ -133,6 +152,7 @@ class MessageTicket:
                 self._waiter.result(timeout_s)
         finally:
             calls.set_blocked(None)
+        self._check()
 
     def done(self) -> bool:
         """Whether `wait` would return (or raise) at once."""
@@ -228,9 +248,26 @@ class TorchEngine(Engine):
         return self._native_reduce(x, op, wide, options, self.group.reduce)
 
     def broadcast_(self, x: Tensor, src: int, **how: Unpack[How]) -> Ticket | None:
-        if x.numel() == 0:
-            return None
-        return TorchTicket([self._spread(bytes_of(x), src)])
+        """See `Engine`. The source tells first what it sends: gloo itself compares nothing."""
+        block, is_mine = bytes_of(x), self.rank == src
+        if self.backend != "gloo":
+            return TorchTicket([self._spread(block, src)]) if len(block) else None
+        own, is_joined = (x.nbytes, DTYPE_NUMBERS[x.dtype]), x.nbytes <= SMALL_BYTES
+        memory = bytearray(_HEAD.size + (x.nbytes if is_joined else 0))
+        frame = torch.frombuffer(memory, dtype=torch.uint8)
+        body = frame[_HEAD.size :]
+        if is_mine:
+            _HEAD.pack_into(memory, 0, *own)
+            if is_joined:
+                body.copy_(block)
+
+        def unpack() -> None:
+            if (told := _HEAD.unpack_from(memory)) != own:
+                raise _unlike_source(x, src, *told)
+            if is_joined and not is_mine:
+                block.copy_(body)
+
+        return TorchTicket([self._spread(y, src) for y in (frame, block)[: 2 - is_joined]], unpack)
 
     def _spread(self, block: Tensor, src: int) -> dist.Work:
         options = dist.BroadcastOptions()
@@ -272,7 +309,8 @@ class TorchEngine(Engine):
             work = dist.reduce_scatter_single(
                 out.view(-1), joined, _NATIVE_OPS[op], group=self.group, async_op=True
             )
-            return TorchTicket([work], keep=joined)
+            ticket = TorchTicket([work], keep=joined)
+            return ticket.then(partial(out.div_, self.size)) if op == "mean" else ticket
         blocks = self._side_by_side(out)
         ticket = self.all_to_all(blocks, ins, **how)
         return ticket.then(partial(reduce_in_rank_order, out, blocks, op))
@@ -299,9 +337,18 @@ class TorchEngine(Engine):
         self, sends: Messages, recvs: Messages, tag: int, **how: Unpack[How]
     ) -> Ticket | None:
         if self.backend != "nccl":
+            ends = [bytes_of(x)[-len(_UNWRITTEN) :] for _, x in recvs]
+            for end in ends:
+                end.copy_(_UNWRITTEN[: len(end)])
             works = [self.group.recv([bytes_of(x)], src, tag) for src, x in recvs]
             works += [self.group.send([bytes_of(x)], dst, tag) for dst, x in sends]
-            return MessageTicket(works, how["timeout_s"])
+
+            def check() -> None:
+                for (src, x), end in zip(recvs, ends, strict=True):
+                    if torch.equal(end.cpu(), _UNWRITTEN):
+                        raise wrong_message(x, src, "shorter", tag)
+
+            return MessageTicket(works, how["timeout_s"], check)
         batch = [
             dist.P2POp(op, bytes_of(x), group=self.group, tag=tag, group_peer=peer)
             for op, side in ((dist.irecv, recvs), (dist.isend, sends))
@@ -326,10 +373,12 @@ class TorchEngine(Engine):
         """Let the backend reduce, in a dtype that it knows and that rounds once."""
         dtype = wide if wide != x.dtype else _WIDENED.get(x.dtype, x.dtype)
         options.reduceOp = _NATIVE_OPS[BOOL_OPS.get(op, op) if x.dtype == torch.bool else op]
-        if dtype == x.dtype:
-            return TorchTicket([start([torch.view_as_real(x) if x.is_complex() else x], options)])
-        scratch = x.to(dtype)
-        return TorchTicket([start([scratch], options)], partial(x.copy_, scratch))
+        work = x if dtype == x.dtype else x.to(dtype)
+        plain = torch.view_as_real(work) if x.is_complex() else work
+        ticket = TorchTicket([start([plain], options)])
+        if op == "mean":
+            ticket.then(partial(work.div_, self.size))
+        return ticket if work is x else ticket.then(partial(x.copy_, work))
 
     def _side_by_side(self, x: Tensor) -> list[Tensor]:
         """Return room for one tensor like `x` from each rank, in one piece: nothing to unpack."""
@@ -351,3 +400,14 @@ def _one_block(blocks: Blocks) -> Tensor | None:
         end += block.nbytes
     whole = torch.empty(0, dtype=torch.uint8, device=first.device)
     return whole.set_(first.untyped_storage(), begin - storage, (end - begin,), (1,))
+
+
+def _unlike_source(x: Tensor, src: int, nbytes: int, number: int) -> UnisonoError:
+    """Return the error of a broadcast into `x` whose source has something else."""
+    found, wanted = (str(dtype).removeprefix("torch.") for dtype in (DTYPES[number], x.dtype))
+    return CollectiveMismatch.because(
+        f"broadcast of {wanted} {list(x.shape)} from rank {src} of the group",
+        f"that rank sends {nbytes // DTYPES[number].itemsize} elements of {found}",
+        f"{nbytes} bytes of {found} != {x.numel()} * {x.itemsize} = {x.nbytes} bytes of {wanted}",
+        "the shape and dtype of the source on all ranks, in x or in like=(shape, dtype)",
+    )

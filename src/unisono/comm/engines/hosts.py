@@ -25,6 +25,7 @@ from unisono.comm.engines.algorithms import SMALL_BYTES
 from unisono.comm.engines.base import Blocks, Engine, How, Messages, SourceTicket, Ticket
 from unisono.comm.engines.gloo import TorchEngine
 from unisono.comm.engines.queued import JobQueue, QueuedEngine
+from unisono.comm.health.watchdog import own_connection
 from unisono.comm.reductions import accumulation_dtype, reduce_among, reduce_in_rank_order
 from unisono.errors import RankFailed, RankTimeout
 
@@ -53,7 +54,10 @@ class Network:
                 options: Any = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
                 options._timeout = self._timeout
                 options._devices = _devices()
-                place, store = members.index(self._rank), dist.PrefixStore(name, self._store)
+                # Two ranks that connect in threads of two groups, in different orders, would wait
+                # for each other where these share a connection to the store.
+                store = dist.PrefixStore(name, own_connection(self._store))
+                place = members.index(self._rank)
                 group: Any = dist.ProcessGroupGloo(store, place, len(members), options)
                 self._engines[members] = TorchEngine(group, "gloo")
             return self._engines[members]
@@ -273,7 +277,10 @@ class HostsEngine(QueuedEngine):
         self, shape: Sequence[int], dtype: torch.dtype, *, timeout_s: float
     ) -> Tensor:
         """See `Engine`: shared among the ranks of a host. Collective over them."""
-        return self.local.shared_buffer(shape, dtype, timeout_s=timeout_s)
+        self.check_usable()
+        make, made = partial(self.local.shared_buffer, shape, dtype, timeout_s=timeout_s), []
+        self.jobs.run(lambda: made.append(make()))
+        return made[0]
 
     # -- life -----------------------------------------------------------------------------------
 

@@ -20,6 +20,7 @@ from concurrent.futures import Future
 from functools import partial
 from typing import Any, Unpack
 
+import torch
 from torch import Tensor
 
 from unisono.comm.engines.algorithms import SMALL_BYTES, forced_algorithms
@@ -40,13 +41,15 @@ class Job(Future[None]):
         super().__init__()
         self._jobs = jobs
         self._call: Callable[[], object] | None = call
+        self._is_inference = torch.is_inference_mode_enabled()  # of a thread, as the tensors are
 
     def run(self) -> None:
         """Run the call; its exception is kept for those who wait."""
         call, self._call = self._call, None
         try:
             if call is not None:
-                call()
+                with torch.inference_mode(self._is_inference):
+                    call()
         except BaseException as error:
             self.set_exception(error)
         else:

@@ -12,8 +12,8 @@ from collections.abc import Sequence
 
 from unisono.comm.health import failures
 from unisono.comm.health.deadlock import hopeless
-from unisono.comm.machine import is_dead
 from unisono.errors import UnisonoError
+from unisono.processes import is_dead
 
 _STORE_S = 0.5
 """Seconds between two looks at what ranks have said in the world's store."""

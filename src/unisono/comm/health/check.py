@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from torch.distributed import PrefixStore, Store
 
-from unisono.comm.arguments import bytes_of
+from unisono.comm.arguments import bytes_of, dense
 from unisono.comm.call import Call
 from unisono.comm.health.watchdog import store_of
 from unisono.errors import CollectiveMismatch
@@ -91,7 +91,7 @@ def verify_equal_result(
 ) -> None:
     """After a reduction: raise unless all ranks hold the same finite bits."""
     finite = bool(torch.isfinite(result).all()) if result.dtype.itemsize > 1 else True
-    raw = bytes_of(result.detach().cpu().contiguous()).numpy()
+    raw = bytes_of(dense(result.detach().cpu())).numpy()
     mine = {"op": call.op, "site": call.site, "crc": zlib.crc32(raw.tobytes()) if finite else None}
     prints = _share(call, "/sum", mine, rank, len(ranks), timeout_s)
     if len({p["crc"] for p in prints if p["crc"] is not None}) > 1:

@@ -145,21 +145,22 @@ def check_same_bytes(out: Tensor, x: Tensor, what: str, times: int = 1) -> None:
 
 
 def wrong_message(
-    x: Tensor, sender: int, nbytes: int | None, tag: int, sent: torch.dtype | None = None
+    x: Tensor, sender: int, nbytes: int | str, tag: int, sent: torch.dtype | None = None
 ) -> UnisonoError:
     """Return the error for a message that was to fill `x` and cannot.
 
     Args:
         x: what it was received into.
         sender: world rank that sent it.
-        nbytes: its length; None where only is known that it is too long.
+        nbytes: its length; where only is known what is wrong with it, `"longer"` or `"shorter"`.
         tag: its tag.
         sent: its dtype; None where messages carry none.
     """
     name = str(x.dtype).removeprefix("torch.")
     expected = f"{x.numel()} * {x.element_size()} = {x.nbytes} bytes"
-    if nbytes is None:
-        found, arithmetic = "the message is longer", f"more than {expected}"
+    if isinstance(nbytes, str):
+        amount = "more" if nbytes == "longer" else "less"
+        found, arithmetic = f"the message is {nbytes}", f"{amount} than {expected}"
     elif sent is not None and sent != x.dtype:
         sent_name = str(sent).removeprefix("torch.")
         count, each = nbytes // sent.itemsize, sent.itemsize

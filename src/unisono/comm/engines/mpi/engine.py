@@ -152,12 +152,12 @@ class Messages:
             transfer.requests = []
             is_long = error.Get_error_class() == mpi.ERR_TRUNCATE and transfer.peer is not None
             transfer.error = (
-                self._wrong(transfer, None) if is_long else self._channel.translated(error)
+                self._wrong(transfer, "longer") if is_long else self._channel.translated(error)
             )
         transfer.is_done = True
 
-    def _wrong(self, transfer: Transfer, found: int | None) -> UnisonoError:
-        """Return the error for a message of another length; None is one that is too long."""
+    def _wrong(self, transfer: Transfer, found: int | str) -> UnisonoError:
+        """Return the error for a message of another length; see `wrong_message`."""
         sender = -1 if transfer.peer is None else self._channel.watch.ranks[transfer.peer]
         return wrong_message(transfer.tensor, sender, found, transfer.tag)
 

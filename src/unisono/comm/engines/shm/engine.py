@@ -97,7 +97,6 @@ class ShmEngine(TransportEngine):
     """
 
     backend = "shm"
-    knows_mean = True
     last_algorithm = "shm"
 
     def __init__(

@@ -28,10 +28,11 @@ from unisono.comm.engines.shm import core
 from unisono.comm.engines.shm.engine import ShmEngine
 from unisono.comm.engines.shm.segment import KINDS, Segment, Ticket
 from unisono.comm.health import mark_as_news
-from unisono.comm.machine import host_id, is_card_dead, own_card, pid_namespace
+from unisono.comm.machine import host_id, is_card_dead, own_card
 from unisono.comm.torch.process_group import TransportProcessGroup
 from unisono.errors import RankFailed, RankTimeout, UnisonoError, compress_ranks
 from unisono.expect import number_in
+from unisono.processes import pid_namespace
 
 _log = logging.getLogger("unisono")
 _PEERS_S = 0.05

@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from unisono.comm.engines.shm import core
-from unisono.comm.machine import pid_namespace, process_start
 from unisono.errors import UnisonoError
+from unisono.processes import pid_namespace, process_start
 
 try:
     import _posixshmem
