@@ -147,14 +147,16 @@ class Lifeline:
             kill_own_group()
         self._orders.put({"stop": True})
 
-    def _on_term(self, _signum: int, _frame: FrameType | None) -> None:
+    def _on_term(self, signum: int, _frame: FrameType | None) -> None:
         """Raise `Stopped` if the launcher asked for the end; else note that somebody wants it.
 
-        Whoever sends TERM to a rank (a scheduler, `simulate_preemption`) gives it time to save.
+        The launcher sends TERM, and its order may come a little later. Whoever else sends it (a
+        scheduler, `simulate_preemption`), or another signal, gives the rank time to save: not a
+        moment of that is spent waiting for the order, if the signal tells.
         """
         if self._leaving:
             return
-        if self._stop_ordered.wait(_NOTICE_S):
+        if signum == signal.SIGTERM and self._stop_ordered.wait(_NOTICE_S):
             raise Stopped
         stopping.note_request()
 
