@@ -16,8 +16,7 @@ from hypothesis import strategies as st
 
 import unisono
 from unisono.errors import PlatformError, RankFailed
-from unisono.launch import console
-from unisono.launch.console import Console
+from unisono.launch.logs import STDIN_VARIABLE, Console, stdin_rank
 
 QUIET = unisono.Logs(console="none")
 
@@ -121,7 +120,7 @@ def test_one_rank_may_read_the_standard_input(forked_python, tmp_path):
         "platform = unisono.Platform(device='cpu', ranks=2, spawn_method='spawn')\n"
         "print(list(unisono.run(ask, on=platform)))\n"
     )
-    env = {**os.environ, console.STDIN_VARIABLE: "1", "TMPDIR": str(tmp_path)}
+    env = {**os.environ, STDIN_VARIABLE: "1", "TMPDIR": str(tmp_path)}
     done = subprocess.run(
         [forked_python, script], env=env, input="Ada\n", capture_output=True, text=True, timeout=90
     )
@@ -144,7 +143,7 @@ def test_a_debugger_works_in_the_forked_rank_at_the_terminal_and_others_read_not
         "print('RESULTS', list(unisono.run(look, on='cpu', ranks=2)))\n"
     )
     ours, theirs = pty.openpty()
-    env = {**os.environ, console.STDIN_VARIABLE: "1", "TMPDIR": str(tmp_path), "TERM": "dumb"}
+    env = {**os.environ, STDIN_VARIABLE: "1", "TMPDIR": str(tmp_path), "TERM": "dumb"}
     process = subprocess.Popen(
         [sys.executable, script],
         env=env,
@@ -183,4 +182,4 @@ def test_a_rank_without_a_terminal_says_how_to_get_one():
     with pytest.raises(RankFailed, match="UNISONO_STDIN_RANK=0 gives it yours"):
         unisono.run(breakpoint, on="cpu", ranks=1, logs=QUIET)
     with pytest.raises(PlatformError, match="ranks of a world of 2 are 0 to 1"):
-        console.stdin_rank({console.STDIN_VARIABLE: "2"}, 2)
+        stdin_rank({STDIN_VARIABLE: "2"}, 2)

@@ -22,8 +22,7 @@ from typing import Any
 
 from unisono.errors import JobCancelled, PlatformError, RankFailed, RankTimeout
 from unisono.launch import job_files
-from unisono.launch.console import Console, stdin_rank, warn
-from unisono.launch.logs import SHOW_ALL_UP_TO, tail
+from unisono.launch.logs import SHOW_ALL_UP_TO, Console, stdin_rank, tail, warn
 from unisono.launch.places.local import LocalRanks
 from unisono.launch.places.mailbox import Plan, read_json
 from unisono.launch.platform import Device, Platform

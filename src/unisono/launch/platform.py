@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self, TypeVar
 
 from unisono.cores import threads_per_rank, usable_cores
 from unisono.errors import MissingExtra, PlatformError, UnisonoError
-from unisono.launch.console import IO
+from unisono.launch.logs import IO
 from unisono.launch.places.rendezvous import owner_of_port
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from unisono.environment import Environment
-from unisono.launch.console import Console, RankStream, lent_to, stdin_rank
+from unisono.launch.logs import Console, RankStream, lent_to, stdin_rank
 from unisono.launch.places.mailbox import Plan
 from unisono.launch.pool.client import RankProcess, fork_ranks, spawn_rank, why_not
 from unisono.launch.pool.monitor import STACKS_S, RankMonitor

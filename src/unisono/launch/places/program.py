@@ -21,8 +21,14 @@ from typing import Any
 
 from unisono.errors import PlatformError
 from unisono.launch import job_files
-from unisono.launch.console import STDIN_VARIABLE, Console, stdin_rank
-from unisono.launch.logs import LogFollower, LogReader, text_from
+from unisono.launch.logs import (
+    STDIN_VARIABLE,
+    Console,
+    LogFollower,
+    LogReader,
+    stdin_rank,
+    text_from,
+)
 from unisono.launch.places import mailbox
 from unisono.launch.places.mailbox import Mailbox, Plan
 from unisono.launch.pool.payload import Parcel

@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
 from unisono.environment import RANK_PID, Environment, detect, rank_mark
 from unisono.errors import CollectiveMismatch, Requeue
-from unisono.launch import console, stopping
+from unisono.launch import logs, stopping
 from unisono.launch.context import Here, enter_world
 from unisono.launch.job_files import process_start, write_private
 from unisono.launch.pool.payload import dump_exception, dump_value
@@ -210,7 +210,7 @@ def _be(job: Job, report_fd: int, control_fd: int, result_fd: int) -> NoReturn:
     tell(report_fd, state="running")
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(encoding="utf-8", errors="backslashreplace", line_buffering=True)  # pyright: ignore[reportAttributeAccessIssue]
-    console.settle(int(os.environ["RANK"]))
+    logs.settle(int(os.environ["RANK"]))
     try:
         _live(job, report_fd, result_fd, lifeline)
         code = 0
