@@ -97,7 +97,11 @@ def checked_logs(logs: str | Path | Logs | None, ranks: int) -> Logs:
 
 
 class Console:
-    """Writes what the ranks print to this process's stdout and stderr."""
+    """Writes what the ranks print to this process's stdout and stderr.
+
+    Attributes:
+        raw_rank: the rank that reads our standard input, if one does; shown as it prints.
+    """
 
     def __init__(
         self,
@@ -110,23 +114,23 @@ class Console:
     ) -> None:
         self._shown = frozenset(shown)
         self._prefix = prefix
-        self._raw_rank = raw_rank
+        self.raw_rank = raw_rank
         self._files = (stdout or sys.stdout, stderr or sys.stderr)
         self._bar = ""
         self._bar_file: TextIO | None = None
 
     def stream(self, rank: int, number: int) -> RankStream:
         """Return the reader of output `number` (0 stdout, 1 stderr) of `rank`."""
-        return RankStream(self, rank, self._files[number], is_raw=rank == self._raw_rank)
+        return RankStream(self, rank, self._files[number], is_raw=rank == self.raw_rank)
 
     def shows(self, rank: int) -> bool:
         """Whether anything of `rank` appears here."""
-        return rank in self._shown or rank == self._raw_rank
+        return rank in self._shown or rank == self.raw_rank
 
     @property
     def shows_any(self) -> bool:
         """Whether anything of any rank appears here."""
-        return bool(self._shown) or self._raw_rank is not None
+        return bool(self._shown) or self.raw_rank is not None
 
     def write(self, text: str, file: TextIO) -> None:
         """Write text as it is, with signs in the place of what the file cannot hold."""
@@ -388,10 +392,13 @@ def size_of(path: Path) -> int:
 
 
 def text_from(path: Path, offset: int = 0) -> str:
-    """Return the text of a file from a place on; nothing if it is not there."""
+    """Return the text of a file from a place on, which may be counted from its end.
+
+    Nothing if it is not there.
+    """
     try:
         with path.open("rb") as file:
-            file.seek(offset)
+            file.seek(offset if offset >= 0 else max(0, os.fstat(file.fileno()).st_size + offset))
             return file.read().decode(errors="replace")
     except OSError:
         return ""
@@ -399,7 +406,7 @@ def text_from(path: Path, offset: int = 0) -> str:
 
 def tail(path: Path, limit: int = 1 << 20) -> str:
     """Return the text of a log, or the last `limit` bytes of it; nothing if it is not there."""
-    return text_from(path, max(0, size_of(path) - limit))
+    return text_from(path, -limit)
 
 
 def stdin_rank(environment: Mapping[str, str], ranks: int) -> int | None:

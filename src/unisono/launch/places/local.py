@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from unisono.environment import Environment
-from unisono.launch.logs import Console, RankStream, lent_to, stdin_rank
+from unisono.launch.logs import Console, RankStream, lent_to
 from unisono.launch.places.mailbox import Plan
 from unisono.launch.pool.client import RankProcess, fork_ranks, spawn_rank, why_not
 from unisono.launch.pool.monitor import STACKS_S, RankMonitor
@@ -50,7 +50,7 @@ class LocalRanks(RankMonitor, Ranks):
         self._console = console
         self._job_dir = job_dir
         self._payload_fd = payload_file(job)
-        self._stdin_rank = stdin_rank(job.setting.environment, plan.ranks)
+        self._stdin_rank = console.raw_rank
         self._more: dict[str, str] = {}
         self._streams: dict[tuple[RankProcess, int], RankStream] = {}
         self._values: dict[int, Parcel] = {}

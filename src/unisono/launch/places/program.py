@@ -26,7 +26,6 @@ from unisono.launch.logs import (
     Console,
     LogFollower,
     LogReader,
-    stdin_rank,
     text_from,
 )
 from unisono.launch.places import mailbox
@@ -190,7 +189,7 @@ class LaunchedRanks(ProgramRanks):
         job_dir: Path,
         entry: Mapping[str, Any] | None = None,
     ) -> None:
-        if stdin_rank(env, plan.ranks) is not None:
+        if console.raw_rank is not None:
             raise PlatformError.because(
                 f'{STDIN_VARIABLE} with on="{job.platform.kind.value}"',
                 "ranks of another program, which have no terminal",
