@@ -6,6 +6,7 @@ import multiprocessing
 import os
 import signal
 import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -66,6 +67,32 @@ def test_a_forked_child_keeps_the_handler_of_the_user_and_no_pipe_to_the_launche
         return os.read(read, 1000).decode()
 
     assert list(unisono.run(work, ranks=1, logs=QUIET)) == ["True /dev/null"]
+
+
+@pytest.mark.parametrize("spawn_method", ["auto", "spawn"])
+def test_a_forked_child_that_comes_out_of_the_function_is_not_taken_for_the_rank(
+    spawn_method, tmp_path
+):
+    def work():
+        comm = unisono.world()
+        for number in range(3 * (comm.rank == 0)):
+            if os.fork() == 0:
+                while not (tmp_path / "has-returned").exists():
+                    time.sleep(0.01)
+                if number == 1:
+                    raise ValueError("in a child")
+                if number == 2:
+                    sys.exit(3)
+                return "child"
+        if comm.rank == 0:
+            return "parent"
+        (tmp_path / "has-returned").touch()
+        return "other", time.sleep(0.5)
+
+    platform = unisono.Platform(device="cpu", ranks=2, spawn_method=spawn_method)
+    results = unisono.run(work, on=platform, timeout_s=60, logs=QUIET)
+    assert list(results) == ["parent", ("other", None)]
+    assert results.log(0).splitlines()[-1] == "ValueError: in a child"
 
 
 PROGRAM = "import unisono; print(unisono.world().rank, unisono.world().size)"
