@@ -8,12 +8,15 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
+from multiprocessing import shared_memory
 from pathlib import Path
 
 import pytest
 
 import unisono
 from unisono.environment import RANK_PID, detect, rank_mark
+from unisono.errors import RankFailed
 
 QUIET = unisono.Logs(console="none")
 
@@ -93,6 +96,26 @@ def test_a_forked_child_that_comes_out_of_the_function_is_not_taken_for_the_rank
     results = unisono.run(work, on=platform, timeout_s=60, logs=QUIET)
     assert list(results) == ["parent", ("other", None)]
     assert results.log(0).splitlines()[-1] == "ValueError: in a child"
+
+
+@pytest.mark.usefixtures("real_interpreters")
+@pytest.mark.parametrize("spawn_method", ["auto", "spawn"])
+@pytest.mark.parametrize("end", ["returns", "is killed"])
+def test_shared_memory_that_a_rank_does_not_remove_is_removed_behind_it(
+    spawn_method, end, tmp_path
+):
+    def work():
+        memory = shared_memory.SharedMemory(create=True, size=1000)
+        (tmp_path / str(unisono.world().rank)).write_text(memory.name)
+        multiprocessing.get_context("fork").Process(target=sleep, daemon=True).start()
+        if end == "is killed":
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    platform = unisono.Platform(device="cpu", ranks=2, spawn_method=spawn_method)
+    with suppress(RankFailed):
+        unisono.run(work, on=platform, timeout_s=60, logs=QUIET)
+    for path in tmp_path.glob("[01]"):
+        assert not Path("/dev/shm", path.read_text()).exists()
 
 
 PROGRAM = "import unisono; print(unisono.world().rank, unisono.world().size)"

@@ -361,7 +361,7 @@ def results_of(
     returned = [state for state in states if state.is_good]  # of an elastic job, some may have died
     for state in returned:
         if state.warning or state.exit_code:
-            how = state.warning or verdict.how_ended(state.exit_code)
+            how = state.warning or verdict.how_ended(state.exit_code, has_returned=True)
             warn(f"rank {state.rank} returned its result, then {how}")
         try:
             parcel = value(state.rank)
