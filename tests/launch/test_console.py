@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import io
 import itertools
 import os
@@ -176,6 +177,26 @@ def read_until(fd, words, start=b"", seconds=60.0):
         if select.select([fd], [], [], 0.5)[0]:
             seen += os.read(fd, 4096)
     return seen
+
+
+def test_a_launcher_without_streams_shows_nothing(monkeypatch):
+    for name in ("stdout", "stderr"):
+        monkeypatch.setattr(sys, name, None)
+    assert list(unisono.run(lambda: print("unseen") or 3, on="cpu", ranks=2)) == [3, 3]
+
+
+def test_a_console_that_breaks_ends_the_run_and_leaves_nothing_open(monkeypatch):
+    class Broken(io.StringIO):
+        def write(self, _text):
+            raise BrokenPipeError
+
+    unisono.run(int, on="cpu", ranks=2, logs=QUIET)
+    before = len(os.listdir("/proc/self/fd"))  # noqa: PTH208
+    monkeypatch.setattr(sys, "stdout", Broken())
+    with pytest.raises(BrokenPipeError):
+        unisono.run(lambda: print("line"), on="cpu", ranks=2)
+    gc.collect()
+    assert len(os.listdir("/proc/self/fd")) == before  # noqa: PTH208
 
 
 def test_a_rank_without_a_terminal_says_how_to_get_one():

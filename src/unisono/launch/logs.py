@@ -132,8 +132,10 @@ class Console:
         """Whether anything of any rank appears here."""
         return bool(self._shown) or self.raw_rank is not None
 
-    def write(self, text: str, file: TextIO) -> None:
+    def write(self, text: str, file: TextIO | None) -> None:
         """Write text as it is, with signs in the place of what the file cannot hold."""
+        if file is None:  # as a process without streams has it: `print` does nothing, too
+            return
         encoding = getattr(file, "encoding", None) or "utf-8"
         file.write(text.encode(encoding, errors="replace").decode(encoding))
         file.flush()

@@ -124,8 +124,6 @@ class LocalRanks(RankMonitor, Ranks):
         try:
             self.end_all(None if at_once else self._plan.grace_s)
         finally:
-            for stream in self._streams.values():
-                stream.close()
             for rank in self._ranks if at_once is None else ():
                 if (value := rank.value()) is not None:
                     self._values[rank.rank] = value
@@ -133,6 +131,8 @@ class LocalRanks(RankMonitor, Ranks):
             wake_write, self._wake_write = self._wake_write, -1
             os.close(wake_write)
             os.close(self._wake_read)
+            for stream in self._streams.values():  # which may raise: the pipe behind it is broken
+                stream.close()
 
     def heard(self, rank: RankProcess, news: Any) -> None:
         """Pass on what is for other ranks."""
