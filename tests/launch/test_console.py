@@ -194,7 +194,7 @@ def test_a_console_that_breaks_ends_the_run_and_leaves_nothing_open(monkeypatch)
     before = len(os.listdir("/proc/self/fd"))  # noqa: PTH208
     monkeypatch.setattr(sys, "stdout", Broken())
     with pytest.raises(BrokenPipeError):
-        unisono.run(lambda: print("line"), on="cpu", ranks=2)
+        unisono.run(lambda: print("line\nrest", end=""), on="cpu", ranks=2)
     gc.collect()
     assert len(os.listdir("/proc/self/fd")) == before  # noqa: PTH208
 
