@@ -6,7 +6,7 @@ Needs root, slurm-wlm and munge. All its state is in one directory, its daemons 
 that were free, and exactly these processes are ended. With `namespaces` every node has its own
 network, host name and address, so that "localhost as master" fails as on a real cluster.
 
-Partitions: `debug` (default, pre-emptible with a few seconds of grace), `urgent` (pre-empts it).
+Partitions: `debug` (default, pre-emptible with some seconds of grace), `urgent` (pre-empts it).
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Cluster:
         gpus: int = 0,
         *,
         namespaces: bool = False,
-        grace_s: int = 5,
+        grace_s: int = 20,
     ) -> None:
         self.nodes = nodes
         self._cpus, self._gpus, self._grace_s = cpus, gpus, grace_s

@@ -6,13 +6,17 @@ import multiprocessing
 import os
 import signal
 import subprocess
+import sys
 import time
+from contextlib import suppress
+from multiprocessing import shared_memory
 from pathlib import Path
 
 import pytest
 
 import unisono
 from unisono.environment import RANK_PID, detect, rank_mark
+from unisono.errors import RankFailed
 
 QUIET = unisono.Logs(console="none")
 
@@ -66,6 +70,52 @@ def test_a_forked_child_keeps_the_handler_of_the_user_and_no_pipe_to_the_launche
         return os.read(read, 1000).decode()
 
     assert list(unisono.run(work, ranks=1, logs=QUIET)) == ["True /dev/null"]
+
+
+@pytest.mark.parametrize("spawn_method", ["auto", "spawn"])
+def test_a_forked_child_that_comes_out_of_the_function_is_not_taken_for_the_rank(
+    spawn_method, tmp_path
+):
+    def work():
+        comm = unisono.world()
+        for number in range(3 * (comm.rank == 0)):
+            if os.fork() == 0:
+                while not (tmp_path / "has-returned").exists():
+                    time.sleep(0.01)
+                if number == 1:
+                    raise ValueError("in a child")
+                if number == 2:
+                    sys.exit(3)
+                return "child"
+        if comm.rank == 0:
+            return "parent"
+        (tmp_path / "has-returned").touch()
+        return "other", time.sleep(0.5)
+
+    platform = unisono.Platform(device="cpu", ranks=2, spawn_method=spawn_method)
+    results = unisono.run(work, on=platform, timeout_s=60, logs=QUIET)
+    assert list(results) == ["parent", ("other", None)]
+    assert results.log(0).splitlines()[-1] == "ValueError: in a child"
+
+
+@pytest.mark.usefixtures("real_interpreters")
+@pytest.mark.parametrize("spawn_method", ["auto", "spawn"])
+@pytest.mark.parametrize("end", ["returns", "is killed"])
+def test_shared_memory_that_a_rank_does_not_remove_is_removed_behind_it(
+    spawn_method, end, tmp_path
+):
+    def work():
+        memory = shared_memory.SharedMemory(create=True, size=1000)
+        (tmp_path / str(unisono.world().rank)).write_text(memory.name)
+        multiprocessing.get_context("fork").Process(target=sleep, daemon=True).start()
+        if end == "is killed":
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    platform = unisono.Platform(device="cpu", ranks=2, spawn_method=spawn_method)
+    with suppress(RankFailed):
+        unisono.run(work, on=platform, timeout_s=60, logs=QUIET)
+    for path in tmp_path.glob("[01]"):
+        assert not Path("/dev/shm", path.read_text()).exists()
 
 
 PROGRAM = "import unisono; print(unisono.world().rank, unisono.world().size)"

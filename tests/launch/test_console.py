@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import io
 import itertools
 import os
@@ -16,8 +17,7 @@ from hypothesis import strategies as st
 
 import unisono
 from unisono.errors import PlatformError, RankFailed
-from unisono.launch import console
-from unisono.launch.console import Console
+from unisono.launch.logs import STDIN_VARIABLE, Console, stdin_rank
 
 QUIET = unisono.Logs(console="none")
 
@@ -121,7 +121,7 @@ def test_one_rank_may_read_the_standard_input(forked_python, tmp_path):
         "platform = unisono.Platform(device='cpu', ranks=2, spawn_method='spawn')\n"
         "print(list(unisono.run(ask, on=platform)))\n"
     )
-    env = {**os.environ, console.STDIN_VARIABLE: "1", "TMPDIR": str(tmp_path)}
+    env = {**os.environ, STDIN_VARIABLE: "1", "TMPDIR": str(tmp_path)}
     done = subprocess.run(
         [forked_python, script], env=env, input="Ada\n", capture_output=True, text=True, timeout=90
     )
@@ -144,7 +144,7 @@ def test_a_debugger_works_in_the_forked_rank_at_the_terminal_and_others_read_not
         "print('RESULTS', list(unisono.run(look, on='cpu', ranks=2)))\n"
     )
     ours, theirs = pty.openpty()
-    env = {**os.environ, console.STDIN_VARIABLE: "1", "TMPDIR": str(tmp_path), "TERM": "dumb"}
+    env = {**os.environ, STDIN_VARIABLE: "1", "TMPDIR": str(tmp_path), "TERM": "dumb"}
     process = subprocess.Popen(
         [sys.executable, script],
         env=env,
@@ -179,8 +179,28 @@ def read_until(fd, words, start=b"", seconds=60.0):
     return seen
 
 
+def test_a_launcher_without_streams_shows_nothing(monkeypatch):
+    for name in ("stdout", "stderr"):
+        monkeypatch.setattr(sys, name, None)
+    assert list(unisono.run(lambda: print("unseen") or 3, on="cpu", ranks=2)) == [3, 3]
+
+
+def test_a_console_that_breaks_ends_the_run_and_leaves_nothing_open(monkeypatch):
+    class Broken(io.StringIO):
+        def write(self, _text):
+            raise BrokenPipeError
+
+    unisono.run(int, on="cpu", ranks=2, logs=QUIET)
+    before = len(os.listdir("/proc/self/fd"))  # noqa: PTH208
+    monkeypatch.setattr(sys, "stdout", Broken())
+    with pytest.raises(BrokenPipeError):
+        unisono.run(lambda: print("line\nrest", end=""), on="cpu", ranks=2)
+    gc.collect()
+    assert len(os.listdir("/proc/self/fd")) == before  # noqa: PTH208
+
+
 def test_a_rank_without_a_terminal_says_how_to_get_one():
     with pytest.raises(RankFailed, match="UNISONO_STDIN_RANK=0 gives it yours"):
         unisono.run(breakpoint, on="cpu", ranks=1, logs=QUIET)
     with pytest.raises(PlatformError, match="ranks of a world of 2 are 0 to 1"):
-        console.stdin_rank({console.STDIN_VARIABLE: "2"}, 2)
+        stdin_rank({STDIN_VARIABLE: "2"}, 2)

@@ -9,8 +9,8 @@ import torch
 
 from unisono.errors import PlatformError
 from unisono.launch import Platform, Wrapper, wrapper
-from unisono.launch.console import IO
 from unisono.launch.context import Here
+from unisono.launch.logs import IO
 from unisono.launch.request import choose_convention
 
 HERE = Here(

@@ -8,8 +8,7 @@ import subprocess
 import pytest
 
 from unisono.errors import PlatformError
-from unisono.launch.console import Console
-from unisono.launch.logs import LogFollower, Logs, RankLog
+from unisono.launch.logs import Console, LogFollower, Logs, RankLog
 
 SCRIPT = """
 import resource, sys, warnings

@@ -80,6 +80,7 @@ def said_of(call, *args, **given):
         ({"ranks": -2}, ["ranks=-2"]),
         ({"ranks": 2.0}, ["ranks=2.0", "float, not an integer"]),
         ({"ranks": True}, ["ranks=True"]),
+        ({"ranks": 10**20}, ["open files", f"{10**20} ranks > "]),
         ({"on": "inline", "ranks": 2}, ["2 ranks > 1 process"]),
         ({"nodes": 2}, ["nodes=2", "torchrun"]),
         ({"timeout_s": 0}, ["timeout_s=0"]),

@@ -104,8 +104,7 @@ def _status(args: argparse.Namespace) -> int:
 
 def _logs(args: argparse.Namespace) -> int:
     """Print what one rank has printed, or all of them, now or until the job ends."""
-    from unisono.launch.console import Console
-    from unisono.launch.logs import LogFollower
+    from unisono.launch.logs import Console, LogFollower
 
     job = _attached(args)
     if args.rank is None and job.ranks > 1:

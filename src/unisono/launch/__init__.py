@@ -7,10 +7,9 @@ Starting this package imports neither torch nor numpy.
 from __future__ import annotations
 
 from unisono.launch.api import Wrapper, dry_run, run, submit, wrapper
-from unisono.launch.console import IO
 from unisono.launch.in_process import world
 from unisono.launch.job import Job
-from unisono.launch.logs import Logs
+from unisono.launch.logs import IO, Logs
 from unisono.launch.platform import Device, Platform
 from unisono.launch.pool.client import shutdown
 from unisono.launch.results import Results

@@ -13,10 +13,9 @@ from typing import Any, TypeVar
 
 from unisono.errors import PlatformError
 from unisono.launch.attempts import Run, job_directory, telling
-from unisono.launch.console import IO
 from unisono.launch.in_process import run_here, run_in_process, run_inline
 from unisono.launch.job import Job, LocalJob
-from unisono.launch.logs import Logs
+from unisono.launch.logs import IO, Logs
 from unisono.launch.places.slurm.cluster import in_allocation
 from unisono.launch.platform import Device, Platform
 from unisono.launch.pool.client import get_server, why_not

@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import json
 import os
+import secrets
 import shutil
 import sys
 import threading
@@ -22,8 +23,7 @@ from typing import Any
 
 from unisono.errors import JobCancelled, PlatformError, RankFailed, RankTimeout
 from unisono.launch import job_files
-from unisono.launch.console import Console, stdin_rank, warn
-from unisono.launch.logs import SHOW_ALL_UP_TO, tail
+from unisono.launch.logs import SHOW_ALL_UP_TO, Console, stdin_rank, tail, warn
 from unisono.launch.places.local import LocalRanks
 from unisono.launch.places.mailbox import Plan, read_json
 from unisono.launch.platform import Device, Platform
@@ -210,25 +210,26 @@ class Run(Attempts):
         job_dir: Path,
         on_state: Callable[[str], None] | None = None,
     ) -> None:
-        logs, ranks, platform = request.logs, request.ranks, request.platform
+        logs, ranks = request.logs, request.ranks
         self.request = request
         self._on_state = on_state
         self._cancelled = threading.Event()
         self._announced = 0
+        secret = secrets.token_bytes(32)
+        if request.elastic is not None and request.elastic.host is not None:
+            secret = bytes.fromhex(request.elastic.host.secret)
+        plan = plan_of(request, secret)
+        variables = common_variables(os.environ, threads=plan.cpus_per_rank, more=plan.env)
         self._console = Console(
             logs.shown(ranks),
             prefix=logs.prefix and ranks > 1,
-            raw_rank=stdin_rank(os.environ, ranks),
+            raw_rank=stdin_rank(variables, ranks),
         )
         self.announces = self._console.shows_any
-        threads = platform.cpus_per_rank
-        variables = common_variables(os.environ, threads=threads, more=platform.env)
         if (width := self._console.width()) is not None:
             variables |= {"COLUMNS": str(width), "LINES": "24"}
-        self._job = rank_job(request, call, variables)
-        if request.elastic is not None and request.elastic.host is not None:
-            self._job = replace(self._job, secret=bytes.fromhex(request.elastic.host.secret))
-        super().__init__(plan_of(request, self._job.secret), job_dir, Progress())
+        self._job = replace(rank_job(request, call, variables), secret=secret)
+        super().__init__(plan, job_dir, Progress())
 
     def results(self) -> Results[Any]:
         """Run to the end; return what the ranks returned, or raise what went wrong."""
@@ -360,7 +361,7 @@ def results_of(
     returned = [state for state in states if state.is_good]  # of an elastic job, some may have died
     for state in returned:
         if state.warning or state.exit_code:
-            how = state.warning or verdict.how_ended(state.exit_code)
+            how = state.warning or verdict.how_ended(state.exit_code, has_returned=True)
             warn(f"rank {state.rank} returned its result, then {how}")
         try:
             parcel = value(state.rank)

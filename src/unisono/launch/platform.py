@@ -13,6 +13,7 @@ import difflib
 import functools
 import importlib.util
 import os
+import resource
 import shlex
 import signal
 import socket
@@ -27,7 +28,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self, TypeVar
 
 from unisono.cores import threads_per_rank, usable_cores
 from unisono.errors import MissingExtra, PlatformError, UnisonoError
-from unisono.launch.console import IO
+from unisono.launch.logs import IO
 from unisono.launch.places.rendezvous import owner_of_port
 
 if TYPE_CHECKING:
@@ -527,6 +528,14 @@ class Platform:
 
     def check_machine(self) -> None:
         """Raise `PlatformError` if this platform cannot be had on this machine."""
+        most, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        if self.kind.is_here and 0 < most < self.world_size:
+            raise PlatformError.because(
+                self._asked(),
+                f"this process may have {most} open files, and each rank takes some",
+                f"{self.world_size} ranks > {most}",
+                "fewer ranks, or ulimit -n 65536 in the shell",
+            )
         if self.master_port is not None and self.kind.is_here and self.requires_ipc:
             self._check_free_port(self.master_port)
         wanted = self.backend or os.environ.get("UNISONO_BACKEND")

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from unisono.errors import PlatformError
-from unisono.launch.console import warn
+from unisono.launch.logs import warn
 from unisono.launch.platform import FIELDS, KINDS, nearest
 
 FILE_NAME = "unisono.toml"

@@ -156,18 +156,16 @@ class Supervisor:
 
     def _watch(self) -> None:
         """Follow the ranks until they have returned or left, or there is a reason to stop them."""
-        while True:
-            self.ranks.wait(self._seconds_left())
+        while (left := self._seconds_left()) != 0.0:
+            self.ranks.wait(left)
             while self._questions:
                 self._questions.popleft()()
             self._look()
             if self._reason or self.ranks.is_good() or self.ranks.has_left:
                 return
-            if self._seconds_left() == 0.0:
-                self._reason = "deadline" if self._bad_since is None else "another rank failed"
-                if self._interrupted_until is not None:
-                    self._reason = "interrupted"
-                return
+        self._reason = "deadline" if self._bad_since is None else "another rank failed"
+        if self._interrupted_until is not None:
+            self._reason = "interrupted"
 
     def _look(self) -> None:
         """Note what has become true of all ranks together."""

@@ -33,6 +33,7 @@ from unisono.comm.health import check
 from unisono.errors import an
 from unisono.launch.pool.payload import dump_value
 from unisono.launch.pool.protocol import drop_descriptor, send_message, tell
+from unisono.launch.pool.rank import forks_end_here
 from unisono.launch.pool.stacks import chain_of
 from unisono.testing.internals import comparisons_explained
 from unisono.testing.leaks import HOST_KINDS, KINDS, Holdings
@@ -151,7 +152,8 @@ class Rank:
                 import pytest  # only a test of it asks for fixtures
 
                 kwargs[name] = stack.enter_context(pytest.MonkeyPatch.context())
-            value = function(*args, **kwargs)
+            with forks_end_here():
+                value = function(*args, **kwargs)
         try:
             dump_value(value if keep else None, self._result)
         except TypeError as error:

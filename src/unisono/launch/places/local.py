@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from unisono.environment import Environment
-from unisono.launch.console import Console, RankStream, lent_to, stdin_rank
+from unisono.launch.logs import Console, RankStream, lent_to
 from unisono.launch.places.mailbox import Plan
 from unisono.launch.pool.client import RankProcess, fork_ranks, spawn_rank, why_not
 from unisono.launch.pool.monitor import STACKS_S, RankMonitor
@@ -50,7 +50,7 @@ class LocalRanks(RankMonitor, Ranks):
         self._console = console
         self._job_dir = job_dir
         self._payload_fd = payload_file(job)
-        self._stdin_rank = stdin_rank(job.setting.environment, plan.ranks)
+        self._stdin_rank = console.raw_rank
         self._more: dict[str, str] = {}
         self._streams: dict[tuple[RankProcess, int], RankStream] = {}
         self._values: dict[int, Parcel] = {}
@@ -124,8 +124,6 @@ class LocalRanks(RankMonitor, Ranks):
         try:
             self.end_all(None if at_once else self._plan.grace_s)
         finally:
-            for stream in self._streams.values():
-                stream.close()
             for rank in self._ranks if at_once is None else ():
                 if (value := rank.value()) is not None:
                     self._values[rank.rank] = value
@@ -133,6 +131,8 @@ class LocalRanks(RankMonitor, Ranks):
             wake_write, self._wake_write = self._wake_write, -1
             os.close(wake_write)
             os.close(self._wake_read)
+            for stream in self._streams.values():  # which may raise: the pipe behind it is broken
+                stream.close()
 
     def heard(self, rank: RankProcess, news: Any) -> None:
         """Pass on what is for other ranks."""

@@ -21,8 +21,13 @@ from typing import Any
 
 from unisono.errors import PlatformError
 from unisono.launch import job_files
-from unisono.launch.console import STDIN_VARIABLE, Console, stdin_rank
-from unisono.launch.logs import LogFollower, LogReader, text_from
+from unisono.launch.logs import (
+    STDIN_VARIABLE,
+    Console,
+    LogFollower,
+    LogReader,
+    text_from,
+)
 from unisono.launch.places import mailbox
 from unisono.launch.places.mailbox import Mailbox, Plan
 from unisono.launch.pool.payload import Parcel
@@ -184,7 +189,7 @@ class LaunchedRanks(ProgramRanks):
         job_dir: Path,
         entry: Mapping[str, Any] | None = None,
     ) -> None:
-        if stdin_rank(env, plan.ranks) is not None:
+        if console.raw_rank is not None:
             raise PlatformError.because(
                 f'{STDIN_VARIABLE} with on="{job.platform.kind.value}"',
                 "ranks of another program, which have no terminal",

@@ -12,7 +12,7 @@ import signal
 import socket
 import tempfile
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from pathlib import Path
 
@@ -36,14 +36,51 @@ def end_processes_of(run_id: str, rank: str) -> None:
     is_any_left = True
     while is_any_left and time.monotonic() < end:
         is_any_left = False
-        for path in Path("/proc").glob("[0-9]*"):
+        for pid in all_processes():
             with suppress(OSError):  # gone, or another user's
-                pid, variables = int(path.name), (path / "environ").read_bytes().split(b"\0")
+                variables = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
                 if wanted <= set(variables) and pid != os.getpid():
                     is_any_left = True
                     os.kill(pid, signal.SIGKILL)
         if is_any_left:
             time.sleep(0.005)
+
+
+def end_group(leader: int, members: Callable[[], Iterable[int]], linger_s: float = 0.0) -> None:
+    """End the process group of a process that has ended, and is a zombie still.
+
+    A resource tracker, which ignores signals but for this one, removes shared memory once all
+    others are gone; it gets the time for that.
+
+    Args:
+        leader: the process.
+        members: who may be in the group.
+        linger_s: how long all may go on.
+    """
+    begin = time.monotonic()
+    while (elapsed_s := time.monotonic() - begin) < linger_s + _GIVE_UP_S:
+        is_any_left = False
+        for pid in members():
+            with suppress(OSError):
+                if pid != leader and os.getpgid(pid) == leader and process_start(pid) is not None:
+                    is_any_left = True
+                    if elapsed_s >= linger_s and not _is_tracker(pid):
+                        os.kill(pid, signal.SIGKILL)
+        if not is_any_left:
+            break
+        time.sleep(0.002)
+    # While the leader is a zombie its number is not given away: the group is still ours.
+    with suppress(ProcessLookupError, PermissionError):
+        os.killpg(leader, signal.SIGKILL)
+
+
+def _is_tracker(pid: int) -> bool:
+    return b"multiprocessing.resource_tracker" in Path(f"/proc/{pid}/cmdline").read_bytes()
+
+
+def all_processes() -> list[int]:
+    """Return the numbers of all processes of this host; nothing where the system does not tell."""
+    return [int(path.name) for path in Path("/proc").glob("[0-9]*")]
 
 
 def unused_memory(segments: Iterable[Path]) -> list[Path]:

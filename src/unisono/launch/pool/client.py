@@ -30,7 +30,7 @@ from typing import Any, Self
 from unisono.errors import PlatformError
 from unisono.expect import number_in
 from unisono.launch.logs import FAILED, RankLog
-from unisono.launch.pool.cleanup import end_processes_of
+from unisono.launch.pool.cleanup import all_processes, end_group, end_processes_of
 from unisono.launch.pool.payload import Parcel, nameless_file
 from unisono.launch.pool.protocol import RankState, read_available, take_messages
 
@@ -296,9 +296,7 @@ class SpawnedProcess(Process):
         peak_mb = None
         with suppress(ChildProcessError):
             os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOWAIT)
-        # While the leader is a zombie its number is not given away: the group is still ours.
-        with suppress(ProcessLookupError, PermissionError):
-            os.killpg(self.pid, signal.SIGKILL)
+        end_group(self.pid, all_processes)
         try:
             _, status, usage = os.wait4(self.pid, 0)
         except ChildProcessError:  # somebody else in this process collected it

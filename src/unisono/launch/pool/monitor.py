@@ -154,7 +154,7 @@ class RankMonitor:
                 self.wait_for_end(running, grace_s)
         finally:  # also when a second Ctrl-C interrupts the wait for an orderly end
             for rank in running:
-                rank.signal_group(signal.SIGKILL)
+                rank.signal(signal.SIGKILL)  # its group ends behind it
             for rank in running:
                 if rank.is_running:
                     rank.collect()

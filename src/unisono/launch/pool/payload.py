@@ -36,8 +36,8 @@ from typing import TYPE_CHECKING, Any
 import cloudpickle
 
 from unisono.errors import PlatformError, an
-from unisono.launch.console import warn
 from unisono.launch.job_files import appearing_whole
+from unisono.launch.logs import warn
 
 if TYPE_CHECKING:
     import torch

@@ -20,7 +20,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import FrameType
@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
 from unisono.environment import RANK_PID, Environment, detect, rank_mark
 from unisono.errors import CollectiveMismatch, Requeue
-from unisono.launch import console, stopping
+from unisono.launch import logs, stopping
 from unisono.launch.context import Here, enter_world
 from unisono.launch.job_files import process_start, write_private
 from unisono.launch.pool.payload import dump_exception, dump_value
@@ -147,14 +147,16 @@ class Lifeline:
             kill_own_group()
         self._orders.put({"stop": True})
 
-    def _on_term(self, _signum: int, _frame: FrameType | None) -> None:
+    def _on_term(self, signum: int, _frame: FrameType | None) -> None:
         """Raise `Stopped` if the launcher asked for the end; else note that somebody wants it.
 
-        Whoever sends TERM to a rank (a scheduler, `simulate_preemption`) gives it time to save.
+        The launcher sends TERM, and its order may come a little later. Whoever else sends it (a
+        scheduler, `simulate_preemption`), or another signal, gives the rank time to save: not a
+        moment of that is spent waiting for the order, if the signal tells.
         """
         if self._leaving:
             return
-        if self._stop_ordered.wait(_NOTICE_S):
+        if signum == signal.SIGTERM and self._stop_ordered.wait(_NOTICE_S):
             raise Stopped
         stopping.note_request()
 
@@ -208,7 +210,7 @@ def _be(job: Job, report_fd: int, control_fd: int, result_fd: int) -> NoReturn:
     tell(report_fd, state="running")
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(encoding="utf-8", errors="backslashreplace", line_buffering=True)  # pyright: ignore[reportAttributeAccessIssue]
-    console.settle(int(os.environ["RANK"]))
+    logs.settle(int(os.environ["RANK"]))
     try:
         _live(job, report_fd, result_fd, lifeline)
         code = 0
@@ -242,7 +244,7 @@ def _live(job: Job, report_fd: int, result_fd: int, lifeline: Lifeline) -> None:
         timer.start()
     tell(report_fd, state="ready")
     try:
-        with stopping.interruptible():
+        with stopping.interruptible(), forks_end_here():
             value = job.convention.call(fn, args, kwargs, here)
     except Requeue:
         tell(report_fd, state="requeued")
@@ -360,21 +362,46 @@ def _report(error: BaseException, report_fd: int, lifeline: Lifeline) -> int:
     return 1
 
 
+@contextlib.contextmanager
+def forks_end_here() -> Iterator[None]:
+    """End a process that the block has forked where it comes out of it: it is not the rank.
+
+    It would else answer in the rank's stead. What it raises is shown, as that of any process.
+    """
+    me, code = os.getpid(), 0
+    try:
+        yield
+    except BaseException as error:
+        if os.getpid() == me:
+            raise
+        code = _exit_code(error)
+        if not isinstance(error, SystemExit):
+            print(format_error(error), end="", file=sys.stderr)
+    if os.getpid() != me:
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(Exception):
+                stream.flush()
+        os._exit(code & 0xFF)
+
+
+def _exit_code(error: BaseException) -> int:
+    """Return the code with which a process would end that does not catch `error`."""
+    code = error.code if isinstance(error, SystemExit) else 1
+    return code if isinstance(code, int) else int(code is not None)
+
+
 def describe(error: BaseException) -> Failed:
     """Return the report of `error`: text, the exception if it can travel, and whose fault it is."""
     from unisono.comm.health.failures import tells_of_another
 
     summary = "".join(traceback.format_exception_only(error)).strip().splitlines()[0]
-    code: int | None = None
     has_obeyed = stopping.was_interrupted() and isinstance(error, (KeyboardInterrupt, SystemExit))
-    if isinstance(error, SystemExit):
-        code = error.code if isinstance(error.code, int) else int(error.code is not None)
     return Failed(
         summary=summary,
         traceback=format_error(error),
         pickled=dump_exception(error),
         is_consequence=has_obeyed or tells_of_another(error),
-        exit_code=code,
+        exit_code=_exit_code(error) if isinstance(error, SystemExit) else None,
         site=site_of(error),
         is_mismatch=isinstance(error, CollectiveMismatch),
     )

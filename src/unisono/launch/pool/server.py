@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from unisono.launch.pool.cleanup import end_processes_of, remove_left_directories
+from unisono.launch.pool.cleanup import end_group, end_processes_of, remove_left_directories
 
 PRELOAD = ("cloudpickle", "numpy", "torch", "torch.distributed", "unisono.comm")
 """Loaded before the first fork."""
@@ -216,8 +216,7 @@ class Server:
             pid = ended.si_pid
             child = self._children.pop(pid, None)
             if child is not None and child.linger_s is not None:
-                _await_group(pid, child.linger_s)
-                _kill(pid, os.killpg)  # while it is a zombie its group cannot be another's
+                end_group(pid, _own_children, child.linger_s)
             _, status, usage = os.wait4(pid, 0)
             if child is not None:
                 if child.linger_s is not None:
@@ -237,7 +236,8 @@ class Server:
     def _end(self) -> None:
         """End all that was forked and clear away what it could not."""
         for pid, child in self._children.items():
-            _kill(pid, os.kill if child.linger_s else os.killpg)
+            child.linger_s = child.linger_s or 0.0  # its group ends behind it
+            _kill(pid)
         while self._children:
             os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOWAIT)
             self._reap()
@@ -248,24 +248,6 @@ class Server:
         remove_left_directories(None)
 
 
-def _await_group(leader: int, limit_s: float) -> None:
-    """Give the group of a process that has ended time to end by itself.
-
-    A resource tracker removes shared memory once its process is gone.
-    """
-    end = time.monotonic() + limit_s
-    is_any_left = True
-    while is_any_left and time.monotonic() < end:
-        is_any_left = False
-        for pid in _own_children():
-            with contextlib.suppress(ProcessLookupError, ChildProcessError):
-                if pid != leader and os.getpgid(pid) == leader:
-                    is_any_left = True
-                    os.waitpid(pid, os.WNOHANG)
-        if is_any_left:
-            time.sleep(0.002)
-
-
 def _own_children() -> list[int]:
     """Return the children of this process; nothing where the system does not tell."""
     try:
@@ -274,9 +256,9 @@ def _own_children() -> list[int]:
         return []
 
 
-def _kill(pid: int, kill: Callable[[int, int], None] = os.kill) -> None:
+def _kill(pid: int) -> None:
     with contextlib.suppress(ProcessLookupError, PermissionError):
-        kill(pid, signal.SIGKILL)
+        os.kill(pid, signal.SIGKILL)
 
 
 def reseed() -> None:

@@ -249,13 +249,13 @@ def _headline(state: RankState, size: int) -> str:
     return f"{who} raised {state.failed.summary}"
 
 
-def how_ended(exit_code: int | None) -> str:
-    """Say how a process ended."""
+def how_ended(exit_code: int | None, *, has_returned: bool = False) -> str:
+    """Say how the process of a rank ended, whose function may have returned."""
     if exit_code is None:
         return "was stopped"
     if exit_code < 0:
         return f"was killed by {signal_name(-exit_code)}"
-    return f"exited with code {exit_code} before returning"
+    return f"exited with code {exit_code}{'' if has_returned else ' before returning'}"
 
 
 def signal_name(number: int) -> str:

@@ -16,8 +16,7 @@ from typing import Any
 from unisono.errors import MissingExtra, PlatformError
 from unisono.launch import job_files
 from unisono.launch.attempts import own_failure, parent_of, plan_of, rank_job, telling
-from unisono.launch.console import Console
-from unisono.launch.logs import LogFollower
+from unisono.launch.logs import Console, LogFollower
 from unisono.launch.places.mailbox import INTERRUPT, PAYLOAD, Mailbox
 from unisono.launch.places.program import LEAVE_S
 from unisono.launch.places.slurm import cluster
