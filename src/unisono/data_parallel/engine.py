@@ -144,6 +144,7 @@ class GradientEngine:
         self.buckets: list[GradientBucket] = []
         """In the order in which they travel."""
         self.in_backward = False
+        self._ending: weakref.ref[Callable[[], None]] | None = None
         self.was_cleared = False
         """Whether all gradients were cleared since `Weights` has last asked."""
         self._handles: dict[int, Handle] = {}  # of buckets under way, by index
@@ -253,6 +254,8 @@ class GradientEngine:
         trains = self.module.training and torch.is_grad_enabled()
         if self.comm.size == 1 or not (trains or shadowing):
             return
+        if self._is_running:
+            return  # a checkpoint repeats its forward
         if self.in_backward:
             self._abandon_backward()
         if self._structure is not None and self._structure.has_changed():
@@ -277,7 +280,7 @@ class GradientEngine:
             # leaf, such as a parameter that is returned, would keep the hook for ever.
             if x.grad_fn is not None:
                 x.register_hook(self._on_output)
-        if self.options.find_unused and self.require_sync:
+        if self.options.find_unused and self.require_sync and not self.in_backward:
             reached = _reached_leaves(tensors)
             for bucket in self.buckets:
                 idle = {i for i, p in enumerate(bucket.params) if id(p) not in reached}
@@ -286,19 +289,36 @@ class GradientEngine:
 
     # -- backward: called by hooks --------------------------------------------------------------
 
+    @property
+    def _is_running(self) -> bool:
+        """Whether the backward that has begun goes on: of one that raised, nobody tells us.
+
+        Autograd keeps the callback until its backward ends, and only it does.
+        """
+        return self.in_backward and self._ending is not None and self._ending() is not None
+
     def begin_backward(self) -> None:
         """Notice that a backward has begun. Local."""
-        if not self.in_backward:
-            if self._handles or self.updates is not None:
-                self._settle()
-            self.in_backward = True
-            at_end_of_backward(self._end_of_backward)
+        if self._is_running:
+            return
+        if self.in_backward:
+            self._abandon_backward()
+        if self._handles or self.updates is not None:
+            self._settle()
+        self.in_backward = True
+
+        def end() -> None:
+            self._end_of_backward()
+
+        self._ending = weakref.ref(end)
+        at_end_of_backward(end)
 
     def make_room(self, bucket: GradientBucket, i: int) -> None:
         """Prepare member `i` of `bucket` for a gradient that is about to be added to it."""
+        self.begin_backward()
         if bucket.index in self._handles:
             self._settle()
-        if self.in_backward and i in bucket.came:  # the second in one backward
+        if i in bucket.came:  # the second in one backward
             if bucket.index < self._next:
                 self._late.add(bucket.index)
             else:
@@ -307,7 +327,6 @@ class GradientEngine:
     def receive(self, bucket: GradientBucket, i: int) -> None:
         """Take in member `i` of `bucket`, whose gradient has just been accumulated."""
         if not self._got_any:
-            self.begin_backward()
             self._begin_gradients()
         bucket.used[i] = True
         bucket.came.add(i)
@@ -318,8 +337,8 @@ class GradientEngine:
 
     def receive_sparse(self, i: int) -> None:
         """Note that the `i`-th parameter with sparse gradients got one."""
+        self.begin_backward()
         if not self._got_any:
-            self.begin_backward()
             self._begin_gradients()
         self._sparse.used[i] = True
 

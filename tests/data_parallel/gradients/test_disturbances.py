@@ -162,6 +162,25 @@ def test_gradients_are_right_again_after_a_backward_that_raised(blocking):
 
 
 @both
+@both_modes
+def test_an_older_graph_is_averaged_after_a_backward_that_raised(blocking):
+    for bucket_mb in (None, 0.001):
+        module, twin = built(FailsMidway)
+        optimizer = DataParallelOptimizer(OPTIMIZERS["sgd"](module.parameters()))
+        model = DataParallel(module, None, optimizer, blocking, bucket_mb=bucket_mb)
+        everything, mine = batch((6,))
+        older = loss_of(model(mine))
+        module.refuses = True
+        with pytest.raises(ArithmeticError, match="refused"):
+            loss_of(model(2 * mine)).backward()
+        optimizer.zero_grad(set_to_none=True)
+        older.backward()  # no forward comes between
+        loss_of(twin(everything)).backward()
+        model.finalize()
+        assert_same_gradients(module, twin)
+
+
+@both
 def test_a_gradient_that_was_cleared_does_not_count_as_used():
     module, twin = built(FailsMidway)
     model = DataParallel(module)

@@ -140,6 +140,23 @@ def test_reentrant_checkpoints_reduce_every_gradient(blocking):
 
 @both
 @both_modes
+def test_a_forward_that_a_checkpoint_repeats_leaves_the_backward_alone(blocking):
+    for reentrant in (True, False):
+        module, twin = built(mlp)
+        model, optimizer = wrapped(module, blocking, bucket_mb=0.0001, find_unused=reentrant)
+        optimizer.zero_grad()
+        everything, mine = batch((6,))
+        for one, x in ((model, mine), (twin, everything)):
+            x = x.clone().requires_grad_()
+            # Backward is in the second forward, with buckets under way, when it repeats the first.
+            first = checkpoint(one, x, use_reentrant=reentrant)
+            (loss_of(first) + loss_of(one(2 * x))).backward()
+        model.finalize()
+        assert_same_gradients(module, twin)
+
+
+@both
+@both_modes
 def test_no_sync_averages_the_sum_and_two_backwards_add_two_means(blocking):
     for accumulate in (True, False):
         module, twin = built(mlp)
