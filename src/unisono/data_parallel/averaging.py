@@ -366,9 +366,10 @@ class SparseParameters:
         """Replace each gradient by the weighted sum over ranks; returns bytes. Collective."""
         sent = 0
         for i, param in enumerate(self.params):
+            is_used = self.used[i] and param.grad is not None  # it may have been cleared since
             mine = torch.zeros_like(param) if param.grad is None else param.grad
             mine = (mine if mine.is_sparse else mine.to_sparse(1)).coalesce()
-            counts = comm.all_gather_ints([int(self.used[i]), mine._nnz()])
+            counts = comm.all_gather_ints([int(is_used), mine._nnz()])
             self.used[i] = False
             if not any(used for used, _ in counts):
                 continue

@@ -248,7 +248,7 @@ class GradientBucket:
                 slot.copy_(elsewhere)
 
     @torch.no_grad()
-    def abandon(self, factor: float | None, unused: Sequence[int] | None) -> None:
+    def abandon(self, factor: float | None, has_left: bool, was_written: bool) -> None:
         """Forget a backward that raised.
 
         A sum that was under way may have come back over gradients that were cleared meanwhile, so
@@ -256,13 +256,15 @@ class GradientBucket:
 
         Args:
             factor: what gradients were multiplied by.
-            unused: members that brought nothing to the sum; None: the bucket had not left.
+            has_left: whether the bucket was summed over ranks.
+            was_written: whether somebody wrote to gradients that were under way, as a
+                `zero_grad(set_to_none=False)` does: those of before must not come back either.
         """
         for i in list(self._weighted):
             self.take_weight_off(i, factor)
-        if unused is not None:
-            for i, slot in enumerate(self.slots):
-                if i not in unused:
+        if has_left:
+            for slot, users in zip(self.slots, self.flags.tolist(), strict=True):
+                if users != 0 or was_written:
                     slot.zero_()
 
 

@@ -396,7 +396,7 @@ class GradientEngine:
         """Start every bucket not yet under way; in blocking mode, wait for all. Collective."""
         for bucket in self.buckets[self._next :]:
             self._launch(bucket)
-        for index in sorted(self._late):
+        for index in self._agree_on_late():
             self.wait(self.buckets[index])
             self._launch(self.buckets[index])
         for index in sorted(self._handles):
@@ -412,6 +412,18 @@ class GradientEngine:
         self._end()
         if self.blocking and self._handles:
             self.wait_all()
+
+    def _agree_on_late(self) -> list[int]:
+        """Return which buckets travel again, because a gradient came after they had left.
+
+        Who looks for unused parameters in the outputs does not find what the loss alone uses, and
+        where it is used may differ between ranks. Collective then.
+        """
+        if not (self.options.find_unused and self.averaging.eager):
+            return sorted(self._late)
+        mine = [int(bucket.index in self._late) for bucket in self.buckets]
+        columns = zip(*self.comm.all_gather_ints(mine), strict=True)
+        return [index for index, late in enumerate(columns) if any(late)]
 
     def _add_flags(self) -> None:
         """Sum up the flags of all buckets in one message of their own."""
@@ -531,17 +543,29 @@ class GradientEngine:
         self.wait_all()
         self._forget_gradients()
 
+    def _all_params(self) -> list[nn.Parameter]:
+        return [param for part in (*self.buckets, self._sparse) for param in part.params]
+
     def _forget_gradients(self) -> None:
-        for part in (*self.buckets, self._sparse):
-            for param in part.params:
-                param.grad = None
+        for param in self._all_params():
+            param.grad = None
 
     def _abandon_backward(self) -> None:
-        """Complete what a backward has started that raised before its end. Local."""
-        unused = {bucket.index: tuple(bucket.before) for bucket in self.under_way}
+        """End a backward that raised. Collective where buckets start during backward.
+
+        Ranks may have started different numbers of them, so each starts the rest.
+        """
+        cleared = [p for p in self._all_params() if p.grad is None]
+        written = {b.index for b in self.under_way if b.version != b.sent_version}
         self._settle()
+        has_left = self._got_any and self._syncing and self.averaging.eager
+        if has_left:
+            self._launch_rest()
+            self._settle()
         for bucket in self.buckets:
-            bucket.abandon(self._factor, unused.get(bucket.index))
+            bucket.abandon(self._factor, has_left, bucket.index in written)
+        for param in cleared:
+            param.grad = None
         self._end()
 
 

@@ -79,6 +79,29 @@ def test_branches_that_depend_on_the_rank_average_with_zeros(blocking):
 
 
 @both
+@both_modes
+def test_what_the_loss_alone_uses_is_averaged_whoever_looks_for_unused(blocking):
+    comm = world()
+    x = torch.ones(3, 4).double()
+
+    def loss(net, inside, rank):
+        # Backward takes the newest first: on rank 0 the bucket of `never`, which the outputs do not
+        # use, has left when its gradient comes.
+        older = inside.never.weight.square().sum() if rank == 0 else 0
+        out = loss_of(net(x, rank > 0))
+        return out + older + (inside.never.weight.exp().sum() if rank > 0 else 0)
+
+    for find_unused in (False, True):
+        module, twin = built(Branches)
+        model, optimizer = wrapped(module, blocking, bucket_mb=0.0001, find_unused=find_unused)
+        optimizer.zero_grad(set_to_none=True)
+        loss(model, module, comm.rank).backward()
+        (sum(loss(twin, twin, rank) for rank in range(comm.size)) / comm.size).backward()
+        model.finalize()
+        assert_same_gradients(module, twin)
+
+
+@both
 def test_an_unused_gradient_keeps_what_it_held():
     module, _ = built(Branches)
     model, _ = wrapped(module, True)
@@ -106,6 +129,29 @@ def test_sparse_embeddings_are_averaged(blocking):
         one_step(twin, twin_optimizer, words.view(-1))
     model.finalize()
     assert_same_parameters(module, twin)
+
+
+@both
+def test_a_sparse_gradient_that_was_cleared_does_not_count_as_used():
+    module = nn.ModuleDict({"words": nn.Embedding(10, 3, sparse=True), "out": nn.Linear(3, 2)})
+    model = DataParallel(Chosen(module))
+    with model.no_sync():
+        model(torch.arange(3), True).sum().backward()
+    model.zero_grad()
+    model(torch.arange(3), False).sum().backward()
+    assert module["words"].weight.grad is None
+
+
+class Chosen(nn.Module):
+    """Reads words, or not."""
+
+    def __init__(self, parts):
+        super().__init__()
+        self.parts = parts
+
+    def forward(self, words, reads):
+        x = self.parts["words"](words) if reads else torch.ones(len(words), 3)
+        return self.parts["out"](x)
 
 
 class Checkpointed(nn.Module):
