@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from unisono.comm import Communicator
 from unisono.comm.perform import Pending
-from unisono.data_parallel.bucket import GradientBucket
+from unisono.data_parallel.bucket import GradientBucket, weigh
 from unisono.data_parallel.ranks import average_tensors, on_device
 from unisono.expect import expect_float, expect_int, refusal
 
@@ -375,7 +375,8 @@ class SparseParameters:
                 continue
             sizes = [count for _, count in counts]
             here = on_device(comm, param.device)
-            values = mine.values() * weight
+            values = torch.empty_like(mine.values())
+            weigh(mine.values(), weight, values)
             param.grad = torch.sparse_coo_tensor(
                 here.all_gather(mine.indices(), dim=1, sizes=sizes),
                 here.all_gather(values, sizes=sizes),

@@ -145,8 +145,6 @@ class GradientEngine:
         """In the order in which they travel."""
         self.in_backward = False
         self._ending: weakref.ref[Callable[[], None]] | None = None
-        self.was_cleared = False
-        """Whether all gradients were cleared since `Weights` has last asked."""
         self._handles: dict[int, Handle] = {}  # of buckets under way, by index
         self._comms: dict[torch.device, Communicator] = {}
         self._hooks: list[RemovableHandle] = []
@@ -491,13 +489,11 @@ class GradientEngine:
         owed with it: then it is cleared right after that.
         """
         rest = {id(p): p for group in optimizer.param_groups for p in group["params"]}
-        self.was_cleared = True
         for bucket in self.buckets:
             is_owed = self.updates is not None and self.updates.owes_with(bucket)
             if not is_owed:
                 self.wait(bucket)
             if not all(id(p) in rest for p in bucket.params):
-                self.was_cleared = False
                 continue
             if self.updates is not None and is_owed and not set_to_none:
                 self.updates.clear_later(bucket)

@@ -232,10 +232,11 @@ def test_samples_weight_every_rank_by_what_it_has_seen(blocking):
         begin = sum(sum(c) for c in counts[:step]) + sum(counts[step][: comm.rank])
         return xs[begin : begin + counts[step][comm.rank]]
 
-    def loss(out):  # of no rows: zero, with a graph
-        return loss_of(out) if len(out) else out.sum()
-
     module, twin = built(mlp)
+
+    def loss(out):  # of no rows: as a mean of nothing is, and it counts nothing
+        return loss_of(out) if len(out) else out.sum() + torch.nan * module[0].weight.sum()
+
     model, optimizer = wrapped(module, blocking)
     for step in range(3):  # each synchronises by itself
         optimizer.zero_grad()
@@ -265,12 +266,13 @@ def test_samples_weight_every_rank_by_what_it_has_seen(blocking):
 @pytest.mark.ranks([1, 3], timeout=60)
 @both_modes
 @repeated("set_to_none", [True, False])
-def test_samples_of_an_accumulation_that_was_given_up_do_not_count(blocking, set_to_none):
+@repeated("by_torch", [True, False])
+def test_samples_of_an_accumulation_that_was_given_up_do_not_count(blocking, set_to_none, by_torch):
     module, twin = built(mlp)
     model, optimizer = wrapped(module, blocking)
     with model.no_sync(), model.samples(torch.tensor(4)):
         loss_of(model(batch((6,))[1])).backward()
-    optimizer.zero_grad(set_to_none=set_to_none)
+    (optimizer.torch_optimizer if by_torch else optimizer).zero_grad(set_to_none=set_to_none)
     counts = [1, 3, 2][: world().size]
     rows = batch((6,), 1)[0].split(4)
     with model.samples(counts[world().rank]):
@@ -286,6 +288,19 @@ def test_samples_of_an_accumulation_that_was_given_up_do_not_count(blocking, set
     model.finalize()
     twin.zero_grad()
     loss_of(twin(torch.cat([batch((6,), step)[0] for step in range(2)]))).backward()
+    assert_same_gradients(module, twin)
+
+
+@both
+def test_samples_of_a_gradient_of_zeros_count():
+    module, twin = built(mlp)
+    model, _ = wrapped(module, True)
+    everything, mine = batch((6,))
+    with model.no_sync(), model.samples(4):
+        (0 * model(mine).sum()).backward()
+    with model.samples(4):
+        loss_of(model(mine)).backward()
+    (loss_of(twin(everything)) / 2).backward()
     assert_same_gradients(module, twin)
 
 
