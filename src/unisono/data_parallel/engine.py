@@ -163,6 +163,7 @@ class GradientEngine:
 
     # -- set-up ---------------------------------------------------------------------------------
 
+    @torch.inference_mode(mode=False)  # the first forward of a copy may be one of inference
     def attach(self) -> None:
         """Make buckets for the module as it is now. Collective over `comm`."""
         self.detach()
