@@ -13,6 +13,7 @@ import signal
 import sys
 import threading
 import time
+import warnings
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -106,6 +107,39 @@ def test_values_generators_and_anything_with_a_state_come_back(tmp_path):
     assert counter.seen["n"] == 1
     assert torch.equal(torch.rand(3, generator=generator), expected)
     assert other.state_dict()["scale"] == 128.0
+
+
+class WithExtra(nn.Linear):
+    """A layer that adds something to its state."""
+
+    def __init__(self, extra):
+        super().__init__(2, 1)
+        self.extra = extra
+
+    def get_extra_state(self):
+        return self.extra
+
+    def set_extra_state(self, state):
+        self.extra = state
+
+
+def test_an_extra_state_may_hold_tensors_and_change_its_kind(tmp_path):
+    checkpoint = Checkpoint(tmp_path)
+    for number, extra in enumerate([torch.arange(3), {"of": torch.arange(3)}, [1, torch.ones(2)]]):
+        layer = WithExtra(extra)
+        checkpoint.save(number, model=layer)
+        layer.extra = "nothing"
+        checkpoint.restore(model=layer)
+        assert str(layer.extra) == str(extra)
+
+
+def test_a_quantized_tensor_comes_back(tmp_path):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch is about to give them up
+        value = torch.quantize_per_tensor(torch.ones(3), 0.5, 0, torch.qint8)
+        checkpoint = Checkpoint(tmp_path)
+        checkpoint.save(1, value=value)
+        assert torch.equal(checkpoint.restore()["value"], value)
 
 
 def test_a_series_is_smoothed_over_the_steps_before_and_after_a_restart(tmp_path):

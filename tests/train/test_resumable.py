@@ -4,7 +4,15 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, TensorDataset
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+    TensorDataset,
+    WeightedRandomSampler,
+)
 
 from unisono.comm import world
 from unisono.data_parallel import DataLoader as RankLoader
@@ -27,6 +35,35 @@ def with_generator(seed):
     return DataLoader(torch.arange(ROWS), batch_size=3, shuffle=True, generator=generator)
 
 
+def with_sampler(seed):
+    generator = torch.Generator().manual_seed(seed)
+    return DataLoader(
+        torch.arange(ROWS), 3, sampler=RandomSampler(range(ROWS), generator=generator)
+    )
+
+
+def with_batch_sampler(seed):
+    generator = torch.Generator().manual_seed(seed)
+    sampler = WeightedRandomSampler(torch.ones(ROWS), ROWS, generator=generator)
+    return DataLoader(torch.arange(ROWS), batch_sampler=BatchSampler(sampler, 3, drop_last=False))
+
+
+def with_two_generators(seed):
+    torch.manual_seed(seed)  # the sampler draws from this one, and only the loader from the other
+    own = torch.Generator().manual_seed(seed)
+    return DataLoader(torch.arange(ROWS), 3, sampler=RandomSampler(range(ROWS)), generator=own)
+
+
+def one_by_one(seed):
+    torch.manual_seed(seed)
+    return DataLoader(torch.arange(ROWS), batch_size=None, shuffle=True)
+
+
+MAKERS = [
+    *(shuffled, with_generator, with_sampler, with_batch_sampler, with_two_generators, one_by_one)
+]
+
+
 def two_epochs_and_a_half(loader, epochs=2):
     """Return all rows, and the state after the second batch of the epoch after these."""
     rows = []
@@ -40,7 +77,7 @@ def two_epochs_and_a_half(loader, epochs=2):
     return rows, state, random
 
 
-@pytest.mark.parametrize("make", [shuffled, with_generator])
+@pytest.mark.parametrize("make", MAKERS)
 def test_what_is_left_of_an_epoch_comes_in_its_order(make):
     first = Resumable(make(1))
     rows, state, random = two_epochs_and_a_half(first)
@@ -50,10 +87,23 @@ def test_what_is_left_of_an_epoch_comes_in_its_order(make):
     second.load_state_dict(state)
     assert second.epoch == 2
     assert second.batch == 2
-    assert [batch.tolist() for batch in second] == rows[-3:]
+    assert [batch.tolist() for batch in second] == rows[2 - len(second) :]
     assert second.epoch == 3
     assert [batch.tolist() for batch in second] == following
-    assert len(second) == 5
+
+
+@pytest.mark.parametrize("epochs", [0, 2])
+def test_what_is_left_is_right_with_workers_that_stay(epochs):
+    def make(seed):
+        torch.manual_seed(seed)
+        return DataLoader(
+            torch.arange(ROWS), 3, shuffle=True, num_workers=1, persistent_workers=True
+        )
+
+    rows, state, _ = two_epochs_and_a_half(Resumable(make(1)), epochs)
+    second = Resumable(make(2))
+    second.load_state_dict(state)
+    assert [batch.tolist() for batch in second] == rows[-3:]
 
 
 def test_batches_that_were_used_are_not_loaded_again():

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from unisono.comm import Communicator
 from unisono.comm.perform import Pending
-from unisono.data_parallel.bucket import GradientBucket
+from unisono.data_parallel.bucket import GradientBucket, weigh
 from unisono.data_parallel.ranks import average_tensors, on_device
 from unisono.expect import expect_float, expect_int, refusal
 
@@ -366,15 +366,17 @@ class SparseParameters:
         """Replace each gradient by the weighted sum over ranks; returns bytes. Collective."""
         sent = 0
         for i, param in enumerate(self.params):
+            is_used = self.used[i] and param.grad is not None  # it may have been cleared since
             mine = torch.zeros_like(param) if param.grad is None else param.grad
             mine = (mine if mine.is_sparse else mine.to_sparse(1)).coalesce()
-            counts = comm.all_gather_ints([int(self.used[i]), mine._nnz()])
+            counts = comm.all_gather_ints([int(is_used), mine._nnz()])
             self.used[i] = False
             if not any(used for used, _ in counts):
                 continue
             sizes = [count for _, count in counts]
             here = on_device(comm, param.device)
-            values = mine.values() * weight
+            values = torch.empty_like(mine.values())
+            weigh(mine.values(), weight, values)
             param.grad = torch.sparse_coo_tensor(
                 here.all_gather(mine.indices(), dim=1, sizes=sizes),
                 here.all_gather(values, sizes=sizes),

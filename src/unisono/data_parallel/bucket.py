@@ -147,7 +147,7 @@ class GradientBucket:
         if factor is None:
             slot.copy_(grad)
         else:
-            torch.mul(grad, factor, out=slot)
+            weigh(grad, factor, slot)
             self._weighted.add(i)
         param.grad = slot
 
@@ -190,10 +190,10 @@ class GradientBucket:
         """Make the bucket ready to travel: all gradients with their weight, and the flags."""
         self.gather(remember=True)
         if factor is not None:
-            self._small.mul_(factor)
+            weigh(self._small, factor, self._small)
             for i in self._large:
                 if i not in self._weighted:
-                    self.slots[i].mul_(factor)
+                    weigh(self.slots[i], factor, self.slots[i])
         self._weighted.clear()
         if self.before:
             self.flags.copy_(torch.tensor(self.used))
@@ -228,7 +228,7 @@ class GradientBucket:
     def clear(self, set_to_none: bool) -> None:
         """Clear all gradients: one fill, and what lies elsewhere."""
         if not set_to_none:
-            self.data.zero_()
+            self._shown[: self.data.numel()].zero_()  # and `version` shows it
         for param, slot in zip(self.params, self.slots, strict=True):
             grad = param.grad
             if grad is None or (grad is slot and not set_to_none):
@@ -248,7 +248,7 @@ class GradientBucket:
                 slot.copy_(elsewhere)
 
     @torch.no_grad()
-    def abandon(self, factor: float | None, unused: Sequence[int] | None) -> None:
+    def abandon(self, factor: float | None, has_left: bool, was_written: bool) -> None:
         """Forget a backward that raised.
 
         A sum that was under way may have come back over gradients that were cleared meanwhile, so
@@ -256,14 +256,24 @@ class GradientBucket:
 
         Args:
             factor: what gradients were multiplied by.
-            unused: members that brought nothing to the sum; None: the bucket had not left.
+            has_left: whether the bucket was summed over ranks.
+            was_written: whether somebody wrote to gradients that were under way, as a
+                `zero_grad(set_to_none=False)` does: those of before must not come back either.
         """
         for i in list(self._weighted):
             self.take_weight_off(i, factor)
-        if unused is not None:
-            for i, slot in enumerate(self.slots):
-                if i not in unused:
+        if has_left:
+            for slot, users in zip(self.slots, self.flags.tolist(), strict=True):
+                if users != 0 or was_written:
                     slot.zero_()
+
+
+def weigh(grad: Tensor, factor: float, out: Tensor) -> None:
+    """Write `factor * grad` to `out`; what counts nothing may be infinite or NaN."""
+    if factor:
+        torch.mul(grad, factor, out=out)
+    else:
+        out.zero_()
 
 
 def _places(

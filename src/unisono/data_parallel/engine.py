@@ -144,8 +144,7 @@ class GradientEngine:
         self.buckets: list[GradientBucket] = []
         """In the order in which they travel."""
         self.in_backward = False
-        self.was_cleared = False
-        """Whether all gradients were cleared since `Weights` has last asked."""
+        self._ending: weakref.ref[Callable[[], None]] | None = None
         self._handles: dict[int, Handle] = {}  # of buckets under way, by index
         self._comms: dict[torch.device, Communicator] = {}
         self._hooks: list[RemovableHandle] = []
@@ -164,6 +163,7 @@ class GradientEngine:
 
     # -- set-up ---------------------------------------------------------------------------------
 
+    @torch.inference_mode(mode=False)  # the first forward of a copy may be one of inference
     def attach(self) -> None:
         """Make buckets for the module as it is now. Collective over `comm`."""
         self.detach()
@@ -253,6 +253,8 @@ class GradientEngine:
         trains = self.module.training and torch.is_grad_enabled()
         if self.comm.size == 1 or not (trains or shadowing):
             return
+        if self._is_running:
+            return  # a checkpoint repeats its forward
         if self.in_backward:
             self._abandon_backward()
         if self._structure is not None and self._structure.has_changed():
@@ -277,7 +279,7 @@ class GradientEngine:
             # leaf, such as a parameter that is returned, would keep the hook for ever.
             if x.grad_fn is not None:
                 x.register_hook(self._on_output)
-        if self.options.find_unused and self.require_sync:
+        if self.options.find_unused and self.require_sync and not self.in_backward:
             reached = _reached_leaves(tensors)
             for bucket in self.buckets:
                 idle = {i for i, p in enumerate(bucket.params) if id(p) not in reached}
@@ -286,19 +288,36 @@ class GradientEngine:
 
     # -- backward: called by hooks --------------------------------------------------------------
 
+    @property
+    def _is_running(self) -> bool:
+        """Whether the backward that has begun goes on: of one that raised, nobody tells us.
+
+        Autograd keeps the callback until its backward ends, and only it does.
+        """
+        return self.in_backward and self._ending is not None and self._ending() is not None
+
     def begin_backward(self) -> None:
         """Notice that a backward has begun. Local."""
-        if not self.in_backward:
-            if self._handles or self.updates is not None:
-                self._settle()
-            self.in_backward = True
-            at_end_of_backward(self._end_of_backward)
+        if self._is_running:
+            return
+        if self.in_backward:
+            self._abandon_backward()
+        if self._handles or self.updates is not None:
+            self._settle()
+        self.in_backward = True
+
+        def end() -> None:
+            self._end_of_backward()
+
+        self._ending = weakref.ref(end)
+        at_end_of_backward(end)
 
     def make_room(self, bucket: GradientBucket, i: int) -> None:
         """Prepare member `i` of `bucket` for a gradient that is about to be added to it."""
+        self.begin_backward()
         if bucket.index in self._handles:
             self._settle()
-        if self.in_backward and i in bucket.came:  # the second in one backward
+        if i in bucket.came:  # the second in one backward
             if bucket.index < self._next:
                 self._late.add(bucket.index)
             else:
@@ -307,7 +326,6 @@ class GradientEngine:
     def receive(self, bucket: GradientBucket, i: int) -> None:
         """Take in member `i` of `bucket`, whose gradient has just been accumulated."""
         if not self._got_any:
-            self.begin_backward()
             self._begin_gradients()
         bucket.used[i] = True
         bucket.came.add(i)
@@ -318,8 +336,8 @@ class GradientEngine:
 
     def receive_sparse(self, i: int) -> None:
         """Note that the `i`-th parameter with sparse gradients got one."""
+        self.begin_backward()
         if not self._got_any:
-            self.begin_backward()
             self._begin_gradients()
         self._sparse.used[i] = True
 
@@ -377,7 +395,7 @@ class GradientEngine:
         """Start every bucket not yet under way; in blocking mode, wait for all. Collective."""
         for bucket in self.buckets[self._next :]:
             self._launch(bucket)
-        for index in sorted(self._late):
+        for index in self._agree_on_late():
             self.wait(self.buckets[index])
             self._launch(self.buckets[index])
         for index in sorted(self._handles):
@@ -393,6 +411,18 @@ class GradientEngine:
         self._end()
         if self.blocking and self._handles:
             self.wait_all()
+
+    def _agree_on_late(self) -> list[int]:
+        """Return which buckets travel again, because a gradient came after they had left.
+
+        Who looks for unused parameters in the outputs does not find what the loss alone uses, and
+        where it is used may differ between ranks. Collective then.
+        """
+        if not (self.options.find_unused and self.averaging.eager):
+            return sorted(self._late)
+        mine = [int(bucket.index in self._late) for bucket in self.buckets]
+        columns = zip(*self.comm.all_gather_ints(mine), strict=True)
+        return [index for index, late in enumerate(columns) if any(late)]
 
     def _add_flags(self) -> None:
         """Sum up the flags of all buckets in one message of their own."""
@@ -460,13 +490,11 @@ class GradientEngine:
         owed with it: then it is cleared right after that.
         """
         rest = {id(p): p for group in optimizer.param_groups for p in group["params"]}
-        self.was_cleared = True
         for bucket in self.buckets:
             is_owed = self.updates is not None and self.updates.owes_with(bucket)
             if not is_owed:
                 self.wait(bucket)
             if not all(id(p) in rest for p in bucket.params):
-                self.was_cleared = False
                 continue
             if self.updates is not None and is_owed and not set_to_none:
                 self.updates.clear_later(bucket)
@@ -512,17 +540,29 @@ class GradientEngine:
         self.wait_all()
         self._forget_gradients()
 
+    def _all_params(self) -> list[nn.Parameter]:
+        return [param for part in (*self.buckets, self._sparse) for param in part.params]
+
     def _forget_gradients(self) -> None:
-        for part in (*self.buckets, self._sparse):
-            for param in part.params:
-                param.grad = None
+        for param in self._all_params():
+            param.grad = None
 
     def _abandon_backward(self) -> None:
-        """Complete what a backward has started that raised before its end. Local."""
-        unused = {bucket.index: tuple(bucket.before) for bucket in self.under_way}
+        """End a backward that raised. Collective where buckets start during backward.
+
+        Ranks may have started different numbers of them, so each starts the rest.
+        """
+        cleared = [p for p in self._all_params() if p.grad is None]
+        written = {b.index for b in self.under_way if b.version != b.sent_version}
         self._settle()
+        has_left = self._got_any and self._syncing and self.averaging.eager
+        if has_left:
+            self._launch_rest()
+            self._settle()
         for bucket in self.buckets:
-            bucket.abandon(self._factor, unused.get(bucket.index))
+            bucket.abandon(self._factor, has_left, bucket.index in written)
+        for param in cleared:
+            param.grad = None
         self._end()
 
 

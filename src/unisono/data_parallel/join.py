@@ -37,6 +37,7 @@ class Weights:
         self._samples: float | None = None
         self._reference: float | None = None
         self._total = 0.0
+        self._held: list[tuple[int, int] | None] = []  # gradients after the last of them
         self._is_scaling = self._accumulates = False
         self._joining: bool | None = None
         self.divide_by_world = False
@@ -72,9 +73,9 @@ class Weights:
         try:
             with self.scaling():
                 yield
-            self._engine.was_cleared = False  # inside, before the gradient that counts now
             if self._accumulates:
                 self._total += n
+                self._held = self._marks()
             elif self._engine.comm.size == 1:
                 self._divide_alone(n)
         finally:
@@ -82,13 +83,20 @@ class Weights:
             self._offer()
 
     def _forget_what_was_cleared(self) -> None:
-        """Begin anew where an accumulation was given up: its gradients are gone."""
-        engine, accumulates = self._engine, self._reference is not None or self._total > 0
-        if accumulates and (
-            engine.was_cleared or all(p.grad is None for p in engine.module.parameters())
-        ):
+        """Begin anew where an accumulation was given up: its gradients are gone.
+
+        Or they are zeros, which somebody has written: those of a backward may be zeros, too.
+        """
+        if (self._reference is None and self._total == 0) or self._marks() == self._held:
+            return
+        grads = [p.grad for p in self._engine.module.parameters() if p.grad is not None]
+        if not any((g.coalesce().values() if g.is_sparse else g).any() for g in grads):
             self._reference, self._total = None, 0.0
-        engine.was_cleared = False
+
+    def _marks(self) -> list[tuple[int, int] | None]:
+        """Return what tells whether somebody has replaced gradients, or written to them."""
+        grads = [p.grad for p in self._engine.module.parameters()]
+        return [None if grad is None else (id(grad), grad._version) for grad in grads]
 
     @contextlib.contextmanager
     def scaling(self) -> Iterator[None]:
@@ -108,7 +116,11 @@ class Weights:
             self._reference = n
         factor = n / (self._reference or 1.0)
         params = [p for p in self._engine.module.parameters() if p.requires_grad]
-        hooks = [p.register_hook(lambda grad: grad * factor) for p in params] if factor != 1 else []
+
+        def scaled(grad: Tensor) -> Tensor:
+            return grad * factor if factor else torch.zeros_like(grad)
+
+        hooks = [p.register_hook(scaled) for p in params] if factor != 1 else []
         self._is_scaling = True
         try:
             yield

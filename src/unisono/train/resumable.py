@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -54,8 +54,10 @@ class Resumable:
         """Batches of the current epoch that were handed out."""
         self._inner: DataLoader[Any] = inner
         self._comm = Communicator.of(comm)
-        self._order: Tensor | None = None
-        """State of the generator that drew the order of the current epoch."""
+        self._order: list[Tensor] | None = None
+        """States of the generators that drew the order of the current epoch."""
+        self._draws = True
+        """Whether the loader drew a number of its own before it; workers that stay do that once."""
 
     def __len__(self) -> int:
         """Number of batches of a whole epoch."""
@@ -65,13 +67,17 @@ class Resumable:
         """Yield the batches of this epoch that are left."""
         self._announce()
         if self.batch and self._order is not None:
-            now, rest = self._generator_state(), _Rest(self._inner.batch_sampler, self.batch)
-            self._set_generator_state(self._order)
+            now, inner = self._states(), self._inner
+            rest = _Rest(inner.batch_sampler or inner.sampler, self.batch)
+            self._set_states(self._order)
+            if not self._draws:
+                rest.begin()
             batches = iter(self._with(rest))
             rest.begin()  # after the iterator's own draw, as in an epoch that was not interrupted
-            self._set_generator_state(now)
+            self._set_states(now)
         else:
-            self.batch, self._order = 0, self._generator_state()
+            self.batch, self._order = 0, self._states()
+            self._draws = self._inner._iterator is None or not self._inner.persistent_workers
             batches = iter(self._inner)
         for batch in batches:
             self.batch += 1
@@ -86,8 +92,10 @@ class Resumable:
             "epoch": self.epoch,
             "seed": getattr(sampler, "seed", None) if moves_rows else None,  # it may be drawn
             "samples": self.batch * self._samples_per_batch(),
-            "order": self._order,
-            "generator": None if self._inner.generator is None else self._generator_state(),
+            "order": self._order and self._order[0],
+            "other_orders": self._order and self._order[1:],
+            "draws": self._draws,
+            **{name: g and g.get_state() for name, g in self._own_generators().items()},
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -97,9 +105,13 @@ class Resumable:
         """
         if isinstance(self._inner.sampler, RankSampler) and state.get("seed") is not None:
             self._inner.sampler.set_seed(state["seed"])
-        self.epoch, self._order = state["epoch"], state["order"]
-        if self._inner.generator is not None and state["generator"] is not None:
-            self._set_generator_state(state["generator"])
+        self.epoch, order = state["epoch"], state["order"]
+        # Version 0.2.0 knew one generator, and no workers that stay.
+        self._order = None if order is None else [order, *state.get("other_orders", ())]
+        self._draws = state.get("draws", True)
+        for name, generator in self._own_generators().items():
+            if generator is not None and state.get(name) is not None:
+                generator.set_state(state[name])
         self.batch = state["samples"] // self._samples_per_batch()
 
     def _samples_per_batch(self) -> int:
@@ -123,9 +135,12 @@ class Resumable:
     def _with(self, rest: _Rest) -> DataLoader[Any]:
         """Return a loader like the one inside for the rest of its batches."""
         inner = self._inner
+        is_batched = inner.batch_sampler is not None
         return DataLoader(
             inner.dataset,
-            batch_sampler=rest,
+            batch_size=1 if is_batched else None,
+            sampler=None if is_batched else cast("Any", rest),
+            batch_sampler=rest if is_batched else None,
             num_workers=inner.num_workers,
             collate_fn=inner.collate_fn,
             pin_memory=inner.pin_memory,
@@ -136,27 +151,35 @@ class Resumable:
             prefetch_factor=inner.prefetch_factor,
         )
 
-    def _generator_state(self) -> Tensor:
-        own = self._inner.generator
-        return torch.get_rng_state() if own is None else own.get_state()
+    def _own_generators(self) -> dict[str, torch.Generator | None]:
+        sampler = getattr(self._inner.batch_sampler, "sampler", self._inner.sampler)
+        found = getattr(sampler, "generator", None)
+        is_one = isinstance(found, torch.Generator)
+        return {"generator": self._inner.generator, "sampler": found if is_one else None}
 
-    def _set_generator_state(self, state: Tensor) -> None:
-        own = self._inner.generator
-        if own is None:
-            torch.set_rng_state(state)
-        else:
-            own.set_state(state)
+    def _generators(self) -> list[torch.Generator]:
+        """Return those that the order of an epoch may be drawn from, the loader's first."""
+        own = self._own_generators()
+        found = (own["generator"], torch.default_generator, own["sampler"])
+        return list(dict.fromkeys(g for g in found if g is not None))
+
+    def _states(self) -> list[Tensor]:
+        return [generator.get_state() for generator in self._generators()]
+
+    def _set_states(self, states: list[Tensor]) -> None:
+        for generator, state in zip(self._generators(), states, strict=False):
+            generator.set_state(state)
 
 
 class _Rest:
-    """A batch sampler without its first batches."""
+    """A batch sampler, or a sampler, without its first items."""
 
     def __init__(self, batches: Any, first: int) -> None:
         self._batches, self._first = batches, first
         self._left: Iterator[Any] | None = None
 
     def begin(self) -> Iterator[Any]:
-        """Draw the order of the epoch, and pass over the first batches, once."""
+        """Draw the order of the epoch, and pass over the first items, once."""
         if self._left is None:
             self._left = iter(self._batches)
             for _ in range(self._first):

@@ -472,6 +472,8 @@ def test_a_pickled_model_starts_again_at_its_first_forward():
     pair.model, pair.optimizer = pickle.loads(pickle.dumps((pair.model, pair.optimizer)))
     assert pair.model.comm == world()
     assert pair.model._dp_optimizers[0] is pair.optimizer
+    with torch.inference_mode():
+        pair.model(torch.ones(2, *SHAPES[encoder]).double())  # evaluated before it is trained on
     for _ in range(2):
         pair.whole_step()
     pair.model.finalize()

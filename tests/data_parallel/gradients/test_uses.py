@@ -79,6 +79,29 @@ def test_branches_that_depend_on_the_rank_average_with_zeros(blocking):
 
 
 @both
+@both_modes
+def test_what_the_loss_alone_uses_is_averaged_whoever_looks_for_unused(blocking):
+    comm = world()
+    x = torch.ones(3, 4).double()
+
+    def loss(net, inside, rank):
+        # Backward takes the newest first: on rank 0 the bucket of `never`, which the outputs do not
+        # use, has left when its gradient comes.
+        older = inside.never.weight.square().sum() if rank == 0 else 0
+        out = loss_of(net(x, rank > 0))
+        return out + older + (inside.never.weight.exp().sum() if rank > 0 else 0)
+
+    for find_unused in (False, True):
+        module, twin = built(Branches)
+        model, optimizer = wrapped(module, blocking, bucket_mb=0.0001, find_unused=find_unused)
+        optimizer.zero_grad(set_to_none=True)
+        loss(model, module, comm.rank).backward()
+        (sum(loss(twin, twin, rank) for rank in range(comm.size)) / comm.size).backward()
+        model.finalize()
+        assert_same_gradients(module, twin)
+
+
+@both
 def test_an_unused_gradient_keeps_what_it_held():
     module, _ = built(Branches)
     model, _ = wrapped(module, True)
@@ -106,6 +129,29 @@ def test_sparse_embeddings_are_averaged(blocking):
         one_step(twin, twin_optimizer, words.view(-1))
     model.finalize()
     assert_same_parameters(module, twin)
+
+
+@both
+def test_a_sparse_gradient_that_was_cleared_does_not_count_as_used():
+    module = nn.ModuleDict({"words": nn.Embedding(10, 3, sparse=True), "out": nn.Linear(3, 2)})
+    model = DataParallel(Chosen(module))
+    with model.no_sync():
+        model(torch.arange(3), True).sum().backward()
+    model.zero_grad()
+    model(torch.arange(3), False).sum().backward()
+    assert module["words"].weight.grad is None
+
+
+class Chosen(nn.Module):
+    """Reads words, or not."""
+
+    def __init__(self, parts):
+        super().__init__()
+        self.parts = parts
+
+    def forward(self, words, reads):
+        x = self.parts["words"](words) if reads else torch.ones(len(words), 3)
+        return self.parts["out"](x)
 
 
 class Checkpointed(nn.Module):
@@ -140,6 +186,23 @@ def test_reentrant_checkpoints_reduce_every_gradient(blocking):
 
 @both
 @both_modes
+def test_a_forward_that_a_checkpoint_repeats_leaves_the_backward_alone(blocking):
+    for reentrant in (True, False):
+        module, twin = built(mlp)
+        model, optimizer = wrapped(module, blocking, bucket_mb=0.0001, find_unused=reentrant)
+        optimizer.zero_grad()
+        everything, mine = batch((6,))
+        for one, x in ((model, mine), (twin, everything)):
+            x = x.clone().requires_grad_()
+            # Backward is in the second forward, with buckets under way, when it repeats the first.
+            first = checkpoint(one, x, use_reentrant=reentrant)
+            (loss_of(first) + loss_of(one(2 * x))).backward()
+        model.finalize()
+        assert_same_gradients(module, twin)
+
+
+@both
+@both_modes
 def test_no_sync_averages_the_sum_and_two_backwards_add_two_means(blocking):
     for accumulate in (True, False):
         module, twin = built(mlp)
@@ -169,10 +232,11 @@ def test_samples_weight_every_rank_by_what_it_has_seen(blocking):
         begin = sum(sum(c) for c in counts[:step]) + sum(counts[step][: comm.rank])
         return xs[begin : begin + counts[step][comm.rank]]
 
-    def loss(out):  # of no rows: zero, with a graph
-        return loss_of(out) if len(out) else out.sum()
-
     module, twin = built(mlp)
+
+    def loss(out):  # of no rows: as a mean of nothing is, and it counts nothing
+        return loss_of(out) if len(out) else out.sum() + torch.nan * module[0].weight.sum()
+
     model, optimizer = wrapped(module, blocking)
     for step in range(3):  # each synchronises by itself
         optimizer.zero_grad()
@@ -202,12 +266,13 @@ def test_samples_weight_every_rank_by_what_it_has_seen(blocking):
 @pytest.mark.ranks([1, 3], timeout=60)
 @both_modes
 @repeated("set_to_none", [True, False])
-def test_samples_of_an_accumulation_that_was_given_up_do_not_count(blocking, set_to_none):
+@repeated("by_torch", [True, False])
+def test_samples_of_an_accumulation_that_was_given_up_do_not_count(blocking, set_to_none, by_torch):
     module, twin = built(mlp)
     model, optimizer = wrapped(module, blocking)
     with model.no_sync(), model.samples(torch.tensor(4)):
         loss_of(model(batch((6,))[1])).backward()
-    optimizer.zero_grad(set_to_none=set_to_none)
+    (optimizer.torch_optimizer if by_torch else optimizer).zero_grad(set_to_none=set_to_none)
     counts = [1, 3, 2][: world().size]
     rows = batch((6,), 1)[0].split(4)
     with model.samples(counts[world().rank]):
@@ -223,6 +288,19 @@ def test_samples_of_an_accumulation_that_was_given_up_do_not_count(blocking, set
     model.finalize()
     twin.zero_grad()
     loss_of(twin(torch.cat([batch((6,), step)[0] for step in range(2)]))).backward()
+    assert_same_gradients(module, twin)
+
+
+@both
+def test_samples_of_a_gradient_of_zeros_count():
+    module, twin = built(mlp)
+    model, _ = wrapped(module, True)
+    everything, mine = batch((6,))
+    with model.no_sync(), model.samples(4):
+        (0 * model(mine).sum()).backward()
+    with model.samples(4):
+        loss_of(model(mine)).backward()
+    (loss_of(twin(everything)) / 2).backward()
     assert_same_gradients(module, twin)
 
 

@@ -28,6 +28,14 @@ def test_a_metric_is_the_mean_over_ranks_and_samples_are_their_sum():
     assert merged.series["samples"].mean == [5.0, 5.0]
 
 
+def test_values_that_have_no_finite_sum_are_merged_all_the_same():
+    lines = {rank: [line(0, 1.0, loss=1e308, other=math.nan)] for rank in range(2)}
+    merged = reading.merge(lines)
+    assert merged.series["loss"].mean == [math.inf]
+    assert merged.series["loss"].high == [1e308]
+    assert math.isnan(merged.series["other"].mean[0])
+
+
 def test_a_rank_that_did_not_log_a_step_does_not_count_in_its_mean():
     merged = reading.merge({0: [line(4, 1.0, loss=1.0)], 1: [line(2, 1.0, loss=5.0)]})
     assert merged.series["loss"].steps == [2, 4]

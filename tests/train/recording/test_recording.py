@@ -149,6 +149,16 @@ def test_what_is_no_number_is_refused(here):
     assert [row["step"] for row in rows_of(run.dir)] == ["0", "4", "5"]
 
 
+def test_names_that_are_no_text_and_names_of_scripts_are_recorded(here):
+    names = ["\udc80.png", "__proto__", "</script>", ""]  # the first as os.listdir gives it
+    with record("names") as run:
+        log(**dict.fromkeys(names, 1.0))
+        with span(names[0]):
+            pass
+    assert list(rows_of(run.dir)[0])[2:] == ["\\udc80.png", *names[1:]]
+    assert (run.dir / "report.html").read_text().count("</script>") == 2
+
+
 @pytest.mark.usefixtures("hygiene")
 def test_a_value_that_fails_at_the_end_leaves_nothing_open_and_is_recorded(here):
     class Lost:

@@ -32,6 +32,8 @@ Shapes = Mapping[Path, tuple[int, ...]]
 """Shapes of the tensors in a saved state, by path."""
 _COMPILED = "_orig_mod."
 """What torch.compile puts into names."""
+_EXTRA = "_extra_state"
+"""How torch names what a module adds to its state."""
 _SHOWN = 8
 """Lines of a list of differences."""
 
@@ -91,12 +93,8 @@ class ModulePart(Part):
 
     def problems(self, rest: Any, shapes: Shapes) -> list[str]:
         """Compare names and shapes."""
-        saved = dict.fromkeys(rest, "an object") | {p[0]: list(s) for p, s in shapes.items()}
-        here = {
-            name: list(shape_of(value)) if is_leaf(value) else "an object"
-            for name, value in self.state.items()
-        }
-        return compared(saved, here)
+        here = {(name,): shape_of(x) for name, x in self.state.items() if is_leaf(x)}
+        return compared(*(_by_name(*both) for both in ((rest, shapes), (self.state, here))))
 
     def _load(self, tree: dict[str, Any]) -> None:
         self.module.load_state_dict({self._own_names[name]: v for name, v in tree.items()})
@@ -302,6 +300,13 @@ def _set_epoch(sampler: Any, state: dict[str, Any]) -> None:
     if state["seed"] is not None:
         sampler.seed = state["seed"]
     sampler.set_epoch(state["epoch"])
+
+
+def _by_name(state: Any, shapes: Shapes) -> dict[str, Any]:
+    """Return the shapes of a module's tensors; an extra state may be anything at any time."""
+    told: dict[str, Any] = dict.fromkeys(state, "an object")
+    tensors = {path[0]: list(shape) for path, shape in shapes.items() if len(path) == 1}
+    return told | {name: x for name, x in tensors.items() if not name.endswith(_EXTRA)}
 
 
 def compared(saved: Mapping[str, Any], here: Mapping[str, Any]) -> list[str]:

@@ -97,7 +97,9 @@ def is_leaf(value: object) -> bool:
     if isinstance(value, Shard):
         return True
     is_plain = type(value) in (Tensor, torch.nn.Parameter, torch.nn.Buffer, DTensor)
-    return is_plain and isinstance(value, Tensor) and value.layout == torch.strided
+    if not is_plain or not isinstance(value, Tensor):
+        return False
+    return value.layout == torch.strided and not value.is_quantized
 
 
 def shard_of(value: Any) -> Shard:

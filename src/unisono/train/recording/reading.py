@@ -19,6 +19,8 @@ from unisono.train.recording import directory as directories
 
 SAMPLES = "samples"
 """The metric that counts what was worked on; summed over ranks, and the unit of throughput."""
+_EXACT = 1e300
+"""Below it values of any number of ranks are summed exactly."""
 _CONSEQUENCES = ("RankFailed", "RankTimeout", "Stopped")
 """Types of errors that only say that another rank went away."""
 
@@ -103,7 +105,8 @@ def merge(
         one = series[name] = Series()
         for step in sorted(by_step):
             found = list(by_step[step].values())
-            total = math.fsum(found) if all(map(math.isfinite, found)) else sum(found)
+            # The exact sum is refused for NaN and inf, and where it grows beyond what floats hold.
+            total = math.fsum(found) if all(abs(x) < _EXACT for x in found) else sum(found)
             one.steps.append(step)
             one.seconds.append(seconds[step])
             one.mean.append(total if name == SAMPLES else total / len(found))

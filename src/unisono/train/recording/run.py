@@ -99,7 +99,12 @@ class SummingRecorder(Recorder):
 def _append(fd: int, text: str) -> None:
     """Write to a file of the record; a full disk must not break the program that is recorded."""
     with suppress(OSError):
-        os.write(fd, text.encode(errors="backslashreplace"))
+        os.write(fd, _printable(text).encode())
+
+
+def _printable(text: str) -> str:
+    """Return text that every file can hold: the name of a file of another coding may be none."""
+    return text.encode(errors="backslashreplace").decode()
 
 
 class _Tee:
@@ -274,7 +279,7 @@ class Run:
                     "step": step,
                     "t": self._seconds(at),
                     "a": self._attempt,
-                    "v": {name: float(value) for name, value in values.items()},
+                    "v": {_printable(name): float(value) for name, value in values.items()},
                     "blocked_s": blocked / 1e9,
                     "wait_s": wait / 1e9,
                 }
