@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
 
 from unisono import Mesh
 from unisono import graph_parallel as gp
@@ -375,6 +376,29 @@ def test_a_backward_that_fails_loses_no_gradient_and_unfrozen_parameters_are_kep
     del net, model, loss
     gc.collect()
     assert gone() is None, "nothing keeps a model alive that nobody uses"
+
+
+@pytest.mark.ranks(2)
+def test_an_older_graph_and_a_copy_are_summed_after_a_backward_that_fails():
+    groups = gp.graph_groups(2)
+    net = gp.GraphParallel(Fails(), groups=groups)
+    x = torch.ones(1, 2) * (1 + groups.gp.rank)
+    net(x).backward()
+    wanted = grads_of(net.module)
+    older, net.module.fails = net(x), True
+    with pytest.raises(ZeroDivisionError):
+        net(x).backward()
+    other = copy.deepcopy(net)
+    net.zero_grad()
+    older.backward()
+    assert_equal(grads_of(net.module), wanted)
+    other.module.fails = False
+    other.zero_grad()
+    other(x).backward()
+    assert_equal(grads_of(other.module), wanted)
+    other.zero_grad()
+    checkpoint(other, x.requires_grad_(), use_reentrant=False).backward()
+    assert_equal(grads_of(other.module), wanted)
 
 
 @pytest.mark.ranks(2)

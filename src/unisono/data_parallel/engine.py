@@ -144,7 +144,7 @@ class GradientEngine:
         self.buckets: list[GradientBucket] = []
         """In the order in which they travel."""
         self.in_backward = False
-        self._ending: weakref.ref[Callable[[], None]] | None = None
+        self._under_way: Callable[[], object | None] = lambda: None
         self._handles: dict[int, Handle] = {}  # of buckets under way, by index
         self._comms: dict[torch.device, Communicator] = {}
         self._hooks: list[RemovableHandle] = []
@@ -290,11 +290,8 @@ class GradientEngine:
 
     @property
     def _is_running(self) -> bool:
-        """Whether the backward that has begun goes on: of one that raised, nobody tells us.
-
-        Autograd keeps the callback until its backward ends, and only it does.
-        """
-        return self.in_backward and self._ending is not None and self._ending() is not None
+        """Whether the backward that has begun goes on: of one that raised, nobody tells us."""
+        return self.in_backward and self._under_way() is not None
 
     def begin_backward(self) -> None:
         """Notice that a backward has begun. Local."""
@@ -305,12 +302,7 @@ class GradientEngine:
         if self._handles or self.updates is not None:
             self._settle()
         self.in_backward = True
-
-        def end() -> None:
-            self._end_of_backward()
-
-        self._ending = weakref.ref(end)
-        at_end_of_backward(end)
+        self._under_way = at_end_of_backward(self._end_of_backward)
 
     def make_room(self, bucket: GradientBucket, i: int) -> None:
         """Prepare member `i` of `bucket` for a gradient that is about to be added to it."""

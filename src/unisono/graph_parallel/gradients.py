@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -64,7 +64,8 @@ class GraphParallel(nn.Module):
         self._is_local = False
         self._holds_terms = False
         """Whether `.grad` holds terms of backwards in `no_sync`, not yet summed."""
-        self._is_queued = False
+        self._under_way: Callable[[], object | None] | None = None
+        """Gives None once the backward that has begun is over; itself None before one begins."""
         self._complete: list[tuple[Tensor, Tensor | None]] = []
         """Gradients of earlier backwards, set aside while the terms of this one are summed."""
         self._share()
@@ -72,12 +73,8 @@ class GraphParallel(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Return what the model returns."""
-        if self._is_queued:  # the last backward failed: what it left is no gradient
-            self._is_queued = False
-            for p, before in self._complete:
-                p.grad = before
-            self._complete = []
-        self._watch()
+        if not self._is_running():  # else a checkpoint repeats its forward
+            self._watch()
         return self.module(*args, **kwargs)
 
     @contextlib.contextmanager
@@ -125,9 +122,22 @@ class GraphParallel(nn.Module):
                 p.register_hook(self._begin)
                 _kept[p] = weakref.ref(self)
 
+    def _is_running(self) -> bool:
+        """Whether a backward goes on. What one that raised has left is no gradient, and is undone.
+
+        Not where gradients were cleared since: then those before it are to be forgotten, too.
+        """
+        if self._under_way is None or self._under_way() is not None:
+            return self._under_way is not None
+        if any(p.grad is not None and bool(p.grad.any()) for p, _ in self._complete):
+            for p, before in self._complete:
+                p.grad = before
+        self._under_way, self._complete = None, []
+        return False
+
     def _begin(self, _: Tensor) -> None:
         """Get ready before the first gradient of a backward is added to `.grad`."""
-        if self._is_queued:
+        if self._is_running():
             return
         trained = [p for p in self.module.parameters() if p.requires_grad]
         if self._is_local and not self._holds_terms:
@@ -143,11 +153,10 @@ class GraphParallel(nn.Module):
             self._complete = [(p, p.grad) for p in trained]
             for p in trained:
                 p.grad = None
-        self._is_queued = True
-        at_end_of_backward(self._end)
+        self._under_way = at_end_of_backward(self._end)
 
     def _end(self) -> None:
-        self._is_queued = False
+        self._under_way = None
         if self._is_local:
             return
         _sync(_listed(self.module), self._replicated, self._groups, self._bucket_mb)
@@ -158,10 +167,13 @@ class GraphParallel(nn.Module):
                     p.grad = before if p.grad is None else before.add_(p.grad)
         self._complete = []
 
+    def __getstate__(self) -> dict[str, Any]:
+        """A copy is in no backward."""
+        return self.__dict__ | {"_under_way": None, "_complete": []}
+
     def __setstate__(self, state: dict[str, Any]) -> None:
         """A copy looks after its own parameters."""
         super().__setstate__(state)
-        self._is_queued, self._complete = False, []
         self._watch()
 
 
