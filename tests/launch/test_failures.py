@@ -18,8 +18,8 @@ import torch
 import unisono
 from unisono.data_parallel import DataParallel
 from unisono.errors import RankFailed, RankTimeout, RemoteError
-from unisono.launch.job_files import process_start
 from unisono.launch.pool import cleanup
+from unisono.processes import process_start
 
 AT_ONCE_S = 4.0  # two seconds are promised; a loaded machine may take longer
 both_starts = pytest.mark.parametrize("spawn_method", ["auto", "spawn"])

@@ -15,6 +15,7 @@ from tests.waiting import wait_until
 import unisono
 from unisono.errors import JobCancelled, PlatformError, RankFailed, RankTimeout, Requeue
 from unisono.launch import Job, dry_run, job_files, simulate_preemption
+from unisono.processes import process_start
 
 QUIET = unisono.Logs(console="none")
 
@@ -79,7 +80,7 @@ def test_a_job_without_a_directory_to_keep_can_be_cancelled_from_both_sides(monk
 
 
 def test_a_job_that_ends_at_the_moment_of_its_cancellation_is_no_error(tmp_path, monkeypatch):
-    me = {"pid": os.getpid(), "pid_start": job_files.process_start(os.getpid())}
+    me = {"pid": os.getpid(), "pid_start": process_start(os.getpid())}
     (tmp_path / "job").mkdir(mode=0o700)
     state = {"id": "job", "ranks": 1, "state": "running", "attempt": 0, "reason": "", **me}
     job_files.write_state(tmp_path / "job", state)

@@ -39,6 +39,7 @@ from unisono.launch.pool.payload import dump_call
 from unisono.launch.pool.stacks import StackDumps, own_frames_hidden, user_threads
 from unisono.launch.request import Request
 from unisono.launch.results import Results
+from unisono.processes import process_start
 
 __all__ = ["Job"]
 
@@ -180,7 +181,7 @@ class Job:
         for path in self.dir.glob("rank-*.pid"):
             job_files.check_ours(path)
             pid, start, name = path.read_text().split()
-            if str(job_files.process_start(int(pid))) == start:
+            if str(process_start(int(pid))) == start:
                 paths[int(path.stem.removeprefix("rank-"))] = path.with_suffix(".stack")
                 signals[int(pid)] = signal.Signals[name]
         dumps = StackDumps(paths)
@@ -236,7 +237,7 @@ class Job:
         entry = self._entry
         is_here = entry.get("host", socket.gethostname()) == socket.gethostname()
         is_over = entry["state"] in ENDS
-        if is_here and not is_over and job_files.process_start(entry["pid"]) != entry["pid_start"]:
+        if is_here and not is_over and process_start(entry["pid"]) != entry["pid_start"]:
             return State("failed", int(entry["attempt"]), "its process is gone")
         return State(str(entry["state"]), int(entry["attempt"]), str(entry["reason"]))
 
@@ -288,7 +289,7 @@ class LocalJob(Job):
             "submitted": time.time(),
             "host": socket.gethostname(),
             "pid": os.getpid(),
-            "pid_start": job_files.process_start(os.getpid()),
+            "pid_start": process_start(os.getpid()),
         }
         self._note("pending")
         job_files.remember(self.id, self.dir)

@@ -20,7 +20,6 @@ from pathlib import Path
 from typing import Any
 
 from unisono.errors import PlatformError
-from unisono.processes import process_start as process_start
 
 STATE = "job.json"
 OUTCOME = "outcome.pkl"

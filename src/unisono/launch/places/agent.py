@@ -31,6 +31,7 @@ from unisono.launch.pool.monitor import RankMonitor
 from unisono.launch.pool.protocol import RankState, read_available
 from unisono.launch.pool.surroundings import MISLEADING, common_variables, rank_variables
 from unisono.launch.supervisor import COLLECT_S
+from unisono.processes import process_start
 
 _OF_OTHERS = (*MISLEADING, "RANK", "UNISONO_RUN_ID")
 """What may be left from another launcher: the starter's own variables tell our place."""
@@ -160,7 +161,7 @@ class Agent(RankMonitor):
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
             os.close(payload_fd)
         rank.known.attempt, rank.known.node = self._mail.attempt, self._node
-        rank.known.pid, rank.known.pid_start = rank.pid, job_files.process_start(rank.pid)
+        rank.known.pid, rank.known.pid_start = rank.pid, process_start(rank.pid)
         self.watch(rank)
         self._mail.write_state(rank.known)
         return rank
@@ -209,7 +210,7 @@ class Agent(RankMonitor):
         if self._plan.launcher is None:
             return
         host, pid, start = self._plan.launcher
-        if host == self._rank.known.host and job_files.process_start(pid) != start:
+        if host == self._rank.known.host and process_start(pid) != start:
             self._stop_reason = "the launcher is gone"
             self._mail.order(stop=self._stop_reason)  # other hosts cannot see it
 

@@ -34,6 +34,7 @@ from unisono.launch.places.mailbox import PAYLOAD, Mailbox, Plan, pause_s
 from unisono.launch.places.program import LaunchedRanks
 from unisono.launch.pool import cleanup
 from unisono.launch.pool.protocol import Job, RankState, replace_search_path
+from unisono.processes import process_start
 
 CHUNK = 4 << 20
 """Most bytes of growing files in one message."""
@@ -231,7 +232,7 @@ class Host:
     def _start(self) -> None:
         entry = job_files.read_state(self._dir)
         me = os.getpid()
-        entry["plan"]["launcher"] = (socket.gethostname(), me, job_files.process_start(me) or 0)
+        entry["plan"]["launcher"] = (socket.gethostname(), me, process_start(me) or 0)
         self._grace_s = entry["plan"]["grace_s"]
         job_files.write_state(self._dir, entry)
         here = [path for path in entry["search_path"] if Path(path).exists()]

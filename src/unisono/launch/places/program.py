@@ -34,6 +34,7 @@ from unisono.launch.pool.payload import Parcel
 from unisono.launch.pool.protocol import Job, RankState, write_payload
 from unisono.launch.pool.verdict import STARTER_LOG
 from unisono.launch.supervisor import Ranks
+from unisono.processes import process_start
 
 LEAVE_S = 15.0
 """Longest time from an order to the end of the program."""
@@ -158,7 +159,7 @@ class ProgramRanks(Ranks):
         """Kill ranks of this host that outlived the program, if they still are what they were."""
         for state in self._mail.read_states(self._plan.ranks):
             is_here = state.pid and state.host == socket.gethostname()
-            if is_here and job_files.process_start(state.pid) == state.pid_start:
+            if is_here and process_start(state.pid) == state.pid_start:
                 with suppress(ProcessLookupError, PermissionError):
                     os.killpg(state.pid, signal.SIGKILL)
 
@@ -197,7 +198,7 @@ class LaunchedRanks(ProgramRanks):
                 'on="cpu", where one rank can have it, or on="inline"',
             )
         me = os.getpid()
-        launcher = socket.gethostname(), me, job_files.process_start(me) or 0
+        launcher = socket.gethostname(), me, process_start(me) or 0
         plan = replace(plan, launcher=launcher)
         job_files.update_state(job_dir, {"plan": asdict(plan), **(entry or {})})
         write_payload(job, job_dir / mailbox.PAYLOAD)

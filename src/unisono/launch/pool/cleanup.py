@@ -16,7 +16,8 @@ from collections.abc import Callable, Iterable
 from contextlib import suppress
 from pathlib import Path
 
-from unisono.launch.job_files import check_ours, process_start, write_private
+from unisono.launch.job_files import check_ours, write_private
+from unisono.processes import process_start
 
 MARK = ".temporary"
 """File in a temporary directory: the process without which nobody wants it, or `KEPT`."""

@@ -30,7 +30,7 @@ from unisono.environment import RANK_PID, Environment, detect, rank_mark
 from unisono.errors import CollectiveMismatch, Requeue
 from unisono.launch import logs, stopping
 from unisono.launch.context import Here, enter_world
-from unisono.launch.job_files import process_start, write_private
+from unisono.launch.job_files import write_private
 from unisono.launch.pool.payload import dump_exception, dump_value
 from unisono.launch.pool.protocol import (
     Failed,
@@ -42,6 +42,7 @@ from unisono.launch.pool.protocol import (
     tell,
 )
 from unisono.launch.pool.stacks import format_error, site_of
+from unisono.processes import process_start
 
 if TYPE_CHECKING:
     import torch.distributed as dist
