@@ -1,10 +1,11 @@
 # Every target does its whole set-up in a fresh clone: an own .venv, torch, then this package.
 # PYTHON=python3.12 make test   chooses the interpreter the .venv is made from.
-# make test WORKERS=0           runs the tests in one process instead of two.
+# make test WORKERS=0           runs the tests in one process instead of three (tests often wait, so
+#                               this keeps two cores busy).
 
 PYTHON ?= python3
 TORCH ?= torch==2.13.0
-WORKERS ?= 2
+WORKERS ?= 3
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready

@@ -1,4 +1,4 @@
-"""What all tests share: how they are dealt out to two processes, and fixtures.
+"""What all tests share: how they are dealt out to several processes, and fixtures.
 
 `interpreter` runs scripts as `python` would, without loading torch again. `interpreter.python` is
 the same for commands in which others start python: mpiexec, torchrun, a process on another host.
@@ -51,7 +51,7 @@ _LONG = (
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> object:
-    """Deal out whole files (`pytest -n 2`); all that share the SLURM cluster go to one process.
+    """Deal out whole files (`pytest -n 3`); all that share the SLURM cluster go to one process.
 
     So do those of `testing/`: their sessions in the background are no leak of other tests then.
     And those of `quality/`: what has many tests begins first, and one of these takes a minute. So

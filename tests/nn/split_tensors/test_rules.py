@@ -245,21 +245,21 @@ def compare(
     torch.testing.assert_close(grad, wanted[own], rtol=1e-9, atol=1e-11)
 
 
-@pytest.mark.ranks(3)
+@pytest.mark.ranks(3, backend="shm")
 @pytest.mark.parametrize("name", IMAGES)
 def test_images_cut_in_any_dim(name):
     for cuts in ({0: 3}, {1: 3}, {2: 3}, {3: 3}, {2: 2}, {0: 2}):
         compare(IMAGES[name], IMAGE, cuts)
 
 
-@pytest.mark.ranks(4)
+@pytest.mark.ranks(4, backend="shm")
 @pytest.mark.parametrize("name", IMAGES)
 def test_images_cut_in_two_dims(name):
     for cuts in ({2: 2, 3: 2}, {0: 2, 2: 2}, {1: 2, 3: 2}):
         compare(IMAGES[name], IMAGE, cuts)
 
 
-@pytest.mark.ranks(4)
+@pytest.mark.ranks(4, backend="shm")
 def test_two_cut_dims_that_a_view_merges_stay_cut():
     partition = Partition([1, 1, 2, 2])
     own = partition.local_slices(IMAGE)
@@ -270,7 +270,7 @@ def test_two_cut_dims_that_a_view_merges_stay_cut():
         assert y.local.numel() <= 3 * 10 * y.numel() / 90, name  # three rows of nine at most
 
 
-@pytest.mark.ranks(3)
+@pytest.mark.ranks(3, backend="shm")
 @pytest.mark.parametrize("name", SEQUENCES)
 def test_sequences_cut_in_any_dim(name):
     for cuts in ({0: 3}, {1: 3}, {2: 3}, {1: 2}):

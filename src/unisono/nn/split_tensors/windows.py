@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from unisono.comm.groups import when_forgotten
 from unisono.errors import PartitionError
 from unisono.nn.layers.halo import PAD_MODES
 from unisono.nn.layers.upsampling import MODES, Taps, taps_of
@@ -342,6 +343,13 @@ def _pool_plan(
     bounds, index, later = _cut_space(shape, cuts, places, count, numbers.length)
     comm, ranks = grid or (cuts[0][1].comm, None)
     return later, pool_plan(bounds, index, comm, ranks, numbers, dtype)
+
+
+@when_forgotten
+def _forget_plans() -> None:
+    """Let go of the groups in plans when their world ends: those of the next one equal them."""
+    for plan in (_conv_plan, _transposed_plan, _pool_plan):
+        plan.cache_clear()
 
 
 # -- padding --------------------------------------------------------------------------------------
