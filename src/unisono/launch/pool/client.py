@@ -29,7 +29,7 @@ from typing import Any, Self
 
 from unisono.errors import PlatformError
 from unisono.expect import number_in
-from unisono.launch.logs import FAILED, RankLog
+from unisono.launch.logs import RankLog
 from unisono.launch.pool.cleanup import all_processes, end_group, end_processes_of
 from unisono.launch.pool.payload import Parcel, nameless_file
 from unisono.launch.pool.protocol import RankState, read_available, take_messages
@@ -399,8 +399,6 @@ class RankProcess:
         for news in messages:
             if isinstance(news, dict):
                 self.known.take(news)
-                if "failed" in news:
-                    self.log.write(FAILED + news["failed"].traceback.encode(errors="replace"))
         return messages
 
     def collect(self) -> None:

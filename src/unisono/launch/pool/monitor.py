@@ -15,6 +15,7 @@ from contextlib import suppress
 from operator import attrgetter
 from typing import Any
 
+from unisono.launch.logs import FAILED
 from unisono.launch.pool.client import RankProcess
 from unisono.launch.pool.protocol import RankState, read_available
 from unisono.launch.pool.stacks import StackDumps
@@ -87,9 +88,7 @@ class RankMonitor:
 
     def read_report(self, rank: RankProcess) -> bool:
         """Take the messages of a rank that have come; say whether there may be more."""
-        messages = rank.receive()
-        for message in messages or ():
-            self.heard(rank, message)
+        messages = self._news(rank)
         if messages is None and rank.process.end_fd is None:
             self._note_end(rank)  # where the system cannot tell us of an exit in another way
         return messages is not None
@@ -182,6 +181,18 @@ class RankMonitor:
             rank.close()
         self._selector.close()
 
+    def _news(self, rank: RankProcess) -> list[Any] | None:
+        """Take and return the messages of a rank that have come; see `RankProcess.receive`."""
+        messages = rank.receive()
+        for news in messages or ():
+            if isinstance(news, dict) and "failed" in news:
+                # One read takes all that a pipe holds: what was printed before stands before.
+                for number, fd in enumerate(rank.outputs):
+                    self._read_output(rank, number, fd)
+                rank.log.write(FAILED + news["failed"].traceback.encode(errors="replace"))
+            self.heard(rank, news)
+        return messages
+
     def _read_output(self, rank: RankProcess, number: int, fd: int) -> bool:
         data = read_available(fd)
         if data:
@@ -192,8 +203,7 @@ class RankMonitor:
     def _note_end(self, rank: RankProcess) -> bool:
         """A rank's process has ended: take its last words and its status."""
         if rank.is_running:
-            while messages := rank.receive():
-                for message in messages:
-                    self.heard(rank, message)
+            while self._news(rank):
+                pass
             rank.collect()
         return False
