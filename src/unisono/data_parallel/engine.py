@@ -11,6 +11,7 @@ import dataclasses
 import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from types import FunctionType, ModuleType
 from typing import TYPE_CHECKING, Any
 
@@ -145,6 +146,7 @@ class GradientEngine:
         """In the order in which they travel."""
         self.in_backward = False
         self._under_way: Callable[[], object | None] = lambda: None
+        """Gives None once the backward that has begun is over: one that raised does not tell us."""
         self._handles: dict[int, Handle] = {}  # of buckets under way, by index
         self._comms: dict[torch.device, Communicator] = {}
         self._hooks: list[RemovableHandle] = []
@@ -253,7 +255,7 @@ class GradientEngine:
         trains = self.module.training and torch.is_grad_enabled()
         if self.comm.size == 1 or not (trains or shadowing):
             return
-        if self._is_running:
+        if self.in_backward and self._under_way() is not None:
             return  # a checkpoint repeats its forward
         if self.in_backward:
             self._abandon_backward()
@@ -288,21 +290,18 @@ class GradientEngine:
 
     # -- backward: called by hooks --------------------------------------------------------------
 
-    @property
-    def _is_running(self) -> bool:
-        """Whether the backward that has begun goes on: of one that raised, nobody tells us."""
-        return self.in_backward and self._under_way() is not None
-
     def begin_backward(self) -> None:
         """Notice that a backward has begun. Local."""
-        if self._is_running:
-            return
         if self.in_backward:
+            if self._under_way() is not None:
+                return
             self._abandon_backward()
         if self._handles or self.updates is not None:
             self._settle()
         self.in_backward = True
-        self._under_way = at_end_of_backward(self._end_of_backward)
+        end = partial(self._end_of_backward)
+        self._under_way = weakref.ref(end)
+        at_end_of_backward(end)
 
     def make_room(self, bucket: GradientBucket, i: int) -> None:
         """Prepare member `i` of `bucket` for a gradient that is about to be added to it."""
@@ -387,7 +386,8 @@ class GradientEngine:
         """Start every bucket not yet under way; in blocking mode, wait for all. Collective."""
         for bucket in self.buckets[self._next :]:
             self._launch(bucket)
-        for index in self._agree_on_late():
+        finds_unused = self.options.find_unused and self.averaging.eager
+        for index in self._agree_on_late() if finds_unused else sorted(self._late):
             self.wait(self.buckets[index])
             self._launch(self.buckets[index])
         for index in sorted(self._handles):
@@ -408,10 +408,8 @@ class GradientEngine:
         """Return which buckets travel again, because a gradient came after they had left.
 
         Who looks for unused parameters in the outputs does not find what the loss alone uses, and
-        where it is used may differ between ranks. Collective then.
+        where it is used may differ between ranks. Collective.
         """
-        if not (self.options.find_unused and self.averaging.eager):
-            return sorted(self._late)
         mine = [int(bucket.index in self._late) for bucket in self.buckets]
         columns = zip(*self.comm.all_gather_ints(mine), strict=True)
         return [index for index, late in enumerate(columns) if any(late)]

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -153,7 +154,9 @@ class GraphParallel(nn.Module):
             self._complete = [(p, p.grad) for p in trained]
             for p in trained:
                 p.grad = None
-        self._under_way = at_end_of_backward(self._end)
+        end = partial(self._end)
+        self._under_way = weakref.ref(end)
+        at_end_of_backward(end)
 
     def _end(self) -> None:
         self._under_way = None

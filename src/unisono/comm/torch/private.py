@@ -8,7 +8,6 @@ only its members know.
 from __future__ import annotations
 
 import contextlib
-import weakref
 from collections.abc import Callable, MutableMapping
 from datetime import timedelta
 from typing import Any, TypeVar, cast
@@ -57,20 +56,10 @@ increment_version: Callable[[tuple[torch.Tensor, ...]], None] = torch._C._increm
 transforms_active: Callable[[], bool] = torch._C._are_functorch_transforms_active
 """Whether a transform of torch.func is around this call."""
 
-
-def at_end_of_backward(callback: Callable[[], None]) -> Callable[[], object | None]:
-    """Call a function when the running backward has ended, as torch's own FSDP does.
-
-    Returns:
-        What gives None once the backward is over. One that raises calls nobody; but autograd lets
-        go of what it was to call.
-    """
-
-    def end() -> None:
-        callback()
-
-    torch.autograd.Variable._execution_engine.queue_callback(end)
-    return weakref.ref(end)
+at_end_of_backward: Callable[[Callable[[], None]], None]
+at_end_of_backward = torch.autograd.Variable._execution_engine.queue_callback
+"""Calls a function when the running backward has ended, as torch's own FSDP does. One that raises
+calls nobody, but lets go of the function: a weak reference to it tells when a backward is over."""
 
 
 def outside_transforms() -> contextlib.AbstractContextManager[object]:
