@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
+import platform
 import socket
 from pathlib import Path
 
@@ -39,6 +41,26 @@ def test_rank_0_gets_a_port_and_listens_on_loopback_only():
         other.bind(("127.0.0.1", port))
     with socket.socket() as other:
         other.bind(("127.0.0.2", port))  # would be taken, had the store asked for all addresses
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="the resolver of glibc")
+def test_ranks_join_their_store_without_a_question_to_a_name_server(monkeypatch):
+    unnamed = ("192.0.2.1", 80)  # kept for documentation: nobody has a name for it
+
+    def connected(*args, **kwargs):
+        with pytest.raises(socket.gaierror) as refused:
+            socket.getnameinfo(unnamed, socket.NI_NAMEREQD)
+        answers.append(refused.value.errno)
+        return store(*args, **kwargs)
+
+    answers, store = [], dist.TCPStore
+    monkeypatch.setattr(dist, "TCPStore", connected)
+    kept = open_store(rank_of_two(0), timeout_s=5)
+    open_store(rank_of_two(1, ("127.0.0.1", kept.port)), timeout_s=5)
+    assert answers == [socket.EAI_AGAIN] * 2  # nobody was there to ask
+    state = ctypes.CDLL(None).__res_state
+    state.restype = ctypes.POINTER(ctypes.c_int * 2)
+    assert state().contents[1] > 0  # lookups of the user's are tried as before
 
 
 def test_two_worlds_never_get_the_same_port():

@@ -173,6 +173,24 @@ def memory_mb():
     return pages * os.sysconf("SC_PAGE_SIZE") / 2**20
 
 
+def test_sixty_four_ranks_start_meet_and_end_as_few_do():
+    def meet():
+        begin = time.monotonic()
+        total = unisono.world().all_reduce(torch.ones(1))
+        first_s = time.monotonic() - begin
+        status = Path("/proc/self/status").read_text()
+        shared_kb = int(status.partition("RssShmem:")[2].split()[0])
+        has_mpi = "libmpi" in Path("/proc/self/maps").read_text()
+        return int(total), first_s, shared_kb, has_mpi
+
+    results = unisono.run(meet, on="cpu", ranks=64, timeout_s=100)
+    totals, firsts, shared_kb, have_mpi = zip(*results, strict=True)
+    assert set(totals) == {64}
+    assert max(firsts) < 4.5  # a name server that does not answer costs 5 s
+    assert max(shared_kb) < 16 << 10  # the slots of all of them are 128 MB
+    assert not any(have_mpi)  # nobody has asked for it
+
+
 def test_many_runs_leave_no_descriptor_no_memory_and_no_child_behind():
     def small_sum():
         return unisono.world().all_reduce(torch.ones(10)).sum().item()

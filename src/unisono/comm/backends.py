@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import difflib
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from importlib.util import find_spec
@@ -128,14 +128,32 @@ def create(name: str, options: Any, _: Any) -> dist.ProcessGroup:
     )
 
 
-def available() -> dict[str, str]:
+class _Available(Mapping[str, str]):
+    """Looks for a transport when it is asked for: to look for MPI loads its library."""
+
+    def __init__(self) -> None:
+        self._taken = _taken_by_torchcomms()
+
+    def __getitem__(self, name: str) -> str:
+        reason = self._taken or _LOOKS[name]()
+        if reason is None:
+            return "ok"
+        return f"{reason}; tensors go over gloo instead" if name == "shm" else reason
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(_LOOKS)
+
+    def __len__(self) -> int:
+        return len(_LOOKS)
+
+
+_LOOKS: dict[str, Callable[[], str | None]] = {"shm": core.unavailable, "mpi": mpi.unavailable}
+"""What tells why a transport is not to be had."""
+
+
+def available() -> Mapping[str, str]:
     """Return for each transport "ok", or why it is not to be had here."""
-    taken = _taken_by_torchcomms()
-    no_shm, no_mpi = taken or core.unavailable(), taken or mpi.unavailable()
-    return {
-        "shm": "ok" if no_shm is None else f"{no_shm}; tensors go over gloo instead",
-        "mpi": "ok" if no_mpi is None else no_mpi,
-    }
+    return _Available()
 
 
 def _taken_by_torchcomms() -> str | None:

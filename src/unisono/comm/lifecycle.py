@@ -12,7 +12,7 @@ import os
 import socket
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
@@ -72,17 +72,27 @@ def open_store(
         )
     if environment.rank == 0:
         listen_at = addr or ("127.0.0.1" if environment.nodes == 1 else machine.of_job())
-        store = _host_store(listen_at, port, deadline)
+        with _names_unasked(environment, listen_at):
+            store = _host_store(listen_at, port, deadline)
         if nonce is not None:
             store.set(_NONCE_KEY, nonce)
         return store
-    store = dist.TCPStore(addr or "127.0.0.1", port, None, False, deadline, wait_for_workers=False)
+    addr = addr or "127.0.0.1"
+    with _names_unasked(environment, addr):
+        store = dist.TCPStore(addr, port, None, False, deadline, wait_for_workers=False)
     if nonce is not None and (found := store.get(_NONCE_KEY).decode()) != nonce:
         raise PlatformError.because(
             f"rank {environment.rank} joins the store of rank 0 at {addr}:{port}",
             f"the store of another run ({found} instead of {nonce})",
         )
     return store
+
+
+def _names_unasked(environment: Environment, addr: str) -> contextlib.AbstractContextManager[None]:
+    """Connect to a numeric `addr` without a name server; torch warns of it but in ranks of ours."""
+    if environment.kind == "unisono" and (not addr or machine.is_numeric(addr)):
+        return machine.without_name_server()
+    return contextlib.nullcontext()
 
 
 def _torchrun_store(environment: Environment, deadline: timedelta) -> dist.Store:
@@ -253,7 +263,7 @@ LEAVE_S = 5.0
 """Longest time to wait for the other ranks of a world that is well."""
 BROKEN_S = 1.0
 """Longest time that the keeper of the store stays in a broken one, so that others learn why."""
-_LAST_NAP_S = 0.02
+_LONGEST_NAP_S = 0.05
 _PEERS_S = 0.1
 
 
@@ -272,11 +282,9 @@ def close_world(*, timeout_s: float = LEAVE_S) -> None:
     untraced = ""
     if size > 1:
         say_returned()
-        store = _store()
         is_well = False
         with contextlib.suppress(RuntimeError):  # a rank or the store is gone: just leave
-            store.set(f"here/{rank}", "")
-            is_well = _await(store, "here", range(size), timeout_s)
+            is_well = _meet_all(timeout_s)
             if is_well:
                 untraced = trace.save_whole_run()
         watchdog.stop()
@@ -330,48 +338,58 @@ def _store() -> dist.Store:
     return dist.PrefixStore("unisono/close", watchdog.default_store())
 
 
+def _meet_all(timeout_s: float) -> bool:
+    """Wait for all ranks of the world; return whether they have come.
+
+    Rank 0 looks for them and tells the others, so that the store is asked in proportion to the
+    number of ranks, and not to its square.
+    """
+    rank, size, store = dist.get_rank(), dist.get_world_size(), _store()
+    if rank != 0:
+        store.set(f"here/{rank}", "")
+        return _await(store, {"met": 0}, timeout_s) and store.get("met") == b"all"
+    is_well = _await(store, {f"here/{r}": r for r in range(1, size)}, timeout_s)
+    store.set("met", "all" if is_well else "not all")
+    return is_well
+
+
 def _say_goodbye(timeout_s: float) -> None:
     """Tell that this rank has let go; rank 0 waits until all have."""
-    rank, size = dist.get_rank(), dist.get_world_size()
+    rank, size, store = dist.get_rank(), dist.get_world_size(), _store()
     with contextlib.suppress(RuntimeError):
         if rank != 0:
-            _store().set(f"gone/{rank}", "")
+            store.set(f"gone/{rank}", "")
         else:
-            _await(_store(), "gone", range(1, size), timeout_s, even_broken=True)
+            keys = {f"gone/{r}": r for r in range(1, size)}
+            _await(store, keys, timeout_s, even_broken=True)
 
 
 def _await(
-    store: dist.Store,
-    what: str,
-    ranks: Sequence[int],
-    timeout_s: float,
-    *,
-    even_broken: bool = False,
+    store: dist.Store, keys: Mapping[str, int], timeout_s: float, *, even_broken: bool = False
 ) -> bool:
-    """Wait until all `ranks` have left a key; return whether they have.
+    """Wait until ranks have left their keys; return whether all have.
 
     Ranks whose process has ended are not waited for, and nobody is in a broken world, unless
     `even_broken`.
     """
-    give_up = time.monotonic() + timeout_s
-    look, nap_s = time.monotonic() + _PEERS_S / 2, 1e-3
-    missing = list(ranks)
-    dead: list[int] = []
-    while True:
-        missing = [rank for rank in missing if not store.check([f"{what}/{rank}"])]
-        if not missing:
-            return not dead
+    began = time.monotonic()
+    look = began + _PEERS_S / 2
+    missing = dict(keys)
+    dead: set[int] = set()
+    while missing and not store.check(list(missing)):
         now = time.monotonic()
-        if now > give_up or (not even_broken and _is_broken()):
+        if now > began + timeout_s or (not even_broken and _is_broken()):
             return False
         if now > look:
             look = now + _PEERS_S
-            dead += [rank for rank in missing if watchdog.is_process_dead(rank)]
-            missing = [rank for rank in missing if rank not in dead]
+            missing = {key: rank for key, rank in missing.items() if not store.check([key])}
+            dead |= {rank for rank in missing.values() if watchdog.is_process_dead(rank)}
+            missing = {key: rank for key, rank in missing.items() if rank not in dead}
             if dead and not even_broken:
                 return False
-        time.sleep(nap_s)
-        nap_s = min(nap_s * 1.5, _LAST_NAP_S)
+        # Long waits are looked at less often: many ranks may be waiting.
+        time.sleep(min(_LONGEST_NAP_S, 1e-3 + (now - began) / 10))
+    return not dead
 
 
 def _is_broken() -> bool:

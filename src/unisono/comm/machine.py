@@ -6,12 +6,13 @@ Host names mislead: many hosts know their own only as a loopback address, or not
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import fcntl
 import ipaddress
 import os
 import socket
 import struct
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from pathlib import Path
 
@@ -61,6 +62,47 @@ def resolve(host: str) -> list[str]:
 def is_loopback(address: str) -> bool:
     """Whether a numeric address means the host that uses it."""
     return ipaddress.ip_address(address.partition("%")[0]).is_loopback
+
+
+def is_numeric(host: str) -> bool:
+    """Whether `host` is an address, and no name of one."""
+    try:
+        ipaddress.ip_address(host.partition("%")[0])
+    except ValueError:
+        return False
+    return True
+
+
+class _ResolverState(ctypes.Structure):
+    """How the first fields of glibc's `struct __res_state` lie."""
+
+    _fields_ = (("retrans", ctypes.c_int), ("retry", ctypes.c_int), ("options", ctypes.c_ulong))
+
+
+_RES_INIT = 1
+
+
+@contextlib.contextmanager
+def without_name_server() -> Iterator[None]:
+    """Ask no name server in this thread inside the block, where the C library is glibc.
+
+    For connections to numeric addresses: torch looks up the name of each, only for its log, and a
+    name server that many ranks ask at once answers some of them after a time-out of 5 s. A process
+    in which one lookup has failed makes no more of them.
+    """
+    libc = ctypes.CDLL(None)
+    if not hasattr(libc, "__res_state") or not hasattr(libc, "__res_init"):
+        yield
+        return
+    libc.__res_state.restype = ctypes.POINTER(_ResolverState)
+    state = libc.__res_state().contents  # of this thread
+    if not state.options & _RES_INIT:
+        libc.__res_init()
+    retry, state.retry = state.retry, 0
+    try:
+        yield
+    finally:
+        state.retry = retry
 
 
 def own_addresses() -> list[str]:

@@ -20,6 +20,7 @@ import sys
 import threading
 import time
 import traceback
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -483,6 +484,9 @@ def leave(report_fd: int) -> NoReturn:
             tell(report_fd, warning=how)
     else:
         threading._shutdown()  # pyright: ignore[reportAttributeAccessIssue]
+    for finalizer in list(getattr(weakref.finalize, "_registry", ())):
+        if (alive := finalizer.peek()) is not None and alive[1].__module__ == "torch.library":
+            finalizer.atexit = False  # all of torch's operators, one by one
     atexit._run_exitfuncs()
     mpi = sys.modules.get("mpi4py.MPI")  # which finalizes in an exit that is not ours
     if mpi is not None and mpi.Is_initialized() and not mpi.Is_finalized():

@@ -24,7 +24,7 @@ from typing import Any, NoReturn
 
 from unisono.launch.pool.cleanup import end_group, end_processes_of, remove_left_directories
 
-PRELOAD = ("cloudpickle", "numpy", "torch", "torch.distributed", "unisono.comm")
+PRELOAD = ("cloudpickle", "numpy.random", "torch", "torch.distributed", "unisono.comm")
 """Loaded before the first fork."""
 PRELOAD_WHEN_IDLE = ("torch._dynamo",)
 """Loaded after the first job: the first optimizer of a rank would spend seconds on it."""
@@ -51,7 +51,7 @@ def serve(own: dict[str, Any], control_fd: int) -> NoReturn:
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
     load((*PRELOAD, "unisono.launch.pool.rank"))
     importlib.import_module("torch").set_num_threads(1)
-    for name in own["preload"]:
+    for name in ("unisono._core", *own["preload"]):
         with contextlib.suppress(Exception):  # then whoever wants it says so
             load((name,))
     later = () if own["preload"] else PRELOAD_WHEN_IDLE

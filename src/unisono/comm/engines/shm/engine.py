@@ -53,6 +53,9 @@ _FIRST = _PAGE + 512
 """Where the region of rank 0 begins in a shared buffer: a copy between places that lie equally far
 from the start of a page can be slow, and large tensors lie 64 bytes from it."""
 _STAGGER = 1024
+_POPULATED_BYTES = 32 * _MB
+"""Slots of all ranks are mapped page by page at once up to here: else that takes each of many ranks
+longer than all the rest of its start. Pages that are used later are mapped then."""
 _MOST_KEPT = 16
 """Calls under way, from which on all of them are looked at."""
 _LEAST_RUN, _MOST_DIMS = 256, 8
@@ -113,7 +116,8 @@ class ShmEngine(TransportEngine):
         super().__init__(rank, ranks)
         module = core.load()
         _, common, own, self._rings, self._ring_bytes = module.layout(size, slot_bytes)
-        module.populate(segment.address, common + size * own)
+        if size * own <= _POPULATED_BYTES:
+            module.populate(segment.address, common + size * own)
         self._address = segment.address
         self._kind = segment.ticket.kind
         self._max_bytes = math.inf if max_mb is None else max_mb * _MB

@@ -36,6 +36,7 @@ from unisono.processes import pid_namespace
 
 _log = logging.getLogger("unisono")
 _PEERS_S = 0.05
+_LONGEST_NAP_S = 0.05
 _PAGE = 4096
 _MB = 1 << 20
 
@@ -196,16 +197,38 @@ class Rendezvous:
         return segment, "ok"
 
     def share(self, what: str, text: str) -> list[str]:
-        """Return the texts of all ranks."""
-        self._set(f"{what}/{self._rank}", text)
-        keys = [f"{what}/{r}" for r in range(self._size)]
-        self._await(keys, range(self._size))
-        return [raw.decode() for raw in self._store.multi_get(keys)]
+        """Return the texts of all ranks.
+
+        The first rank collects them and passes them on in one piece, so the store is asked in
+        proportion to the number of ranks, and not to its square. It also passes on who is dead or
+        late.
+        """
+        own, whole = [f"{what}/{rank}" for rank in range(self._size)], f"{what}/whole"
+        self._set(own[self._rank], text)
+        if self._rank != 0:
+            self._await([whole], [0], own)
+            news = json.loads(self._store.get(whole))
+            if isinstance(news, list):
+                return news
+            raise mark_as_news(self._late(**news) if "absent" in news else self._died(**news))
+        try:
+            self._await(own, range(self._size))
+        except RankTimeout as error:
+            self._store.set(whole, json.dumps({"absent": list(error.missing)}))
+            raise
+        except RankFailed as error:
+            if error.rank is not None:
+                self._store.set(whole, json.dumps({"rank": error.rank, "host": error.host}))
+            raise
+        texts = [raw.decode() for raw in self._store.multi_get(own)]
+        self._set(whole, json.dumps(texts))
+        return texts
 
     def wait_for_all(self, nonce: str) -> None:
         """Return when all ranks have come here; `nonce` is a word of this group alone."""
         self.share(f"ready/{nonce}", "")
-        self._own_keys.pop()  # others may still read this one
+        if self._rank == 0:
+            self._own_keys.pop()  # others may still read this one
 
     def clean(self) -> None:
         """Delete what this rank wrote; call it when all ranks have read it."""
@@ -219,13 +242,21 @@ class Rendezvous:
         self._store.set(key, text)
         self._own_keys.append(key)
 
-    def _await(self, keys: list[str], ranks: Sequence[int]) -> None:
-        """Wait until the keys are there, or a rank that should write one is dead."""
+    def _await(
+        self, keys: Sequence[str], writers: Sequence[int], before: Sequence[str] = ()
+    ) -> None:
+        """Wait until the keys are there, or a rank that should write one is dead.
+
+        Args:
+            keys: what to wait for.
+            writers: who writes each.
+            before: what the ranks write, in their order, before `keys` can be written.
+        """
         began = time.monotonic()
-        look, nap_s = began + _PEERS_S, 1e-4
+        look = began + _PEERS_S
         while True:
             try:
-                if self._store.check(keys):
+                if self._store.check(list(keys)):
                     return
             except RuntimeError as error:
                 self._look_for_dead(range(self._size))
@@ -237,31 +268,38 @@ class Rendezvous:
             now = time.monotonic()
             if now >= look:
                 look = now + _PEERS_S
-                pairs = zip(keys, ranks, strict=True)
-                missing = [rank for key, rank in pairs if not self._store.check([key])]
+                missing = self._missing(keys, writers)
                 self._look_for_dead(missing)
                 if now > began + self._timeout_s and missing:
-                    absent = [self._ranks[r] for r in missing]
-                    late = RankTimeout(
-                        f"a {self._backend} group of ranks {list(self._ranks)} was not made within "
-                        f"{self._timeout_s:g} s\n  not arrived: rank {compress_ranks(absent)}",
-                        missing=absent,
-                        op="new_group",
-                    )
-                    raise mark_as_news(late)
-            time.sleep(nap_s)
-            nap_s = min(nap_s * 1.5, 5e-3)
+                    absent = self._missing(before, range(self._size)) or missing
+                    raise mark_as_news(self._late([self._ranks[r] for r in absent]))
+            # Long waits are looked at less often: many ranks may be waiting.
+            time.sleep(min(_LONGEST_NAP_S, 1e-4 + (now - began) / 10))
+
+    def _missing(self, keys: Sequence[str], writers: Sequence[int]) -> list[int]:
+        pairs = zip(writers, keys, strict=False)
+        return [writer for writer, key in pairs if not self._store.check([key])]
 
     def _look_for_dead(self, suspects: Sequence[int]) -> None:
         for rank, member in enumerate(self._members):
             if rank in suspects and is_card_dead(member.card):
-                dead = RankFailed(
-                    f"rank {self._ranks[rank]} (process {member.card[1]} on {member.host}) "
-                    "died while the group was made",
-                    rank=self._ranks[rank],
-                    host=member.host,
-                )
-                raise mark_as_news(dead)
+                raise mark_as_news(self._died(self._ranks[rank], member.host))
+
+    def _died(self, rank: int, host: str) -> RankFailed:
+        member = self._members[self._ranks.index(rank)]
+        return RankFailed(
+            f"rank {rank} (process {member.card[1]} on {host}) died while the group was made",
+            rank=rank,
+            host=host,
+        )
+
+    def _late(self, absent: list[int]) -> RankTimeout:
+        return RankTimeout(
+            f"a {self._backend} group of ranks {list(self._ranks)} was not made within "
+            f"{self._timeout_s:g} s\n  not arrived: rank {compress_ranks(absent)}",
+            missing=absent,
+            op="new_group",
+        )
 
 
 def touch(segment: Segment, size: int, slot_bytes: int, rank: int) -> None:
