@@ -1,14 +1,16 @@
 """How long launching takes, against `torch.multiprocessing.spawn` and the like.
 
-    python benchmarks/launch.py [--quick]
+    python benchmarks/launch.py [--quick] [--ranks N ...]
 
-Each case and its reference run in turns; the figure is the ratio of medians.
+Each case and its reference run in turns; the figure is the ratio of medians. With `--ranks` a
+second table is made instead: what so many ranks of this host take.
 """
 
 from __future__ import annotations
 
 import os
 import pickle
+import signal
 import statistics
 import subprocess
 import sys
@@ -24,6 +26,7 @@ import torch.multiprocessing as mp
 from harness import Row, markdown, parser_for, publish
 
 import unisono
+from unisono.errors import RankFailed
 
 QUIET = unisono.Logs(console="none")
 LARGE_ROUNDS = 3
@@ -137,9 +140,81 @@ def chatter_to_files(megabytes: int) -> None:
             process.wait()
 
 
+def empty() -> None:
+    """Do nothing: what is left is the launch."""
+
+
+def look_around(repeats: int = 20) -> tuple[float, float, float, float]:
+    """Return the seconds of the first all-reduce, of a later one and of a barrier; MB used."""
+    comm, x = unisono.world(), torch.ones(1)
+
+    def timed(call: Callable[[], object], count: int) -> float:
+        begin = time.perf_counter()
+        for _ in range(count):
+            call()
+        return (time.perf_counter() - begin) / count
+
+    first = timed(lambda: comm.all_reduce(x), 1)
+    later, barrier = timed(lambda: comm.all_reduce(x), repeats), timed(comm.barrier, repeats)
+    used = Path("/proc/self/smaps_rollup").read_text().partition("\nPss:")[2].split()[0]
+    return first, later, barrier, int(used) / 1024
+
+
+def die_last(path: str) -> None:
+    """Have the last rank killed while the others wait for it."""
+    comm = unisono.world()
+    comm.barrier()
+    if comm.rank == comm.size - 1:
+        Path(path).write_text(str(time.time()))
+        os.kill(os.getpid(), signal.SIGKILL)
+    comm.barrier()
+
+
+def seconds_to_name_a_death(ranks: int) -> float:
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "died")
+        try:
+            unisono.run(die_last, str(path), on="cpu", ranks=ranks, logs=QUIET)
+        except RankFailed as error:
+            if error.rank == ranks - 1:
+                return time.time() - float(path.read_text())
+    raise RuntimeError(f"the death of rank {ranks - 1} was not named")
+
+
+def many_ranks(sizes: list[int], rounds: int) -> str:
+    """Return a table of what so many ranks of one host take; medians over rounds."""
+    lines = [
+        "| ranks | start and end | first all-reduce | later | barrier | MB a rank | death named |",
+        "|---:|---:|---:|---:|---:|---:|---:|",
+    ]
+    unisono.run(empty, on="cpu", ranks=2, logs=QUIET)
+    for ranks in sizes:
+        rows: list[list[float]] = []
+        for _ in range(rounds):
+            begin = time.perf_counter()
+            unisono.run(empty, on="cpu", ranks=ranks, logs=QUIET)
+            whole = time.perf_counter() - begin
+            seen = unisono.run(look_around, on="cpu", ranks=ranks, logs=QUIET)
+            slowest = [max(column) for column in zip(*seen, strict=True)]
+            rows.append([whole, *slowest, seconds_to_name_a_death(ranks)])
+        whole, first, later, barrier, used, named = map(statistics.median, zip(*rows, strict=True))
+        times = [f"{t:.2f} s" for t in (whole, named)]
+        short = [f"{1e3 * t:.2f} ms" for t in (first, later, barrier)]
+        lines.append(
+            "| " + " | ".join([str(ranks), times[0], *short, f"{used:.0f}", times[1]]) + " |"
+        )
+    return "\n".join(lines)
+
+
 def main() -> None:
-    options = parser_for(__doc__).parse_args()
+    parser = parser_for(__doc__)
+    parser.add_argument("--ranks", type=int, nargs="+", help="measure so many ranks, 2 to 128 say")
+    options = parser.parse_args()
     rounds = 2 if options.quick else 5
+    if options.ranks:
+        table = many_ranks(options.ranks, 1 if options.quick else 3)
+        publish("Many ranks on one host", table, write=not options.quick)
+        return
     rows: list[Row] = []
 
     first, spawn_first = in_turns([lambda: fresh("ours"), lambda: fresh("reference")], rounds)
