@@ -3,16 +3,27 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import linecache
+import re
+import subprocess
+import sys
 import sysconfig
+import time
 import traceback
 from pathlib import Path
 
 import pytest
 
 import unisono
-from unisono.errors import PlatformError, RankFailed
-from unisono.launch.pool.stacks import is_own_file, outside_collectives, user_line, user_threads
+from unisono.errors import PlatformError, RankFailed, RankTimeout
+from unisono.launch.pool.stacks import (
+    folded_threads,
+    is_own_file,
+    outside_collectives,
+    user_line,
+    user_threads,
+)
 
 DUMP = """\
 Thread 0x00007f1200000640 (most recent call first):
@@ -48,6 +59,55 @@ def test_the_innermost_user_line_skips_installed_packages():
         for home in ("/home/me", f"{package}-of-mine", f"{package}/_examples"):
             assert user_line(dump.replace("/home/me", home)) == "train.py:12 in step"
     assert user_line("") == "no Python code"
+
+
+def wait_for_rank_1():
+    if unisono.world().rank == 1:
+        time.sleep(60)  # the late one
+    unisono.world().barrier()
+
+
+def test_a_deadline_shows_the_line_of_each_rank_with_its_source_and_folds_the_rest():
+    with pytest.raises(RankTimeout) as late:
+        unisono.run(wait_for_rank_1, on="cpu", ranks=3, timeout_s=1, logs=QUIET)
+    text = str(late.value)
+    assert text.startswith("rank 1 of 3 not done within timeout_s=1; ranks 0, 2 waited for it\n")
+    places = text.partition("--- ")[2].partition("\nHINT")[0]
+    begin = inspect.getsourcelines(wait_for_rank_1)[1]
+    frame = f'  File "{__file__}", line {{}} in wait_for_rank_1: `{{}}`'
+    assert re.sub(r"\d+ frames", "N frames", places).splitlines() == [
+        "rank 1",
+        frame.format(begin + 2, "time.sleep(60)  # the late one"),
+        "--- ranks 0, 2",
+        "  ... N frames of unisono",
+        frame.format(begin + 3, "unisono.world().barrier()"),
+    ]
+
+
+def test_a_deadline_shows_the_source_of_a_program_that_was_given_as_a_word(tmp_path):
+    program = (
+        "import time, unisono\n"
+        "def nap():\n"
+        "    time.sleep(60)  # in no file\n"
+        f"unisono.run(nap, on='cpu', ranks=2, timeout_s=0.2, logs={str(tmp_path)!r})\n"
+    )
+    ended = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=100, check=False
+    )
+    assert 'File "<string>", line 3 in nap: `time.sleep(60)  # in no file`' in ended.stderr
+
+
+def test_frames_of_libraries_are_folded_and_the_innermost_stays_where_there_is_no_other():
+    dump = DUMP.replace("/env/", "/env/site-packages/")
+    assert folded_threads(dump).splitlines() == [
+        "  ... 1 frame of torch",
+        '  File "/home/me/train.py", line 12 in step',
+        '  File "/home/me/train.py", line 30 in train',
+    ]
+    of_torch = [line for line in dump.splitlines() if "/home/me" not in line]
+    assert folded_threads("\n".join(of_torch)) == (
+        '  File "/env/site-packages/torch/distributed/distributed_c10d.py", line 5000 in barrier'
+    )
 
 
 def test_tracebacks_of_cells_have_their_source_lines(monkeypatch):

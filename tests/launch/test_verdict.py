@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 
 from unisono.errors import CollectiveMismatch, RankFailed, RankTimeout, RemoteError
-from unisono.launch.pool import verdict
 from unisono.launch.pool.protocol import Failed, RankState, Standing
 from unisono.launch.pool.verdict import Ending, choose_cause, failure, judge
 
@@ -43,13 +42,23 @@ def test_the_suspect_of_a_deadline_is_behind_the_others_or_outside_of_collective
     def at(number, group="world"):
         return Standing(call=f"barrier #{number}", group=group, number=number)
 
-    inside = "File torch/distributed/x.py"
+    def suspect(standings, stacks):
+        states = [known(r, stack=s, standing=standings.get(r)) for r, s in stacks.items()]
+        error = judge(states, ending("timeout", deadline="late"), Path("/logs"))
+        return error.rank, str(error).partition("\n")[0]
+
+    inside = 'Current thread 0x01:\n  File "/site-packages/torch/distributed/x.py", line 1 in f'
     stacks = dict.fromkeys(range(3), inside)
-    assert verdict.suspect([0, 1, 2], {0: at(5), 1: at(4), 2: at(5)}, stacks) == 1
-    assert verdict.suspect([0, 1, 2], {0: at(5), 1: at(5), 2: at(5)}, stacks) is None
-    assert verdict.suspect([0, 1, 2], {0: at(5), 1: at(2, "pair"), 2: at(5)}, stacks) is None
-    assert verdict.suspect([0, 1, 2], {}, {**stacks, 2: "File mine.py"}) == 2
-    assert verdict.suspect([1], {}, {}) == 1
+    blamed = 1, "rank 1 of 3 late; ranks 0, 2 waited for it"
+    assert suspect({0: at(5), 1: at(4), 2: at(5)}, stacks) == blamed
+    everybody = None, "ranks 0-2 of 3 late"
+    assert suspect({0: at(5), 1: at(5), 2: at(5)}, stacks) == everybody
+    assert suspect({0: at(5), 1: at(2, "pair"), 2: at(5)}, stacks) == everybody
+    outside = 'Current thread 0x01:\n  File "mine.py", line 1 in f'
+    assert suspect({}, {**stacks, 1: outside}) == blamed
+    two = None, "ranks 1-2 of 3 late; rank 0 waited for them"
+    assert suspect({}, {**stacks, 1: outside, 2: outside}) == two
+    assert suspect({}, {0: ""}) == (0, "rank 0 of 1 late")
 
 
 def test_a_silent_death_comes_before_every_report():
@@ -172,7 +181,7 @@ def test_a_collective_that_ran_out_of_time_stays_a_timeout():
 
 
 def test_a_deadline_prints_equal_stacks_once_and_the_suspect_first():
-    same = "Thread 0x00007f00000000{0} (most recent call first):\n  File 'a.py', line 1 in wait"
+    same = 'Thread 0x00007f00000000{0} (most recent call first):\n  File "a.py", line 1 in wait'
     stacks = {0: same.format("01"), 1: "elsewhere", 2: same.format("02")}
     states = [known(rank, stack=stacks.get(rank, "")) for rank in range(4)]
     states[1].standing = Standing(call="barrier #1 (done)", group="world", number=1)

@@ -333,7 +333,7 @@ def _timeout(timeout_s: float, rank: int, size: int) -> RankTimeout:
             stacks |= {other: answer["stacks"] for other, answer in dog.ask_stacks().items()}
     return RankTimeout(
         f"rank {rank} of {size} not done within timeout_s={timeout_s:g}\n"
-        f"{grouped(stacks, rank)}\n"
+        f"{grouped(stacks, [rank])}\n"
         "HINT: a longer timeout_s if this is only slow",
         stacks=stacks,
         rank=rank,

@@ -5,13 +5,16 @@ Also reads what `faulthandler` wrote about a rank: its threads, and where the us
 
 from __future__ import annotations
 
+import ast
 import linecache
 import os
 import re
+import sys
 import sysconfig
 import time
 import traceback
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
@@ -26,8 +29,8 @@ FRAMES = "UNISONO_FRAMES"
 _THREAD = re.compile(r"^(?:Current thread|Thread) 0x[0-9a-f]+(?: \[(?P<name>.*)\])?.*:$")
 _FRAME = re.compile(r'^\s*File "(?P<file>[^"]+)", line (?P<line>\d+) in (?P<function>.+)$')
 _BOTTOM = re.compile(
-    r'^\s*File "(?:<string>|[^"]*unisono/(?:launch/pool/(?:rank|server)|launch/request'
-    r'|testing/rank)\.py)", line \d+ in '
+    r'^\s*File "(?:<string>", line 1 in <module>$|[^"]*unisono/(?:launch/pool/(?:rank|server)'
+    r'|launch/request|testing/rank)\.py", line \d+ in )'
 )
 """The frames below the user's function, the same in every rank."""
 _OWN_THREADS = re.compile(
@@ -35,6 +38,7 @@ _OWN_THREADS = re.compile(
 )
 """Threads of ours, which always wait."""
 _CRASH = "Fatal Python error: "
+_NO_FRAMES = "  in a function that is not written in Python"
 _OWN = f"{Path(__file__).resolve().parents[2]}{os.sep}"
 _SHIPPED = (f"{_OWN}_examples", f"{_OWN}_benchmarks")
 """Programs that an installed package carries along: users run them as they run their own."""
@@ -62,7 +66,7 @@ class _Thread:
     @property
     def text(self) -> str:
         """The stack; one without a frame says why."""
-        lines = self.lines or ["  in a function that is not written in Python"]
+        lines = self.lines or [_NO_FRAMES]
         return "\n".join([self.title, *lines]).strip()
 
     def frames(self) -> Iterator[tuple[str, int, str]]:
@@ -127,6 +131,69 @@ def _as_traceback(thread: _Thread) -> list[str]:
         if source := linecache.getline(file, number).strip():
             lines.append(f"    {source}")
     return lines
+
+
+def folded_threads(dump: str) -> str:
+    """Return a dump for an error: the user's lines with their source, runs of others as one line.
+
+    The innermost call comes first, and the main thread.
+
+    >>> print(folded_threads('  File "/env/site-packages/torch/a.py", line 2 in g'))
+      File "/env/site-packages/torch/a.py", line 2 in g
+    """
+    before, threads = _parsed(dump)
+    lines: list[str] = []
+    for thread in reversed(threads or [_Thread("", before)]):
+        if len(threads) > 1 and not thread.title.startswith("Current"):
+            name = _THREAD.match(thread.title)
+            lines.append(f"  in thread {(name and name['name']) or '(unnamed)'}:")
+        lines += _folded_frames(list(thread.frames())) or [_NO_FRAMES]
+    return "\n".join(lines)
+
+
+def _folded_frames(frames: list[tuple[str, int, str]]) -> list[str]:
+    lines: list[str] = []
+    has_user = any(is_user_file(file) for file, _, _ in frames)
+    for is_shown, run in groupby(frames, lambda f: is_user_file(f[0]) or not has_user):
+        calls = list(run)
+        if not has_user:
+            calls, hidden = calls[:1], calls[1:]  # the innermost, where all are of libraries
+        else:
+            calls, hidden = (calls, []) if is_shown else ([], calls)
+        for file, number, function in calls:
+            source = source_line(file, number, function)
+            lines.append(
+                f'  File "{file}", line {number} in {function}{source and f": `{source}`"}'
+            )
+        if hidden:
+            owners = dict.fromkeys(_owner_of(file) for file, _, _ in hidden)
+            plural = "s" if len(hidden) > 1 else ""
+            lines.append(f"  ... {len(hidden)} frame{plural} of {', '.join(owners)}")
+    return lines
+
+
+def _owner_of(file: str) -> str:
+    """Return the package that a file of no user belongs to."""
+    parts = Path(file).parts
+    for at, folder in enumerate(parts[:-1]):
+        if folder in _INSTALLED:
+            return parts[at + 1].removesuffix(".py")
+    return "unisono" if is_own_file(file) else "Python"
+
+
+def source_line(file: str, number: int, function: str) -> str:
+    """Return the source of a line inside of `function`; nothing where it is not known."""
+    if file != "<string>" or sys.argv[:1] != ["-c"]:
+        return linecache.getline(file, number).strip()
+    # The word after `-c`; code that is made at run time has the same name, but other functions.
+    code = sys.orig_argv[sys.orig_argv.index("-c") + 1]
+    with suppress(SyntaxError):
+        for node in ast.walk(ast.parse(code)):
+            name = "<lambda>" if isinstance(node, ast.Lambda) else getattr(node, "name", "")
+            first, last = getattr(node, "lineno", 0), getattr(node, "end_lineno", 0)
+            if name == function and first <= number <= last:
+                return code.splitlines()[number - 1].strip()
+    return ""
 
 
 class StackDumps:
@@ -304,9 +371,9 @@ def site_of(error: BaseException) -> str:
     return ""
 
 
-def grouped(stacks: Mapping[int, str], first: int | None = None) -> str:
-    """Write the stacks of several ranks; equal ones once, those of rank `first` at the top."""
-    order = sorted(stacks, key=lambda rank: (rank != first, rank))
+def grouped(stacks: Mapping[int, str], first: Sequence[int] = ()) -> str:
+    """Write the stacks of several ranks; equal ones once, those of ranks `first` at the top."""
+    order = sorted(stacks, key=lambda rank: (rank not in first, rank))
     # Thread numbers differ between processes that stand at the same place.
     texts = {rank: re.sub(r"0x[0-9a-f]{8,}", "0x...", stacks[rank]) for rank in order}
     found = ranks_by_text(texts).items()

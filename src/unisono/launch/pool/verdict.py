@@ -16,9 +16,10 @@ from typing import Literal
 from unisono.errors import RankFailed, RankTimeout, RemoteError, name_ranks, ranks_by_text
 from unisono.launch.logs import tail
 from unisono.launch.pool.payload import load_exception
-from unisono.launch.pool.protocol import Failed, RankState, Standing
+from unisono.launch.pool.protocol import Failed, RankState
 from unisono.launch.pool.stacks import (
     crash_in,
+    folded_threads,
     grouped,
     outside_collectives,
     user_line,
@@ -79,7 +80,14 @@ def headline(states: Sequence[RankState], ending: Ending) -> str:
         return _headline(choose_cause(states), len(states))
     late = name_ranks(_late(states, ending))
     if ending.state == "timeout":
-        return f"{late} of {len(states)} {ending.deadline}"
+        awaited, waiting = _awaited(states, ending)
+        if not waiting:
+            return f"{late} of {len(states)} {ending.deadline}"
+        whom = "them" if len(awaited) > 1 else "it"
+        return (
+            f"{name_ranks(awaited)} of {len(states)} {ending.deadline}; "
+            f"{name_ranks(waiting)} waited for {whom}"
+        )
     code = "" if ending.exit_code is None else f" (code {ending.exit_code})"
     return f"{late} of {len(states)} ended without a word{code}"
 
@@ -90,6 +98,24 @@ def _late(states: Sequence[RankState], ending: Ending) -> list[int]:
     if ending.state == "timeout" and not ending.was_ready:
         return [state.rank for state in states if not state.is_ready] or late
     return late
+
+
+def _awaited(states: Sequence[RankState], ending: Ending) -> tuple[list[int], list[int]]:
+    """Return the ranks that are late, and those that were late only because they waited for them.
+
+    The former are the one whose number of collectives is behind, else those outside of all.
+    """
+    late = _late(states, ending)
+    standings = {s.rank: s.standing for s in states if s.rank in late and s.standing is not None}
+    stacks = {state.rank: user_threads(state.stack) for state in states if state.rank in late}
+    outside = outside_collectives(stacks)
+    awaited = outside if 0 < len(outside) < len(late) else late
+    if len({standing.group for standing in standings.values()}) == 1:
+        least = min(standing.number for standing in standings.values())
+        behind = [rank for rank, standing in standings.items() if standing.number == least]
+        if len(behind) == 1 < len(standings):
+            awaited = behind
+    return awaited, [rank for rank in late if rank not in awaited and rank not in outside]
 
 
 def choose_cause(states: Sequence[RankState]) -> RankState:
@@ -185,39 +211,22 @@ def failure(
     return error
 
 
-def suspect(
-    late: Sequence[int], standings: Mapping[int, Standing], stacks: Mapping[int, str]
-) -> int | None:
-    """Return the one rank that keeps the others waiting, if one can be named.
-
-    That is the one whose number of collectives is behind, else the one outside of all.
-    """
-    told = {rank: standings[rank] for rank in late if rank in standings}
-    if len({standing.group for standing in told.values()}) == 1:
-        least = min(standing.number for standing in told.values())
-        behind = [rank for rank, standing in told.items() if standing.number == least]
-        if len(behind) == 1 < len(told):
-            return behind[0]
-    candidates = outside_collectives({rank: stacks.get(rank, "") for rank in late}) or late
-    return candidates[0] if len(candidates) == 1 else None
-
-
 def timeout(
     states: Sequence[RankState], ending: Ending, job_dir: Path | None = None
 ) -> RankTimeout:
     """Build the error for a deadline that passed while no rank failed."""
-    late = _late(states, ending)
     stacks = {state.rank: user_threads(state.stack) for state in states if state.stack}
-    standings = {state.rank: state.standing for state in states if state.standing is not None}
-    to_blame = suspect(late, standings, stacks)
-    calls = {rank: standing.call for rank, standing in standings.items()}
+    awaited, _ = _awaited(states, ending)
+    to_blame = awaited[0] if len(awaited) == 1 else None
+    calls = {state.rank: state.standing.call for state in states if state.standing is not None}
     lines = [headline(states, ending)]
     for call, ranks in ranks_by_text(calls).items():
         lines.append(f"Latest collective of {name_ranks(ranks)}: {call}")
     if silent := [state.rank for state in states if state.rank not in stacks]:
         lines.append(f"No stack from {name_ranks(silent)}.")
     if stacks:
-        lines.append(grouped(stacks, to_blame))
+        places = {state.rank: folded_threads(state.stack) for state in states if state.stack}
+        lines.append(grouped(places, awaited))
     lines += _closing("a longer timeout_s if this is only slow", job_dir)
     return RankTimeout("\n".join(lines), stacks=stacks, rank=to_blame, last_collective=calls)
 
