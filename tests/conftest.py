@@ -73,12 +73,24 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> object:
     return Files(config, log)
 
 
+def be_heard() -> None:
+    """Let what tests start hear Ctrl-C, also where this process was started deaf to it.
+
+    `nohup` and `make test &` have it ignored, and programs inherit that. A handler that does
+    nothing leaves this process as deaf, and what it starts as programs begin.
+    """
+    for number in (signal.SIGINT, signal.SIGHUP, signal.SIGQUIT):
+        if signal.getsignal(number) is signal.SIG_IGN:
+            signal.signal(number, lambda *_: None)
+
+
 def pytest_configure(config: pytest.Config) -> None:
     """Give each of several processes a temporary directory, which some tests look into.
 
     Bytecode is written as Python does by itself, whatever the environment says: hundreds of
     interpreters would else compile the package anew, a second each.
     """
+    be_heard()
     gc.disable()  # until all is collected, which is kept
     sys.dont_write_bytecode = False
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)

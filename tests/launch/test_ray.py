@@ -153,11 +153,14 @@ def test_ctrl_c_ends_ranks_on_a_local_ray_that_the_run_has_started(tmp_path):
     words = [sys.executable, script]
     pipe, errors = subprocess.PIPE, subprocess.STDOUT
     with subprocess.Popen(words, stdout=pipe, stderr=errors, text=True) as program:
-        assert program.stdout is not None
-        next(line for line in program.stdout if "has begun" in line)
-        begin = time.monotonic()
-        program.send_signal(signal.SIGINT)
-        rest = program.stdout.read()
+        try:
+            assert program.stdout is not None
+            next(line for line in program.stdout if "has begun" in line)
+            begin = time.monotonic()
+            program.send_signal(signal.SIGINT)
+            rest, _ = program.communicate(timeout=60)
+        finally:
+            program.kill()  # the block waits for its end
     assert program.returncode == -signal.SIGINT, rest
     assert "saved" in rest
     assert time.monotonic() - begin < 10.0, rest  # 2 s on an idle machine

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import signal
+import subprocess
 import time
+
+import pytest
+from tests.conftest import be_heard
 
 
 def wait_for_ranks(session):
@@ -27,3 +31,19 @@ def test_nothing_outlives_a_session_that_is_interrupted_or_killed(begin_session)
         assert session.left_processes() == []
         assert session.left_files() == []
     assert "KeyboardInterrupt" in sessions[signal.SIGINT].output
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP])
+def test_what_a_session_in_the_background_starts_hears_signals_that_it_does_not_hear_itself(number):
+    before = signal.signal(number, signal.SIG_IGN)  # as under nohup, or behind a shell's &
+    try:
+        be_heard()
+        signal.raise_signal(number)
+        with subprocess.Popen(["sleep", "60"]) as child:
+            child.send_signal(number)
+            try:
+                assert child.wait(20) == -number
+            finally:
+                child.kill()
+    finally:
+        signal.signal(number, before)

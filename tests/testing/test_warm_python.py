@@ -60,12 +60,15 @@ while True:
         with subprocess.Popen(
             [warm_python, "-c", code], stdout=subprocess.PIPE, text=True
         ) as shown:
-            assert shown.stdout.readline() == "here\n"
-            shown.send_signal(signal.SIGUSR1)
-            assert shown.stdout.readline() == "heard\n"
-            shown.send_signal(number)
-            assert shown.wait(20) == -number
-            assert shown.stdout.read() == ""  # the program behind it has closed its end, too
+            try:
+                assert shown.stdout.readline() == "here\n"
+                shown.send_signal(signal.SIGUSR1)
+                assert shown.stdout.readline() == "heard\n"
+                shown.send_signal(number)
+                assert shown.wait(20) == -number
+                assert shown.stdout.read() == ""  # the program behind it has closed its end, too
+            finally:
+                shown.kill()  # the block waits for its end
 
 
 @pytest.mark.parametrize("is_isolated", [False, True])

@@ -504,9 +504,12 @@ def test_ctrl_c_lets_the_ranks_save_and_ends_the_job(cluster):
         [sys.executable, "script.py"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
     with process:
-        assert process.stdout.readline() == "up\n"
-        process.send_signal(signal.SIGINT)
-        errors = process.communicate(timeout=120)[1]
+        try:
+            assert process.stdout.readline() == "up\n"
+            process.send_signal(signal.SIGINT)
+            errors = process.communicate(timeout=120)[1]
+        finally:
+            process.kill()  # the block waits for its end
     assert "KeyboardInterrupt" in errors
     assert sorted(str(path) for path in Path().glob("saved-?")) == ["saved-0", "saved-1"], errors
     directory = next(Path(".unisono", "jobs").iterdir())
