@@ -16,11 +16,24 @@ def process_start(pid: int) -> int | None:
     Together with the process id it names a process for ever: ids are reused, pairs are not.
     """
     try:
-        text = Path(f"/proc/{pid}/stat").read_text()
-        fields = text.rpartition(")")[2].split()  # the name before it may hold anything
+        fields = _stat(pid)
         return None if fields[0] in "ZX" else int(fields[19])
     except (OSError, ValueError, IndexError):
         return None
+
+
+def is_stopped(pid: int) -> bool:
+    """Whether a signal or a debugger has stopped a process; False where that cannot be seen."""
+    try:
+        return _stat(pid)[0] in "Tt"
+    except (OSError, IndexError):
+        return False
+
+
+def _stat(pid: int) -> list[str]:
+    """Return what the system tells of a process, from its state on."""
+    text = Path(f"/proc/{pid}/stat").read_text()
+    return text.rpartition(")")[2].split()  # the name before it may hold anything
 
 
 def pid_namespace() -> int:

@@ -6,6 +6,7 @@ import os
 import re
 import socket
 import subprocess
+import sys
 import threading
 import time
 from datetime import timedelta
@@ -17,6 +18,7 @@ from tests.waiting import answered, wait_until_answered
 
 from unisono.comm import check, close_world, post_failure, posted_failure, trace, world
 from unisono.comm.call import thread_stacks
+from unisono.comm.health import watchdog
 from unisono.errors import CollectiveMismatch, RankTimeout, UnisonoError
 
 both = pytest.mark.ranks(2, backend=["gloo", "shm"])
@@ -274,3 +276,49 @@ def test_a_rank_that_ends_by_an_exception_tells_the_others_before_it_goes(interp
     assert "ValueError: the keeper of the store has a bug" in other
     assert all(process.returncode == 1 for process in ranks)
     assert time.monotonic() - began < 60
+
+
+NO_CALL_BUT_ON_RANK_0 = """
+import datetime, os, signal, time
+import torch.distributed as dist
+
+dist.init_process_group("shm", timeout=datetime.timedelta(seconds=3))
+rank = dist.get_rank()
+if rank == 1:
+    time.sleep(100)
+if rank == 2:
+    time.sleep(2)
+    os.kill(os.getpid(), signal.SIGSTOP)
+began = time.monotonic()
+try:
+    dist.barrier()
+except TimeoutError as error:
+    print(f"after {time.monotonic() - began} s", error)
+    os._exit(0)  # waits for none of them
+"""
+
+
+def test_ranks_that_have_made_no_call_are_told_apart_from_those_that_are_stopped():
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    common = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "3"}
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-c", NO_CALL_BUT_ON_RANK_0],
+            env={**os.environ, **common, "RANK": str(rank)},
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(3)
+    ]
+    try:
+        report = ranks[0].communicate(timeout=110)[0]
+    finally:
+        for process in ranks:
+            process.kill()
+            process.communicate()
+    assert "rank 1: alive, has made no call yet; it is at <string>:8\n" in report
+    assert "rank 2: its process is stopped" in report
+    seconds = float(report.split()[1])
+    assert seconds < 3 + watchdog.ANSWER_S  # nobody waited for the one that cannot answer

@@ -16,7 +16,7 @@ from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from pathlib import Path
 
-from unisono.processes import is_dead, pid_namespace, process_start
+from unisono.processes import is_dead, is_stopped, pid_namespace, process_start
 
 
 def host_id() -> str:
@@ -46,6 +46,16 @@ def is_card_dead(card: list[str | int]) -> bool:
     """Whether the process that wrote the card has ended; False where this one cannot see it."""
     where, pid, started = card
     return where == own_card()[0] and is_dead(int(pid), int(started))
+
+
+def condition_of(card: list[str | int]) -> str:
+    """Return whether the process that wrote the card is `alive`, `stopped` or `dead`.
+
+    One of another host, or that this one cannot see, counts as alive.
+    """
+    if is_card_dead(card):
+        return "dead"
+    return "stopped" if card[0] == own_card()[0] and is_stopped(int(card[1])) else "alive"
 
 
 _TRY_S = 2.0

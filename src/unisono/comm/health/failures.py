@@ -20,6 +20,14 @@ _LOST = (dist.DistBackendError, dist.DistNetworkError, dist.DistStoreError)
 _GLOO = re.compile(r"\[[^\]]*gloo[^\]]*\.(cc|h):\d+\]")
 """How gloo, which has no types for its errors, begins every one: with its own source line."""
 
+_SILENT = {
+    "dead": "its process has ended",
+    "stopped": "its process is stopped, by a signal or a debugger",
+    "alive": f"its process lives, but has not answered within {watchdog.ANSWER_S:g} s",
+    "unknown": "has made no call of unisono yet, or has ended before its first",
+}
+"""Why a rank has not said where it is, by the condition of its process."""
+
 NEW_GROUP = "new_group"
 """Operation of the call that stands for making a group."""
 
@@ -137,12 +145,16 @@ def timed_out(
     last: dict[int, str] = {}
     for rank in others:
         if rank not in answers:
-            lines.append(f"  rank {rank}: no answer (dead, stopped, or without unisono.comm)")
+            lines.append(
+                f"  rank {rank}: {_SILENT['unknown' if dog is None else dog.condition(rank)]}"
+            )
             continue
         answer = answers[rank]
         state = "done" if answer["done"] else "under way"
         last[rank] = f"{answer['call']} ({state})" if answer["call"] else "none yet"
-        lines.append(f"  rank {rank}: latest collective {last[rank]}")
+        told = f"latest collective {last[rank]}"
+        told = told if answer["call"] else f"alive, has made no call yet; it is at {answer['site']}"
+        lines.append(f"  rank {rank}: {told}")
     lines.append(f"  HINT: {_hint(call, ranks, others, answers)}")
     for rank in [*missing, *(r for r in others if r not in missing)]:
         if rank in answers:

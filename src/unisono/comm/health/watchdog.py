@@ -24,7 +24,7 @@ from torch.distributed import PrefixStore, Store, TCPStore
 from unisono.comm import call as calls
 from unisono.comm import seal
 from unisono.comm.call import thread_stacks
-from unisono.comm.machine import is_card_dead, own_card
+from unisono.comm.machine import condition_of, is_card_dead, own_card
 from unisono.comm.torch.private import default_store
 from unisono.errors import RankFailed
 
@@ -42,6 +42,8 @@ _NAME = "unisono-watchdog"
 _PREFIX = "unisono/watch"
 _lock = threading.Lock()
 _current: Watchdog | None = None
+_soon: threading.Timer | None = None
+"""Starts the watchdog of a world in which this rank has made no call yet."""
 _standing: dict[str, Watchdog] = {}
 """Watchdogs of groups that do not belong to the default process group, by the groups' keys."""
 _inherited: dist.ProcessGroup | None = None
@@ -150,14 +152,18 @@ class Watchdog:
         return self._news
 
     def ask_stacks(self) -> dict[int, dict[str, Any]]:
-        """Collect stacks and latest collective of all other ranks that answer in time."""
+        """Collect stacks and latest collective of all other ranks that answer in time.
+
+        Those that have no watchdog, or are dead or stopped, are not waited for.
+        """
         with self._store_lock:
             number = self._store.add("requests", 1)
             self._set(f"request/{number}", str(self.rank))
         answers: dict[int, dict[str, Any]] = {}
         give_up = time.monotonic() + ANSWER_S
         others = [rank for rank in self.ranks if rank != self.rank]
-        while len(answers) < len(others) and time.monotonic() < give_up:
+        able = {rank for rank in others if self.condition(rank) == "alive"}
+        while able - answers.keys() and time.monotonic() < give_up:
             self._poll()  # two ranks may ask each other at the same time
             for rank in others:
                 key = f"answer/{number}/{rank}"
@@ -165,9 +171,14 @@ class Watchdog:
                     text = self._get(key) if rank not in answers and self._has(key) else None
                 if text is not None:
                     answers[rank] = json.loads(text)
-            if len(answers) < len(others):
+            if able - answers.keys():
                 time.sleep(0.02)
         return answers
+
+    def condition(self, rank: int) -> str:
+        """Return how the process of a rank is, by its card; `unknown` if it has left none."""
+        card = self.find(f"process/{rank}")
+        return "unknown" if card is None else condition_of(json.loads(card))
 
     def _has(self, key: str) -> bool:
         return bool(self._store.check([key]))
@@ -235,6 +246,7 @@ def describe_self() -> dict[str, Any]:
     call = latest or calls.Call("", "", "", done=True)
     return {
         "stacks": thread_stacks(),
+        "site": calls.thread_site(threading.main_thread().ident or 0),
         "pid": os.getpid(),
         "host": socket.gethostname(),
         "call": None if latest is None else latest.describe(),
@@ -274,7 +286,26 @@ def ensure() -> Watchdog | None:
                 default_store(),
                 lambda: not dist.is_initialized() or dist.group.WORLD is not world,
             )
+            _cancel_start()
         return _current
+
+
+def ensure_soon() -> None:
+    """Have this rank answer for itself a little later, also if it makes no call.
+
+    For whoever makes a group of the world while torch.distributed does not know that yet.
+    """
+    global _soon
+    _soon = threading.Timer(POLL_S, ensure)
+    _soon.name, _soon.daemon = _NAME, True
+    _soon.start()
+
+
+def _cancel_start() -> None:
+    global _soon
+    if _soon is not None:
+        _soon.cancel()
+        _soon = None
 
 
 def current() -> Watchdog | None:
@@ -337,14 +368,15 @@ def stop() -> None:
     """End the watchdog of the default process group, if any."""
     global _current
     with _lock:
+        _cancel_start()
         if _current is not None:
             _current.stop()
             _current = None
 
 
 def _forget_after_fork() -> None:
-    global _current, _inherited, _lock
-    _current = None  # its thread stayed in the parent
+    global _current, _inherited, _lock, _soon
+    _current = _soon = None  # their threads stayed in the parent
     _standing.clear()
     _inherited = dist.group.WORLD if dist.is_initialized() else None
     _lock = threading.Lock()

@@ -27,7 +27,7 @@ from unisono.comm.engines.queued import JobQueue
 from unisono.comm.engines.shm import core
 from unisono.comm.engines.shm.engine import ShmEngine
 from unisono.comm.engines.shm.segment import KINDS, Segment, Ticket
-from unisono.comm.health import mark_as_news
+from unisono.comm.health import mark_as_news, watchdog
 from unisono.comm.machine import host_id, is_card_dead, own_card
 from unisono.comm.torch.process_group import TransportProcessGroup
 from unisono.errors import RankFailed, RankTimeout, UnisonoError, compress_ranks
@@ -387,6 +387,8 @@ class ShmProcessGroup(TransportProcessGroup):
         engine, nonce = _make_engine(store, rank, ranks, timeout.total_seconds(), name or "group")
         own = dist.PrefixStore(f"shm/{nonce}", store)
         super().__init__(engine, ranks, timeout, "shm", deadline_s, own)
+        if size > 1 and not dist.is_initialized():
+            watchdog.ensure_soon()  # others may wait for this rank before it makes a call
 
 
 def _make_engine(
