@@ -139,6 +139,18 @@ def test_a_rank_that_fails_ends_all_and_is_named(mpiexec, how, tmp_path, has_end
         assert "result['state'][1] is a lock" in str(error)
 
 
+@pytest.mark.mpi
+def test_one_rank_of_a_wrapper_runs_under_mpiexec_where_its_platform_says(mpiexec):
+    def look():
+        names = {"PMI_RANK", "OMPI_COMM_WORLD_RANK"}
+        return os.getpid(), unisono.world().size, bool(names & os.environ.keys())
+
+    platform = unisono.Platform(device="mpi", ranks=1, verbose=False)
+    (found,) = unisono.Wrapper(platform, convention="plain").start(look)
+    pid, size, is_of_mpi = found
+    assert (pid != os.getpid(), size, is_of_mpi) == (True, 1, True)
+
+
 def test_a_rank_under_mpiexec_cannot_have_the_terminal(mpiexec, monkeypatch):
     monkeypatch.setenv("UNISONO_STDIN_RANK", "0")
     with pytest.raises(PlatformError, match="have no terminal"):

@@ -32,6 +32,8 @@ if TYPE_CHECKING:
 
 _IFNAME = "GLOO_SOCKET_IFNAME"
 _NONCE_KEY = "unisono/nonce"
+_QUIET_LEVELS = ("ERROR", "FATAL", "2", "3")
+"""Levels of torch's log without warnings; ranks of ours have the first unless the user sets one."""
 _changed_environment: dict[str, str | None] = {}
 """Variables that `start_world` set in this process, with what they were before."""
 
@@ -72,13 +74,13 @@ def open_store(
         )
     if environment.rank == 0:
         listen_at = addr or ("127.0.0.1" if environment.nodes == 1 else machine.of_job())
-        with _names_unasked(environment, listen_at):
+        with _names_unasked(listen_at):
             store = _host_store(listen_at, port, deadline)
         if nonce is not None:
             store.set(_NONCE_KEY, nonce)
         return store
     addr = addr or "127.0.0.1"
-    with _names_unasked(environment, addr):
+    with _names_unasked(addr):
         store = dist.TCPStore(addr, port, None, False, deadline, wait_for_workers=False)
     if nonce is not None and (found := store.get(_NONCE_KEY).decode()) != nonce:
         raise PlatformError.because(
@@ -88,9 +90,10 @@ def open_store(
     return store
 
 
-def _names_unasked(environment: Environment, addr: str) -> contextlib.AbstractContextManager[None]:
-    """Connect to a numeric `addr` without a name server; torch warns of it but in ranks of ours."""
-    if environment.kind == "unisono" and (not addr or machine.is_numeric(addr)):
+def _names_unasked(addr: str) -> contextlib.AbstractContextManager[None]:
+    """Connect to a numeric `addr` without a name server; not where torch would warn of that."""
+    is_quiet = os.environ.get("TORCH_CPP_LOG_LEVEL", "") in _QUIET_LEVELS
+    if is_quiet and (not addr or machine.is_numeric(addr)):
         return machine.without_name_server()
     return contextlib.nullcontext()
 

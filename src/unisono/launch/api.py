@@ -241,7 +241,8 @@ class Wrapper:
     def start(self, task: Callable[..., Any], *args: Any, **kwargs: Any) -> Results[Any] | Job:
         """Run `task` on every rank of the platform and return what each returned.
 
-        On SLURM the job is queued, and its handle returned at once.
+        One rank of this host is this process, as DDPW has it. On SLURM the job is queued, and its
+        handle returned at once.
         """
         with own_frames_hidden():
             return self._start(task, args, kwargs, is_decorated=False)
@@ -264,7 +265,8 @@ class Wrapper:
         request.platform.print()
         if request.place == "slurm" and not request.joins_world:
             return submit_request(request)
-        if request.ranks == 1 and not request.joins_world:
+        is_here = request.platform.kind.is_here and not request.joins_world
+        if request.ranks == 1 and is_here:
             with telling(request.platform):
                 return run_in_process(request)
         return execute(request)
