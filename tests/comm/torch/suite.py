@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 RANKS = 4
-DEADLINE_S = 200
+DEADLINE_S = 300
 """Seconds after which a test counts as hanging."""
 BACKENDS = ("gloo", "shm")
 

@@ -125,6 +125,13 @@ def _enter(
         return getattr(group.inner_group(x.device), name)(*args, **(kwargs or {}))
     if not private.is_profiling():
         return method(group, *args, **(kwargs or {}))
-    shown = [x] if isinstance(x, Tensor) else []
-    with private.profiled(f"{group.name()}:{verb}", shown):
-        return method(group, *args, **(kwargs or {}))
+    event = private.profiled(f"{group.name()}:{verb}", [x] if isinstance(x, Tensor) else [])
+    event.__enter__()
+    end = functools.partial(event.__exit__, None, None, None)
+    try:
+        work = method(group, *args, **(kwargs or {}))
+    except BaseException:
+        end()
+        raise
+    work.at_end(end)  # of a call under way, in the thread that carries it out
+    return work

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -106,12 +106,16 @@ class TransportWork(Work):
         if self._future is None:
             base: torch.futures.Future[None] = torch.futures.Future()
             self._future = base.then(self._conclude)
-            then = getattr(self._ticket, "then", None)
-            if then is None:
-                base.set_result(None)
-            else:
-                then(lambda: base.set_result(None))
+            self.at_end(lambda: base.set_result(None))
         return self._future
+
+    def at_end(self, callback: Callable[[], None]) -> None:
+        """Call `callback` when the call has ended; at once if it has, or is a message."""
+        then = getattr(self._ticket, "then", None)
+        if then is None:
+            callback()
+        else:
+            then(callback)
 
     def _conclude(self, _: torch.futures.Future[None]) -> list[Tensor]:
         self.wait()
