@@ -163,9 +163,18 @@ struct PyGroup {
   bool is_released;
 };
 
+PyGroup* of(PyObject* self) { return reinterpret_cast<PyGroup*>(self); }
 PyGroup* held(PyGroup* self) {
   Py_INCREF(reinterpret_cast<PyObject*>(self));
   return self;
+}
+
+// A rank of the group, or one that stands for none or any, from `least` on; else an exception is set.
+int rank_in(PyGroup* self, PyObject* x, int least) {
+  const long rank = PyLong_AsLong(x);
+  if (!PyErr_Occurred() && !self->is_released && (rank < least || rank >= self->group->size))
+    PyErr_Format(PyExc_ValueError, "rank %ld in a group of %d", rank, self->group->size);
+  return static_cast<int>(rank);
 }
 
 thread_local PyObject* looked = nullptr;  // what `look` has raised in this thread
@@ -471,16 +480,21 @@ PyObject* group_post(PyObject* object, Args args, Py_ssize_t n) {
   }
   Messages& messages = self->group->messages;
   const long long tag = PyLong_AsLongLong(args[2]);
-  auto transfers = std::make_unique<std::vector<TransferRef>>();
-  for (int kind = 0; kind < 2; kind++) {
-    PyObject* list = args[1 - kind];  // receives first: what comes finds its place
-    for (Py_ssize_t i = 0; i < PyList_Size(list); i++) {
-      const Row row(PyList_GetItem(list, i));
-      if (PyErr_Occurred()) return nullptr;
-      transfers->push_back(kind ? messages.post_send(row.peer, tag, row.extent, row.dtype)
-                                : messages.post_recv(row.peer, tag, row.extent, row.dtype));
+  std::vector<Row> rows;
+  for (int is_send = 0; is_send < 2; is_send++) {
+    PyObject* list = args[1 - is_send];  // receives first: what comes finds its place
+    for (Py_ssize_t i = 0; i < PyList_Size(list) && !PyErr_Occurred(); i++) {
+      rows.emplace_back(PyList_GetItem(list, i));
+      const int peer = rank_in(self, PyTuple_GetItem(PyList_GetItem(list, i), 0), is_send ? 0 : -1);
+      if (peer == self->group->rank) PyErr_Format(PyExc_ValueError, "a message of rank %d to itself", peer);
     }
   }
+  if (PyErr_Occurred()) return nullptr;  // before any is posted
+  auto transfers = std::make_unique<std::vector<TransferRef>>();
+  const size_t receives = static_cast<size_t>(PyList_Size(args[1]));
+  for (const Row& row : rows)
+    transfers->push_back(transfers->size() < receives ? messages.post_recv(row.peer, tag, row.extent, row.dtype)
+                                                      : messages.post_send(row.peer, tag, row.extent, row.dtype));
   auto* result = reinterpret_cast<PyTransfers*>(PyType_GenericAlloc(transfers_type, 0));
   if (!result) return nullptr;
   result->group = held(self);
@@ -497,7 +511,6 @@ PyObject* group_post(PyObject* object, Args args, Py_ssize_t n) {
 
 // -- the group's methods --------------------------------------------------------------------------
 
-PyGroup* of(PyObject* self) { return reinterpret_cast<PyGroup*>(self); }
 double seconds(PyObject* x) { return PyFloat_AsDouble(x); }
 
 PyObject* group_barrier(PyObject* self, Args a, Py_ssize_t n) {
@@ -508,7 +521,7 @@ PyObject* group_all_reduce(PyObject* self, Args a, Py_ssize_t n) {
   if (!has(n, 7, "all_reduce")) return nullptr;
   uint8_t* x = address(a[2]);
   const size_t elements = bytes(a[3]);
-  const int dtype = number(a[4]), op = number(a[5]), root = number(a[6]);
+  const int dtype = number(a[4]), op = number(a[5]), root = rank_in(of(self), a[6], -1);
   if (!PyErr_Occurred() && !reduction(dtype, op)) return PyErr_Format(PyExc_ValueError, "no reduction %d of dtype %d", op, dtype);
   return run(of(self), a[0], root < 0 ? kAllReduce : kReduce, seconds(a[1]),
              [=](Group& g) { return g.all_reduce(x, elements, dtype, op, root); });
@@ -527,7 +540,7 @@ PyObject* group_broadcast(PyObject* self, Args a, Py_ssize_t n) {
   if (!has(n, 6, "broadcast")) return nullptr;
   uint8_t* x = address(a[2]);
   const size_t nbytes = bytes(a[3]);
-  const int dtype = number(a[4]), root = number(a[5]);
+  const int dtype = number(a[4]), root = rank_in(of(self), a[5], 0);
   return run(of(self), a[0], kBroadcast, seconds(a[1]), [=](Group& g) { return g.broadcast(x, nbytes, dtype, root); });
 }
 PyObject* group_all_gather(PyObject* self, Args a, Py_ssize_t n) {
@@ -543,7 +556,7 @@ PyObject* group_gather(PyObject* self, Args a, Py_ssize_t n) {
   Blocks outs = blocks(a[2]);
   const uint8_t* x = address(a[3]);
   const size_t nbytes = bytes(a[4]);
-  const int dtype = number(a[5]), root = number(a[6]);
+  const int dtype = number(a[5]), root = rank_in(of(self), a[6], 0);
   return run(of(self), a[0], kGather, seconds(a[1]), [=](Group& g) { return g.gather(outs, x, nbytes, dtype, root); });
 }
 PyObject* group_all_to_all(PyObject* self, Args a, Py_ssize_t n) {
@@ -557,7 +570,7 @@ PyObject* group_scatter(PyObject* self, Args a, Py_ssize_t n) {
   uint8_t* out = address(a[2]);
   const size_t nbytes = bytes(a[3]);
   Blocks ins = blocks(a[4]);
-  const int dtype = number(a[5]), root = number(a[6]);
+  const int dtype = number(a[5]), root = rank_in(of(self), a[6], 0);
   return run(of(self), a[0], kScatter, seconds(a[1]), [=](Group& g) { return g.scatter(out, nbytes, ins, dtype, root); });
 }
 PyObject* group_agree(PyObject* self, Args a, Py_ssize_t n) {

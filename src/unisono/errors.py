@@ -108,8 +108,8 @@ def compress_ranks(ranks: Sequence[int]) -> str:
     return ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in runs)
 
 
-class UnisonoError(Exception):
-    """Base of all errors of unisono.
+class UnisonoError(RuntimeError):
+    """Base of all errors of unisono; a `RuntimeError`, as callers of torch.distributed expect.
 
     Use `SomeError.because(asked, found, arithmetic, hint)` to build one in the four-part form.
     """
@@ -142,11 +142,11 @@ class LayoutError(UnisonoError, ValueError):
     """A replicated, sharded or partial tensor used where another kind is needed."""
 
 
-class CheckpointError(UnisonoError, RuntimeError):
+class CheckpointError(UnisonoError):
     """A checkpoint that cannot be written, is damaged, or does not fit what is to be restored."""
 
 
-class CollectiveMismatch(UnisonoError, RuntimeError):
+class CollectiveMismatch(UnisonoError):
     """Ranks of one group called different collectives, or the same one with unlike arguments.
 
     Attributes:
@@ -167,7 +167,7 @@ class CollectiveMismatch(UnisonoError, RuntimeError):
         self.returned: dict[int, dict[str, int]] = {r: dict(n) for r, n in (returned or {}).items()}
 
 
-class RankFailed(UnisonoError, RuntimeError):
+class RankFailed(UnisonoError):
     """A rank raised or died; the other ranks were stopped.
 
     Attributes:
@@ -215,7 +215,7 @@ class RankFailed(UnisonoError, RuntimeError):
 
 
 class RankTimeout(UnisonoError, TimeoutError):
-    """A deadline passed while ranks waited for each other.
+    """A deadline passed while ranks waited for each other; a `TimeoutError` too.
 
     Attributes:
         stacks: for each rank that answered, its Python stacks as text.
@@ -246,11 +246,11 @@ class RankTimeout(UnisonoError, TimeoutError):
         self.last_collective: dict[int, str] = dict(last_collective or {})
 
 
-class RemoteError(UnisonoError, RuntimeError):
+class RemoteError(UnisonoError):
     """An exception of another process that could not travel; its text is the traceback."""
 
 
-class JobCancelled(UnisonoError, RuntimeError):
+class JobCancelled(UnisonoError):
     """The job was cancelled before it ended.
 
     Attributes:

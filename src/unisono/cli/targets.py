@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import unisono
+from unisono.compat.joining import trainers_join
 from unisono.errors import PlatformError, UnisonoError, an
 
 _CALLED = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
@@ -241,7 +242,8 @@ def run_module(name: str, args: Sequence[str]) -> None:
 def _main(body: Callable[[], object]) -> None:
     """Run `body`; a script that exits with code 0 has succeeded."""
     try:
-        body()
+        with trainers_join():
+            body()
     except SystemExit as leaving:
         if leaving.code not in (None, 0):
             raise

@@ -21,7 +21,7 @@ from unisono.nn.state import HoldingModule, living_layers
 __all__ = ["clip_grad_norm_"]
 
 
-class NonFiniteNorm(UnisonoError, RuntimeError):
+class NonFiniteNorm(UnisonoError):
     """A gradient with values that are infinite or not numbers; a `RuntimeError`, as torch's."""
 
 

@@ -27,7 +27,7 @@ from unisono.comm.engines.gloo import TorchEngine
 from unisono.comm.engines.queued import JobQueue, QueuedEngine
 from unisono.comm.health.watchdog import own_connection
 from unisono.comm.reductions import accumulation_dtype, reduce_among, reduce_in_rank_order
-from unisono.errors import RankFailed, RankTimeout
+from unisono.errors import RankFailed, RankTimeout, UnisonoError
 
 
 class Network:
@@ -143,7 +143,7 @@ class HostsEngine(QueuedEngine):
         me, others = self.ranks[self.rank], [self.ranks[r] for r in members if r != self.rank]
         try:
             yield
-        except (RankFailed, RankTimeout):
+        except UnisonoError:
             raise
         except TimeoutError as error:
             raise RankTimeout(

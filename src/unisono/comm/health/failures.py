@@ -244,7 +244,8 @@ def _hint(
         )
     return (
         "UNISONO_CHECK=1 names the first call in which ranks disagree; "
-        "comm.with_timeout(seconds) or UNISONO_TIMEOUT_S sets the deadline"
+        "comm.with_timeout(seconds), UNISONO_TIMEOUT_S or the timeout of init_process_group sets "
+        "the deadline"
     )
 
 

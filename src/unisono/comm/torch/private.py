@@ -1,14 +1,14 @@
 """All that this package uses of torch and that torch does not promise: seen to work with 2.13.
 
-Nothing public tells whether a transform of torch.func is active or when a backward ends, keeps
-torch.compile away from a function without loading the compiler, or makes a process group of which
-only its members know.
+Nothing public tells whether a transform of torch.func is active or when a backward ends, shows the
+shapes of a call in a profile, keeps torch.compile away from a function without loading the
+compiler, or makes a process group of which only its members know.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, MutableMapping
+from collections.abc import Callable, MutableMapping, Sequence
 from datetime import timedelta
 from typing import Any, TypeVar, cast
 
@@ -31,9 +31,11 @@ __all__ = [
     "is_batchedtensor",
     "is_functorch_wrapped_tensor",
     "is_legacy_batchedtensor",
+    "is_profiling",
     "known_groups",
     "new_group",
     "outside_transforms",
+    "profiled",
     "register_group",
     "runs_uncompiled",
     "set_grad_enabled",
@@ -56,6 +58,9 @@ increment_version: Callable[[tuple[torch.Tensor, ...]], None] = torch._C._increm
 transforms_active: Callable[[], bool] = torch._C._are_functorch_transforms_active
 """Whether a transform of torch.func is around this call."""
 
+is_profiling: Callable[[], bool] = torch.autograd._profiler_enabled
+"""Whether a profiler of torch watches this thread."""
+
 at_end_of_backward: Callable[[Callable[[], None]], None]
 at_end_of_backward = torch.autograd.Variable._execution_engine.queue_callback
 """Calls a function when the running backward has ended, as torch's own FSDP does. One that raises
@@ -65,6 +70,16 @@ calls nobody, but lets go of the function: a weak reference to it tells when a b
 def outside_transforms() -> contextlib.AbstractContextManager[object]:
     """Leave the transforms of torch.func aside for a while."""
     return temporarily_clear_interpreter_stack()
+
+
+def profiled(
+    name: str, tensors: Sequence[torch.Tensor]
+) -> contextlib.AbstractContextManager[object]:
+    """Show what is done inside in torch's profile, with the shapes of `tensors`.
+
+    The public `record_function` shows no shapes.
+    """
+    return cast("Any", torch._C)._profiler._RecordFunctionFast(name, list(tensors))
 
 
 def runs_uncompiled(function: F) -> F:

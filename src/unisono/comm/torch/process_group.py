@@ -9,17 +9,29 @@ in check mode, traced, and run in the engine's order of calls, without autograd.
 
 from __future__ import annotations
 
-import functools
+from collections import deque
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import partial
 from types import SimpleNamespace
-from typing import Any, TypeVar, Unpack
+from typing import Any, Unpack
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._C._distributed_c10d import Work
+from torch._C._distributed_c10d import (
+    AllgatherOptions,
+    AllreduceCoalescedOptions,
+    AllreduceOptions,
+    AllToAllOptions,
+    BarrierOptions,
+    BroadcastOptions,
+    GatherOptions,
+    ReduceOptions,
+    ReduceScatterOptions,
+    ScatterOptions,
+    Work,
+)
 from torch.distributed.distributed_c10d import GroupName
 
 from unisono.comm import call as calls
@@ -30,29 +42,16 @@ from unisono.comm.groups import GroupEntry
 from unisono.comm.health import trace, watchdog
 from unisono.comm.perform import Pending, Performer, Started, Transfer
 from unisono.comm.reductions import PLAIN_DTYPES, check_op
-from unisono.comm.torch import staging
+from unisono.comm.torch import private, sparse, staging
+from unisono.comm.torch.entry import entry, message
+from unisono.comm.torch.monitored_barrier import MonitoredBarrier
 from unisono.comm.torch.staging import OPS, Targets, cut_evenly, cut_rows, source
 from unisono.comm.torch.work import AllTickets, DoneWork, TransportWork
-from unisono.errors import UnisonoError
+from unisono.errors import MeshError, UnisonoError
 
 Kernels = Sequence[Callable[..., Ticket | None]]
 """Kernels of the engine with their tensors; they take `async_op` and `timeout_s`."""
-Method = TypeVar("Method", bound=Callable[..., Any])
-
-
-def _by_device(method: Method) -> Method:
-    """Send calls with tensors of another device to the inner group for that device."""
-
-    @functools.wraps(method)
-    def routed(self: TransportProcessGroup, *args: Any, **kwargs: Any) -> Any:
-        x = args[0]
-        while isinstance(x, (list, tuple)) and x:
-            x = x[0]
-        if isinstance(x, Tensor) and not x.is_cpu:
-            return getattr(self.inner_group(x.device), method.__name__)(*args, **kwargs)
-        return method(self, *args, **kwargs)
-
-    return routed  # type: ignore[return-value]
+_KEPT_WORKS = 64
 
 
 class TransportProcessGroup(dist.ProcessGroup):
@@ -64,7 +63,7 @@ class TransportProcessGroup(dist.ProcessGroup):
         timeout: deadline of a call where none is given.
         backend: name under which the transport is registered.
         deadline_s: what the environment says instead of `timeout`; asked for before the ranks meet.
-        store: a store of this group alone, at which an nccl group for CUDA tensors meets.
+        store: a store of this group alone; an nccl group for CUDA tensors meets there too.
     """
 
     unisono_engine: Engine
@@ -84,13 +83,17 @@ class TransportProcessGroup(dist.ProcessGroup):
         self.options = SimpleNamespace(_timeout=timeout, backend=backend)
         self._ranks = tuple(ranks)
         self._backend = backend
-        self._store = dist.PrefixStore("nccl", store)
+        self._store = store
         self._nccl: Any = None
         self._group_name: str | None = None
         self._calls: Performer | None = None
         """How calls are run; made with the first one, when the group has its name."""
         self._deadline_s = deadline_s
         self._group_desc = "undefined"
+        self._splits = 0
+        self._monitored_barrier = MonitoredBarrier(store, engine.rank, self._ranks)
+        self._dropped: deque[TransportWork] = deque(maxlen=_KEPT_WORKS)
+        """Works that nobody has waited for: C++ may hold one whose Python object is gone."""
 
     # -- what the group is ----------------------------------------------------------------------
 
@@ -133,13 +136,54 @@ class TransportProcessGroup(dist.ProcessGroup):
         """Change the deadline of later calls."""
         self.options._timeout = timeout
 
+    _set_default_timeout = set_timeout
+
+    def _get_sequence_number_for_group(self) -> int:
+        return self.unisono_calls
+
+    def _has_hooks(self) -> bool:
+        return False
+
+    def _set_sequence_number_for_group(self) -> None:
+        """Do nothing: calls are numbered from the first one on."""
+
+    def get_group_store(self) -> dist.Store:
+        """Return a store of this group alone."""
+        return self._store
+
+    def split_group(
+        self,
+        ranks: Sequence[int],
+        timeout: timedelta | None = None,
+        opts: Any = None,  # noqa: ARG002
+        group_name: str | None = None,
+        group_desc: str | None = None,
+        device_types: Any = None,  # noqa: ARG002
+    ) -> dist.ProcessGroup | None:
+        """Make a group of some ranks of this one, of the same backend; None on the other ranks.
+
+        Every rank of this group calls it, with the ranks of its own new group.
+        """
+        self._splits += 1
+        members = sorted({self._member(rank, "ranks", "split_group") for rank in ranks})
+        if self.rank() not in members:
+            return None
+        name = group_name or f"{self.group_name}:split:{self._splits}:{members}"
+        world_ranks = tuple(self._ranks[rank] for rank in members)
+        group = private.new_group(
+            name, world_ranks, self._backend, timeout or self.options._timeout
+        )
+        group._set_group_desc(group_desc or f"{self._group_desc}:split:{self._splits}")
+        return group
+
     def inner_group(self, device: torch.device) -> Any:
         """Return a process group of the same ranks for tensors on `device`; made when asked for."""
         if device.type == "cuda" and dist.is_nccl_available():
             if self._nccl is None:
                 options = dist.ProcessGroupNCCL.Options()
                 options._timeout = self.options._timeout
-                self._nccl = dist.ProcessGroupNCCL(self._store, self.rank(), self.size(), options)
+                store = dist.PrefixStore("nccl", self._store)
+                self._nccl = dist.ProcessGroupNCCL(store, self.rank(), self.size(), options)
             return self._nccl
         raise UnisonoError.because(
             f"a collective on a {device.type} tensor in a {self._backend} group",
@@ -165,6 +209,7 @@ class TransportProcessGroup(dist.ProcessGroup):
             self._nccl = None
         if dist.is_initialized() and dist.group.WORLD is self:
             watchdog.stop()
+        self._dropped.clear()
         self.unisono_engine.close()
 
     def abort(self) -> None:
@@ -186,7 +231,9 @@ class TransportProcessGroup(dist.ProcessGroup):
         brought: Blocks = (),
     ) -> Work:
         """Run `kernels` in the group's order: now if the caller waits, else behind its back."""
-        is_async = bool(getattr(opts, "asyncOp", True))
+        is_async: bool = opts.asyncOp
+        for work in self._dropped:
+            work.let_go()
         performer = self._calls or self._introduce()
         entry, x = performer._entry, brought[0] if brought else None
         shape, dtype = (None, None) if x is None else (x.shape, x.dtype)
@@ -205,7 +252,7 @@ class TransportProcessGroup(dist.ProcessGroup):
             performer._perform(transfer)
             return DoneWork(targets.wanted)
         _ = call.site  # whoever waits for it, in another thread, could not look it up
-        return _as_work(performer._perform(transfer, True), targets)
+        return _as_work(performer._perform(transfer, True), targets, self._dropped)
 
     def _message(
         self,
@@ -224,7 +271,9 @@ class TransportProcessGroup(dist.ProcessGroup):
         call.sends_to, call.receives_from = to, source
         calls.latest_call = call
         transfer = Transfer(call, kernel, targets.deliver)
-        return _as_work(Started(performer, transfer, kernel(), self._timeout_s(None)), targets)
+        return _as_work(
+            Started(performer, transfer, kernel(), self._timeout_s(None)), targets, None
+        )
 
     def _introduce(self) -> Performer:
         """With its first call a group gets its name, and this rank begins to answer for itself."""
@@ -241,23 +290,32 @@ class TransportProcessGroup(dist.ProcessGroup):
 
     def _root(self, opts: Any, what: str, call: str) -> int:
         """Return the root of a call, checked: torch passes on what it is given."""
-        return self._peer(int(opts.rootRank), what, call)
+        return self._member(int(opts.rootRank), what, call)
+
+    def _member(self, rank: int, what: str, call: str) -> int:
+        return check_rank(rank, self.size(), what, f"torch.distributed.{call}")
 
     def _peer(self, rank: int, what: str, call: str) -> int:
-        return check_rank(rank, self.size(), what, f"torch.distributed.{call}")
+        """Return the other end of a message, which must be another rank."""
+        if self._member(rank, what, call) == self.rank():
+            raise MeshError.because(
+                f"torch.distributed.{call}({what}={rank})",
+                f"this is rank {rank} itself",
+                None,
+                "copy the tensor",
+            )
+        return rank
 
     # -- reductions -----------------------------------------------------------------------------
 
-    @_by_device
-    def allreduce(self, tensors: Blocks, opts: Any = None) -> Work:
+    @entry("all_reduce", "tensors|tensor", AllreduceOptions, "op timeout")
+    def allreduce(self, tensors: Blocks, opts: Any) -> Work:
         """Replace each tensor by its reduction over all ranks."""
-        if opts is None:
-            return self._reduce("all_reduce", _listed(tensors), opts)
         x, performer, op = tensors[0], self._calls, OPS.get(opts.reduceOp.op)
         is_usual = len(tensors) == 1 and x.dtype in PLAIN_DTYPES and x.layout is torch.strided
         is_usual = is_usual and x.is_contiguous() and not x.is_neg()
         if performer is None or op is None or opts.asyncOp or not is_usual:
-            return self._reduce("all_reduce", _listed(tensors), opts)
+            return self._reduce("all_reduce", tensors, opts)
         # One plain tensor that the caller waits for: the shortest way, for small ones.
         check_op(op, x.dtype)
         engine, entry = self.unisono_engine, performer._entry
@@ -270,19 +328,20 @@ class TransportProcessGroup(dist.ProcessGroup):
         performer._perform(Transfer(call, kernel, [None].pop, timeout_s))
         return DoneWork(tensors)
 
-    @_by_device
-    def allreduce_coalesced(self, tensors: Blocks, opts: Any = None) -> Work:
+    @entry("all_reduce", "tensors", AllreduceCoalescedOptions, "op timeout")
+    def allreduce_coalesced(self, tensors: Blocks, opts: Any) -> Work:
         """Replace each tensor by its reduction over all ranks."""
-        return self._reduce("all_reduce", _listed(tensors), opts)
+        return self._reduce("all_reduce", tensors, opts)
 
-    @_by_device
+    @entry("reduce", "tensors|tensor", ReduceOptions, "root op timeout")
     def reduce(self, tensors: Blocks, opts: Any) -> Work:
         """Replace each tensor on the root by its reduction; leaves the others' as they are."""
-        root = self._root(opts, "dst", "reduce")
-        return self._reduce("reduce", _listed(tensors), opts, root)
+        return self._reduce("reduce", tensors, opts, self._root(opts, "dst", "reduce"))
 
-    def _reduce(self, name: str, xs: list[Tensor], opts: Any, root: int | None = None) -> Work:
+    def _reduce(self, name: str, xs: Blocks, opts: Any, root: int | None = None) -> Work:
         op, engine = staging.op_name(opts), self.unisono_engine
+        if root is None and xs and xs[0].layout is torch.sparse_coo:
+            return self._reduce_sparse(xs, op, opts)
         for x in xs:
             staging.check_dense(x)
             check_no_overlap(x, name)
@@ -296,21 +355,44 @@ class TransportProcessGroup(dist.ProcessGroup):
         ]
         return self._submit(name, kernels, targets, opts, kind=op, root=root, brought=xs)
 
-    @_by_device
-    def reduce_scatter(self, outputs: Blocks, inputs: Sequence[Blocks], opts: Any = None) -> Work:
+    def _reduce_sparse(self, xs: Blocks, op: str, opts: Any) -> Work:
+        """Replace sparse tensors by their sums; how long these are, the ranks say on the way."""
+        sparse.check(xs, op)
+        performer = self._calls or self._introduce()
+        entry, engine = performer._entry, self.unisono_engine
+
+        def reduce_all(*, timeout_s: float) -> None:
+            for x in xs:
+                sparse.all_reduce_(x, op, engine, timeout_s)
+
+        call = Call("all_reduce", entry.name, entry.key, xs[0].shape, xs[0].dtype, op)
+        performer._perform(Transfer(call, reduce_all, None, self._timeout_s(opts)))
+        return DoneWork(list(xs), self._dropped)
+
+    @entry(
+        "reduce_scatter",
+        "output_tensors|output input_tensors|input",
+        ReduceScatterOptions,
+        "op timeout",
+    )
+    def reduce_scatter(self, outputs: Blocks, inputs: Sequence[Blocks], opts: Any) -> Work:
         """Fill each output with the reduction of this rank's input over all ranks."""
         return self._reduce_scatter(list(outputs), inputs, opts)
 
-    @_by_device
-    def reduce_scatter_single(self, output: Tensor, input: Tensor, opts: Any = None) -> Work:
+    @entry(
+        "reduce_scatter",
+        "outputTensor|output inputTensor|input",
+        ReduceScatterOptions,
+        "op timeout",
+        is_listed=False,
+    )
+    def reduce_scatter_single(self, output: Tensor, input: Tensor, opts: Any) -> Work:
         """Fill `output` with the reduction of this rank's piece of `input` over all ranks."""
         pieces = cut_evenly(source(input), self.size(), "reduce_scatter")
         return self._reduce_scatter([output], [pieces], opts)
 
-    @_by_device
-    def reduce_scatter_single_coalesced(
-        self, outputs: Blocks, inputs: Blocks, opts: Any = None
-    ) -> Work:
+    @entry("reduce_scatter", "outputs inputs", ReduceScatterOptions)
+    def reduce_scatter_single_coalesced(self, outputs: Blocks, inputs: Blocks, opts: Any) -> Work:
         """Do `reduce_scatter_single` for each pair."""
         pieces = [cut_evenly(source(x), self.size(), "reduce_scatter") for x in inputs]
         return self._reduce_scatter(list(outputs), pieces, opts)
@@ -333,10 +415,10 @@ class TransportProcessGroup(dist.ProcessGroup):
 
     # -- moves ----------------------------------------------------------------------------------
 
-    @_by_device
+    @entry("broadcast", "tensors|tensor", BroadcastOptions, "root timeout")
     def broadcast(self, tensors: Blocks, opts: Any) -> Work:
         """Replace each tensor by the root's."""
-        xs, engine = _listed(tensors), self.unisono_engine
+        xs, engine = tensors, self.unisono_engine
         root = self._root(opts, "src", "broadcast")
         for x in xs:
             check_no_overlap(x, "broadcast")
@@ -344,26 +426,24 @@ class TransportProcessGroup(dist.ProcessGroup):
         kernels = [partial(engine.broadcast_, x, root) for x in targets.tensors]
         return self._submit("broadcast", kernels, targets, opts, root=root, brought=xs)
 
-    @_by_device
-    def allgather(self, outputs: Sequence[Blocks], inputs: Blocks, opts: Any = None) -> Work:
+    @entry("all_gather", "output_tensors input_tensors|input_tensor", AllgatherOptions)
+    def allgather(self, outputs: Sequence[Blocks], inputs: Blocks, opts: Any) -> Work:
         """Fill the outputs with the inputs of all ranks."""
         return self._all_gather(outputs, list(inputs), opts)
 
-    @_by_device
-    def all_gather_single(self, output: Tensor, input: Tensor, opts: Any = None) -> Work:
+    @entry("all_gather", "output input", AllgatherOptions, is_listed=False)
+    def all_gather_single(self, output: Tensor, input: Tensor, opts: Any) -> Work:
         """Fill `output` with the inputs of all ranks, one after the other."""
         return self._all_gather([[output]], [input], opts, is_joined=True)
 
-    @_by_device
-    def all_gather_single_coalesced(
-        self, outputs: Blocks, inputs: Blocks, opts: Any = None
-    ) -> Work:
+    @entry("all_gather", "outputs inputs", AllgatherOptions)
+    def all_gather_single_coalesced(self, outputs: Blocks, inputs: Blocks, opts: Any) -> Work:
         """Do `all_gather_single` for each pair."""
         return self._all_gather([[out] for out in outputs], list(inputs), opts, is_joined=True)
 
-    @_by_device
+    @entry("all_gather", "output_lists input_list", AllgatherOptions)
     def allgather_coalesced(
-        self, output_lists: Sequence[Blocks], inputs: Blocks, opts: Any = None
+        self, output_lists: Sequence[Blocks], inputs: Blocks, opts: Any
     ) -> Work:
         """Fill `output_lists[q][i]` with input `i` of rank `q`."""
         for row in output_lists:
@@ -394,7 +474,7 @@ class TransportProcessGroup(dist.ProcessGroup):
         ]
         return self._submit("all_gather", kernels, targets, opts, brought=xs)
 
-    @_by_device
+    @entry("gather", "output_tensors input_tensors|input_tensor", GatherOptions, "root timeout")
     def gather(self, outputs: Sequence[Blocks], inputs: Blocks, opts: Any) -> Work:
         """Fill the outputs of the root with the inputs of all ranks."""
         x = inputs[0]
@@ -408,7 +488,7 @@ class TransportProcessGroup(dist.ProcessGroup):
         kernel = partial(self.unisono_engine.gather, received, source(x), root)
         return self._submit("gather", [kernel], targets, opts, root=root, brought=[x])
 
-    @_by_device
+    @entry("scatter", "output_tensors|output_tensor input_tensors", ScatterOptions, "root timeout")
     def scatter(self, outputs: Blocks, inputs: Sequence[Blocks], opts: Any) -> Work:
         """Fill the output of each rank with its input on the root."""
         out = outputs[0]
@@ -422,8 +502,8 @@ class TransportProcessGroup(dist.ProcessGroup):
         kernel = partial(self.unisono_engine.scatter, targets.tensors[0], sent, root)
         return self._submit("scatter", [kernel], targets, opts, root=root, brought=ins or [])
 
-    @_by_device
-    def alltoall(self, outputs: Blocks, inputs: Blocks, opts: Any = None) -> Work:
+    @entry("all_to_all", "output_tensors input_tensors", AllToAllOptions)
+    def alltoall(self, outputs: Blocks, inputs: Blocks, opts: Any) -> Work:
         """Fill output `q` with what rank `q` has for this rank."""
         staging.check_count(outputs, self.size(), "output", "all_to_all")
         staging.check_count(inputs, self.size(), "input", "all_to_all")
@@ -432,14 +512,19 @@ class TransportProcessGroup(dist.ProcessGroup):
         kernel = partial(self.unisono_engine.all_to_all, targets.tensors, ins)
         return self._submit("all_to_all", [kernel], targets, opts, brought=inputs)
 
-    @_by_device
+    @entry(
+        "all_to_all",
+        "output input output_split_sizes input_split_sizes",
+        AllToAllOptions,
+        is_listed=False,
+    )
     def all_to_all_single(
         self,
         output: Tensor,
         input: Tensor,
         output_split_sizes: Sequence[int],
         input_split_sizes: Sequence[int],
-        opts: Any = None,
+        opts: Any,
     ) -> Work:
         """Exchange blocks of rows; no sizes means equal blocks."""
         size, x, targets = self.size(), source(input), Targets([output])
@@ -449,9 +534,17 @@ class TransportProcessGroup(dist.ProcessGroup):
         kernel = partial(self.unisono_engine.all_to_all, outs, ins)
         return self._submit("all_to_all", [kernel], targets, opts, brought=[x])
 
-    def barrier(self, opts: Any = None) -> Work:
+    @entry("barrier", "", BarrierOptions)
+    def barrier(self, opts: Any) -> Work:
         """Return when all ranks have come."""
         return self._submit("barrier", [self.unisono_engine.barrier], Targets([]), opts)
+
+    def monitored_barrier(
+        self, timeout: timedelta | None = None, wait_all_ranks: bool = False
+    ) -> None:
+        """Return when all ranks have come; else rank 0 names the first that has not, or all."""
+        seconds = self._timeout_s(None) if timeout is None else timeout.total_seconds()
+        self._monitored_barrier(seconds, wait_all_ranks=wait_all_ranks)
 
     # Names of the same calls in other releases of torch.
     _allgather_base = all_gather_single
@@ -462,24 +555,24 @@ class TransportProcessGroup(dist.ProcessGroup):
 
     # -- messages -------------------------------------------------------------------------------
 
-    @_by_device
-    def send(self, tensors: Blocks, dst: int, tag: int = 0) -> Work:
-        """Send a tensor to a rank of the group."""
-        self._peer(dst, "dst", "send")
+    @message
+    def send(self, tensors: Blocks, dstRank: int, tag: int = 0) -> Work:
+        """Send a tensor to another rank of the group."""
+        dst = self._peer(dstRank, "dst", "send")
         x = source(tensors[0])
         kernel = partial(self.unisono_engine.exchange, [(dst, x)], [], tag, **self._later)
         return self._message("send", x, kernel, Targets([x]), to=(dst,))
 
-    @_by_device
-    def recv(self, tensors: Blocks, src: int, tag: int = 0) -> Work:
-        """Receive a tensor from a rank of the group."""
-        self._peer(src, "src", "recv")
+    @message
+    def recv(self, tensors: Blocks, srcRank: int, tag: int = 0) -> Work:
+        """Receive a tensor from another rank of the group."""
+        src = self._peer(srcRank, "src", "recv")
         targets = Targets(tensors[:1])
         awaited = [(src, targets.tensors[0])]
         kernel = partial(self.unisono_engine.exchange, [], awaited, tag, **self._later)
         return self._message("recv", tensors[0], kernel, targets, source=(src,))
 
-    @_by_device
+    @message
     def recv_anysource(self, tensors: Blocks, tag: int = 0) -> Work:
         """Receive a tensor from whoever sends one first."""
         targets = Targets(tensors[:1])
@@ -517,14 +610,10 @@ class _Calls(Performer):
         return super()._unusable(op) if self._engine.cause is None else self._engine.unusable()
 
 
-def _as_work(pending: Pending[Any], targets: Targets) -> Work:
+def _as_work(pending: Pending[Any], targets: Targets, dropped: deque[TransportWork] | None) -> Work:
     """Return a call that was started as torch.distributed sees it."""
     ticket = pending._ticket if isinstance(pending, Started) else None
     if ticket is None:
         pending.wait()
-        return DoneWork(targets.wanted)
-    return TransportWork(pending, ticket, targets.wanted)
-
-
-def _listed(tensors: Blocks | Tensor) -> list[Tensor]:
-    return [tensors] if isinstance(tensors, Tensor) else list(tensors)
+        return DoneWork(targets.wanted, dropped)
+    return TransportWork(pending, ticket, targets.wanted, dropped)

@@ -26,13 +26,11 @@ OPS: dict[Any, str] = {
 
 def op_name(options: Any) -> str:
     """Return our name of the reduction in an options object of torch.distributed."""
-    wanted = getattr(options, "reduceOp", dist.ReduceOp.SUM)
-    name = OPS.get(getattr(wanted, "op", wanted))
-    if name is None:
-        raise UnisonoError.because(
-            f"a reduction with {wanted}", f"known here: {', '.join(OPS.values())}"
-        )
-    return name
+    op = options.reduceOp.op
+    if op not in OPS:
+        known = ", ".join(OPS.values())
+        raise UnisonoError.because(f"a reduction with {op}", f"known here: {known}")
+    return OPS[op]
 
 
 def source(x: Tensor) -> Tensor:

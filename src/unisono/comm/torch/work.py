@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -13,6 +14,7 @@ from torch._C._distributed_c10d import Work
 
 from unisono.comm.engines.base import Ticket
 from unisono.comm.perform import Pending
+from unisono.comm.torch import private
 
 
 class TransportWork(Work):
@@ -25,10 +27,19 @@ class TransportWork(Work):
         pending: the call.
         ticket: what the engine gave for it.
         outputs: tensors the call fills; kept alive until it has ended.
+        dropped: where this object goes when Python lets go of it before anybody has waited. C++ may
+            still hold its other half (`DDP.join` does), whose `wait` without it would never end.
     """
 
-    def __init__(self, pending: Pending[Any], ticket: Ticket, outputs: Sequence[Tensor]) -> None:
+    def __init__(
+        self,
+        pending: Pending[Any],
+        ticket: Ticket,
+        outputs: Sequence[Tensor],
+        dropped: deque[TransportWork] | None = None,
+    ) -> None:
         super().__init__()
+        self._dropped = dropped
         self._pending = pending
         self._ticket = ticket
         self._outputs = list(outputs)
@@ -36,6 +47,7 @@ class TransportWork(Work):
         self._error: BaseException | None = None
         self._future: torch.futures.Future[list[Tensor]] | None = None
 
+    @private.runs_uncompiled
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Wait for the end; raises what the call raised, `RankTimeout` after `timeout`."""
         if self._error is not None:
@@ -48,12 +60,24 @@ class TransportWork(Work):
                 self._error = error  # not only of this wait
             raise
         self._has_ended = True
+        self._dropped = None
         return True
+
+    def __del__(self) -> None:
+        dropped = getattr(self, "_dropped", None)
+        if dropped is not None:
+            dropped.append(self)
+
+    def let_go(self) -> None:
+        """Release the tensors of a call that has ended."""
+        if self._outputs and self.is_completed():
+            self._outputs = []
 
     def synchronize(self) -> None:
         """Wait for the end."""
         self.wait()
 
+    @private.runs_uncompiled
     def is_completed(self) -> bool:
         """Whether the call has ended, well or badly."""
         self.exception()
@@ -82,12 +106,16 @@ class TransportWork(Work):
         if self._future is None:
             base: torch.futures.Future[None] = torch.futures.Future()
             self._future = base.then(self._conclude)
-            then = getattr(self._ticket, "then", None)
-            if then is None:
-                base.set_result(None)
-            else:
-                then(lambda: base.set_result(None))
+            self.at_end(lambda: base.set_result(None))
         return self._future
+
+    def at_end(self, callback: Callable[[], None]) -> None:
+        """Call `callback` when the call has ended; at once if it has, or is a message."""
+        then = getattr(self._ticket, "then", None)
+        if then is None:
+            callback()
+        else:
+            then(callback)
 
     def _conclude(self, _: torch.futures.Future[None]) -> list[Tensor]:
         self.wait()
@@ -108,12 +136,17 @@ class DoneWork(TransportWork):
     _has_ended = True
     _error = _future = _ticket = None
 
-    def __init__(self, outputs: Sequence[Tensor]) -> None:
+    def __init__(
+        self, outputs: Sequence[Tensor], dropped: deque[TransportWork] | None = None
+    ) -> None:
         Work.__init__(self)
         self._outputs = outputs  # a list, or torch's own
+        self._dropped = dropped
 
+    @private.runs_uncompiled
     def wait(self, timeout: timedelta | None = None) -> bool:  # noqa: ARG002
         """Return at once."""
+        self._dropped = None
         return True
 
 

@@ -1,0 +1,137 @@
+"""Where a call enters a process group: written in any of torch's forms, it goes on in one.
+
+torch's own groups take options, or a short form in their place: `allreduce(x, op)`,
+`broadcast(x, root)`, `barrier(timeout=...)`. A call on tensors of another device goes to the group
+for that device. torch's profiler sees every call, and compiled code stops before it.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from torch import Tensor
+
+from unisono.comm.torch import private
+
+Method = TypeVar("Method", bound=Callable[..., Any])
+
+_FIELDS = {"root": "rootRank", "op": "reduceOp", "timeout": "timeout"}
+"""Fields of options that arguments of a short form stand for."""
+
+
+class Form:
+    """How calls of a method are written.
+
+    Args:
+        tensors: names of the tensors, or lists of them; other names of one follow it after `|`.
+        options: class of the options behind them.
+        short: names of the arguments that may stand in place of options.
+        is_listed: whether tensors come in lists; without one, a short form is in a list of one.
+    """
+
+    def __init__(self, tensors: str, options: type, short: str, *, is_listed: bool) -> None:
+        alternatives = [names.split("|") for names in tensors.split()]
+        self.names = tuple(first for first, *_ in alternatives)
+        self.options, self.short, self.is_listed = options, tuple(short.split()), is_listed
+        known = [*alternatives, *([name] for name in self.short), ["opts"]]
+        self._meant = {name: names[0] for names in known for name in names}
+
+    def normal(self, call: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
+        """Return the arguments of a call in the one form: tensors, then options."""
+        count = len(self.names)
+        has_options = len(args) > count and isinstance(args[count], self.options)
+        places = (*self.names, *(("opts",) if has_options else self.short))
+        values = dict(zip(places, args, strict=False))
+        for name, x in kwargs.items():
+            meant = self._meant.get(name, name)
+            if name not in self._meant or meant in values:
+                raise TypeError(f"{call}() has no argument {name!r}, or has it twice")
+            values[meant] = x
+        tensors = [values.pop(name, None) for name in self.names]
+        if len(args) > len(places) or any(x is None for x in tensors):
+            raise TypeError(f"{call}() takes {', '.join(places)}; {len(args)} came by place")
+        if self.is_listed and any(isinstance(x, Tensor) for x in tensors):
+            if "root" in self.short and "root" not in values:
+                raise TypeError(f"{call}() of a tensor needs root=")
+            tensors = [[x] for x in tensors]
+        options = values.pop("opts", None)
+        if options is None:
+            options = self.options()
+            for name, x in values.items():
+                if x is not None:
+                    setattr(options, _FIELDS[name], x)
+        elif values or not isinstance(options, self.options):
+            raise TypeError(f"{call}() takes {self.options.__name__}, or {', '.join(self.short)}")
+        return (*tensors, options)
+
+
+def entry(
+    verb: str, tensors: str, options: type, short: str = "timeout", *, is_listed: bool = True
+) -> Callable[[Method], Method]:
+    """Make a method that takes tensors and options the entry of a collective.
+
+    Args:
+        verb: name of the collective in a profile.
+        tensors: see `Form`, as for the others.
+        options: class of the options.
+        short: arguments of the short form.
+        is_listed: whether tensors come in lists.
+    """
+    form = Form(tensors, options, short, is_listed=is_listed)
+    count = len(form.names) + 1
+
+    def decorate(method: Method) -> Method:
+        name = method.__name__
+
+        @functools.wraps(method)
+        def enter(self: Any, *args: Any, **kwargs: Any) -> Any:
+            is_normal = len(args) == count and not kwargs and isinstance(args[-1], options)
+            if not is_normal or (is_listed and isinstance(args[0], Tensor)):
+                args = form.normal(name, args, kwargs)
+            return _enter(self, verb, name, method, args)
+
+        return private.runs_uncompiled(enter)  # type: ignore[return-value]
+
+    return decorate
+
+
+def message(method: Method) -> Method:
+    """Make a method that takes tensors first the entry of a message."""
+    name = method.__name__
+    verb = name.removesuffix("_anysource")
+
+    @functools.wraps(method)
+    def enter(self: Any, tensors: Any, *args: Any, **kwargs: Any) -> Any:
+        tensors = [tensors] if isinstance(tensors, Tensor) else tensors
+        return _enter(self, verb, name, method, (tensors, *args), kwargs)
+
+    return private.runs_uncompiled(enter)  # type: ignore[return-value]
+
+
+def _enter(
+    group: Any,
+    verb: str,
+    name: str,
+    method: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any] | None = None,
+) -> Any:
+    x = args[0]
+    while isinstance(x, (list, tuple)) and x:
+        x = x[0]
+    if isinstance(x, Tensor) and not x.is_cpu:
+        return getattr(group.inner_group(x.device), name)(*args, **(kwargs or {}))
+    if not private.is_profiling():
+        return method(group, *args, **(kwargs or {}))
+    event = private.profiled(f"{group.name()}:{verb}", [x] if isinstance(x, Tensor) else [])
+    event.__enter__()
+    end = functools.partial(event.__exit__, None, None, None)
+    try:
+        work = method(group, *args, **(kwargs or {}))
+    except BaseException:
+        end()
+        raise
+    work.at_end(end)  # of a call under way, in the thread that carries it out
+    return work
