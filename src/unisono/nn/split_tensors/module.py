@@ -22,6 +22,7 @@ from unisono.nn.split_tensors.tensor import (
     Run,
     Split,
     entered,
+    in_run,
     mapped,
     refuse_passed_by,
     splits_in,
@@ -77,7 +78,7 @@ class SplitModule(nn.Module):
             return self.module(*args, **kwargs)
 
         def inside(x: Split) -> Split:
-            return Split(x.local, x.cuts, run)
+            return in_run(x, run)
 
         if isinstance(first, Split):
             args, kwargs = mapped(inside, (args, kwargs))
@@ -100,7 +101,6 @@ class SplitModule(nn.Module):
         finally:
             self._gathered = run.gathered
             run.copies = {}
-        run.check_views()
         for x in splits_in(result):
             refuse_passed_by(x)
         return result

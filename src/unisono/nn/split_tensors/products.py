@@ -63,7 +63,6 @@ def contracted(
                 axes.setdefault(cut.comm, (names[dim], cut))
     if len({label for label, _ in axes.values()}) != len(axes):
         raise NoRule("two axes of ranks along one dim")
-    lead.run.moves += 1
     blocks = [_block(x, names, axes, lead) for x, names in zip(operands, labels, strict=True)]
     result = compute(*blocks)
     summed = [cut for label, cut in axes.values() if label not in out]
@@ -214,7 +213,6 @@ def _attention(
     mask = attn_mask
     if mask is not None:
         mask = fitted(mask, {**layout, **({} if sequence is None else {-2: sequence})}, q.run)
-    q.run.moves += 1
     places = [dim * 7919 + cut.comm.rank for dim, cut in q.cuts.items()]
     plan = AttentionPlan(
         (0, key.shape[-2]), None, 0, is_causal, scale_of(q, scale), dropout_p,

@@ -282,7 +282,6 @@ def _picked(x: Split, dim: int, at: int) -> Tensor:
     is_here = low <= at < low + cut.own
     local = x.local.narrow(dim, at - low if is_here else 0, int(is_here))
     sizes = [int(a <= at < b) for a, b in zip(cut.bounds, cut.bounds[1:], strict=False)]
-    x.run.moves += 1
     whole = concat_replicated(local, dim, sizes, comm=cut.comm).squeeze(dim)
     return like(x, whole, {d - (d > dim): c for d, c in x.cuts.items() if d != dim})
 
@@ -363,6 +362,8 @@ def _select(func: Callable[..., Any], input: Split, dim: int, index: int) -> Ten
 @rule("chunk", "split", "split_with_sizes", "tensor_split", "unbind")
 def _parts(func: Callable[..., Any], input: Split, *args: Any, **kwargs: Any) -> Any:
     by_dim = func.__name__ == "unbind"
+    if any(isinstance(x, Split) for x in (*args, *kwargs.values())):
+        raise NoRule("parts by a split tensor")
     at = 0 if by_dim else 1
     dim = int(kwargs.get("dim", args[at] if len(args) > at else 0)) % input.ndim
     if dim in input.cuts:
