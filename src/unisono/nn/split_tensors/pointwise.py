@@ -13,6 +13,7 @@ from unisono.nn.split_tensors.blocks import Layout, fitted, layout_of, pointwise
 from unisono.nn.split_tensors.reductions import added, reduced
 from unisono.nn.split_tensors.tensor import (
     NOT_PREVIEWED,
+    QUERIES,
     RULES,
     NoRule,
     Run,
@@ -46,16 +47,8 @@ _POINTWISE = """add sub subtract mul multiply div divide true_divide floor_divid
 # -- queries --------------------------------------------------------------------------------------
 
 
-def _of_wrapper(func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    return func(*args, **kwargs)
-
-
-for _name in _SHOWN_BY_WRAPPER:
-    RULES[f"{_name}.get"] = _of_wrapper
-for _name in _ASKED_OF_WRAPPER:
-    RULES[_name] = _of_wrapper
+QUERIES.update([f"{_name}.get" for _name in _SHOWN_BY_WRAPPER], _ASKED_OF_WRAPPER)
 NOT_PREVIEWED.update(
-    _ASKED_OF_WRAPPER,
     ["requires_grad_", "retain_grad", "register_hook", "backward", "grad"],
     ["__repr__", "__str__", "__format__", "__deepcopy__", "__reduce_ex__", "__setstate__"],
     ["register_post_accumulate_grad_hook", "__iter__", "__contains__", "tolist", "item"],

@@ -61,10 +61,10 @@ def previewed(
     """
     tensors: list[Tensor] = []
     try:
-        described = _described(args, tensors), _described(kwargs, tensors)
+        described = _described(args, tensors), _described(kwargs, tensors) if kwargs else None
     except (RuntimeError, NotImplementedError, ValueError):  # sparse, nested, not initialised
         return UNKNOWN, list(tensors_in((args, kwargs)))
-    has_autocast = torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda")
+    has_autocast = torch._C._is_any_autocast_enabled()
     key = func, described, torch.get_default_dtype(), has_autocast
     try:
         known = _PREVIEWS.get(key)
@@ -119,16 +119,18 @@ def _described(value: Any, tensors: list[Tensor]) -> Any:
         if value.layout is not torch.strided:
             raise ValueError("no strides")
         tensors.append(value)
-        block = getattr(value, "local", value)
-        bits = (block.is_conj(), block.is_neg())
-        return value.shape, value.stride(), value.dtype, bits if any(bits) else None
+        block = vars(value).get("local", value)
+        return value.shape, value.stride(), value.dtype, block.is_conj(), block.is_neg()
+    kind = type(value)
+    if kind is int or kind is float or kind is bool or value is None:
+        return kind, value
     if isinstance(value, (list, tuple)):
-        return (type(value), *[_described(item, tensors) for item in value])
+        return (kind, *[_described(item, tensors) for item in value])
     if isinstance(value, Mapping):
         return tuple([(key, _described(item, tensors)) for key, item in value.items()])
     if isinstance(value, slice):
         return slice, _described((value.start, value.stop, value.step), tensors)
-    return type(value), value
+    return kind, value
 
 
 def _without_data(x: Tensor) -> Tensor:
@@ -174,6 +176,8 @@ def _seen(
         versions = [x._version for x in empty]
         original = args, dict(kwargs)
         args, kwargs = with_tensors(original, lambda x: empty[numbers[id(x)]])
+        refused: Exception | None = None
+        result = None
         try:
             result = func(*args, **kwargs)
         except NotImplementedError:
@@ -181,8 +185,10 @@ def _seen(
         except Exception as error:
             if has_autocast or "meta" in str(error).lower():
                 return UNKNOWN
+            refused = error
+        if refused is not None:
             if sum(x.numel() for x in tensors) > _MOST_POINTS:
-                raise
+                raise refused
             _refused_by_torch(func, original, tensors)
             return UNKNOWN
         changes = [i for i, x in enumerate(empty) if x._version != versions[i]]

@@ -256,6 +256,8 @@ class Split(Tensor):
     ) -> Any:
         with _plainly():
             known = _FUNCTIONS.get(func) or _known(func)
+            if known.is_query:
+                return func(*args, **kwargs) if kwargs else func(*args)
             if known.is_pointwise:
                 result = _at_once(func, known, args, kwargs)
                 if result is not None:
@@ -546,13 +548,18 @@ class _Function:
     how: Rule | None
     changes: bool
     """Whether it changes its first argument."""
+    is_query: bool
+    """Whether the wrapper answers it."""
     is_pointwise: bool
+    """Whether blocks do alone what the whole does, in memory of their own."""
     is_previewed: bool
     """Whether torch is asked first what it does with whole tensors."""
 
 
 _NAMES = {"axis": "dim", "keepdims": "keepdim"}
 """numpy's names of arguments, which torch's functions take too."""
+QUERIES: set[str] = set()
+"""Functions and attributes that the wrapper, which has the shape of the whole, answers."""
 NOT_PREVIEWED: set[str] = set()
 """Functions that ask something of a tensor, or do something with its history."""
 _VIEWS = ("T.get", "mT.get", "H.get", "mH.get", "real.get", "imag.get", "data.get")
@@ -572,7 +579,8 @@ def _known(func: Callable[..., Any]) -> _Function:
     is_previewed = is_torch and func not in _OWN_RULES and name not in NOT_PREVIEWED
     if name.endswith((".get", ".set")):
         is_previewed = is_previewed and name in _VIEWS
-    known = _Function(name, how, is_inplace(name), how is RULES["add"], is_previewed)
+    is_pointwise = how is RULES["add"] and name not in ("detach", "conj", "real", "imag", *_VIEWS)
+    known = _Function(name, how, is_inplace(name), name in QUERIES, is_pointwise, is_previewed)
     if len(_FUNCTIONS) < 4096:
         _FUNCTIONS[func] = known
     return known
@@ -701,13 +709,17 @@ def _dispatch(
     func: Callable[..., Any], known: _Function, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
     name = known.name
-    for x in _splits_of(args, kwargs):
-        node = x.grad_fn
-        if node is not None:
-            raise _passed_by(node)
-    seen, tensors = UNKNOWN, list(tensors_in((args, kwargs)))
     if known.is_previewed:
         seen, tensors = previewed(func, args, kwargs)
+    else:
+        seen, tensors = UNKNOWN, list(tensors_in((args, kwargs)))
+    is_cut = False
+    for x in tensors:
+        if isinstance(x, Split):
+            is_cut = is_cut or bool(x.cuts)
+            node = x.grad_fn
+            if node is not None:
+                raise _passed_by(node)
     changed = [tensors[i] for i in seen.changes]
     if seen is UNKNOWN and (known.changes or kwargs.get("inplace") is True):
         changed = tensors[:1]
@@ -717,7 +729,7 @@ def _dispatch(
         kwargs = {_NAMES.get(key, key): x for key, x in kwargs.items()}
     how = known.how if kwargs.get("out") is None else None
     is_first = not changed or (len(changed) == 1 and changed[0] is (args or (None,))[0])
-    if how is not None and is_first and any(x.cuts for x in tensors if isinstance(x, Split)):
+    if how is not None and is_first and is_cut:
         try:
             result = _by_rule(how, func, name, args, kwargs)
             result = _settled(result, seen, tensors)
@@ -735,8 +747,10 @@ def _by_rule(
     how: Rule, func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
     """Return what the rule of a function makes of its arguments."""
-    args, kwargs = mapped(lambda x: x if x.cuts else x.local, (args, kwargs))
     found = _splits_of(args, kwargs)
+    if not all(x.cuts for x in found):
+        args, kwargs = mapped(lambda x: x if x.cuts else x.local, (args, kwargs))
+        found = _splits_of(args, kwargs)
     if len(found) > 1 and any(cut.joins for x in found for cut in x.cuts.values()):
         args, kwargs = mapped(lambda x: _along_axes_of(found[0], x, name), (args, kwargs))
     while True:
@@ -758,16 +772,19 @@ def _settled(result: Any, seen: Preview, tensors: Sequence[Tensor]) -> Any:
     Raises:
         NoRule: another shape or dtype than torch's.
     """
-    found = list(tensors_in(result))
-    if not found or seen.results is None:
+    if seen.results is None:
         return result
+    found = [result] if isinstance(result, Tensor) else list(tensors_in(result))
     if len(found) != len(seen.results):
         raise NoRule("another number of results")
     for y, shown in zip(found, seen.results, strict=True):
         if y.shape != shown.shape or shown.dtype not in (y.dtype, None):
             raise NoRule("another shape or dtype")
-    done = iter([_shown(y, at, tensors) for y, at in zip(found, seen.results, strict=True)])
-    return with_tensors(result, lambda _: next(done))
+    done = [_shown(y, shown, tensors) for y, shown in zip(found, seen.results, strict=True)]
+    if isinstance(result, Tensor):
+        return done[0]
+    rest = iter(done)
+    return with_tensors(result, lambda _: next(rest))
 
 
 def _shown(y: Tensor, shown: Shown, tensors: Sequence[Tensor]) -> Tensor:
@@ -785,7 +802,10 @@ def _shown(y: Tensor, shown: Shown, tensors: Sequence[Tensor]) -> Tensor:
         if not isinstance(y, Split):
             return block
     run, cuts = (base.run, {}) if base is not None and not isinstance(y, Split) else (y.run, y.cuts)  # type: ignore[attr-defined]
-    view = _made(block, shown.shape, cuts, run, None if shown.is_contiguous else shown.stride)
+    view: Any = y
+    if not shown.is_contiguous or block is not vars(y).get("local") or any(y is x for x in tensors):
+        strides = None if shown.is_contiguous else shown.stride
+        view = _made(block, shown.shape, cuts, run, strides)
     if base is None:
         return view
     if address(base.local) == place:
