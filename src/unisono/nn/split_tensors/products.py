@@ -158,6 +158,8 @@ def _add_product(
     alpha: float = 1,
 ) -> Tensor:
     product = call(torch.mul, call(torch.matmul, a, b), alpha)
+    if torch.broadcast_shapes(input.shape, product.shape) != product.shape:
+        raise NoRule("sizes that do not fit")
     return call(torch.add, call(torch.mul, input, beta), product)
 
 

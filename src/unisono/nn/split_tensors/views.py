@@ -26,6 +26,7 @@ from unisono.nn.split_tensors.tensor import (
     NeedsWhole,
     NoRule,
     Split,
+    call,
     joined_cuts,
     like,
     resized,
@@ -284,6 +285,11 @@ def _picked(x: Split, dim: int, at: int) -> Tensor:
     sizes = [int(a <= at < b) for a, b in zip(cut.bounds, cut.bounds[1:], strict=False)]
     whole = concat_replicated(local, dim, sizes, comm=cut.comm).squeeze(dim)
     return like(x, whole, {d - (d > dim): c for d, c in x.cuts.items() if d != dim})
+
+
+@rule("__iter__")
+def _iter(func: Callable[..., Any], input: Split) -> Iterator[Tensor]:
+    return iter(call(torch.unbind, input))
 
 
 @rule("__getitem__")
