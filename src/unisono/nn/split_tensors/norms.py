@@ -297,6 +297,19 @@ def _with_statistics(func: Callable[..., Any], x: Tensor, *running: Tensor | Non
     return x
 
 
+@rule("native_batch_norm", "_native_batch_norm_legit", "_batch_norm_with_update")
+def _native_batch_norm(
+    func: Callable[..., Any],
+    input: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    *args: Any,
+) -> Any:
+    """Gather what torch changes without a word, unless that is split."""
+    _with_statistics(func, input, *[x for x in args[:2] if isinstance(x, Tensor)])
+    raise NoRule("no rule")
+
+
 @rule("batch_norm")
 def _batch_norm(
     func: Callable[..., Any],

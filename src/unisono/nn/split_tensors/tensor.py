@@ -922,6 +922,9 @@ def _gather_all(
         if x.cuts:
             x.run.note(name, reason, x)
     wholes = {key: joined(x, x.cuts) for key, x in found.items()}
+    for key, whole in wholes.items():
+        if found[key].cuts and whole.requires_grad:
+            whole.register_hook(_dense)
     for x in changed:
         if isinstance(x, Split):
             wholes[id(x)] = wholes[id(x)].clone()
@@ -962,6 +965,11 @@ def _gather_all(
     if type(result).__module__ == "numpy" and hasattr(result, "setflags"):
         result.setflags(write=False)  # nobody would see the change
     return with_tensors(result, known)
+
+
+def _dense(grad: Tensor) -> Tensor:
+    """Return the gradient of a table (`sparse=True`) in a form of which ranks take their part."""
+    return grad if grad.layout is torch.strided else grad.to_dense()
 
 
 def _refuse_memory(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

@@ -348,6 +348,8 @@ def _part(x: Split, dim: int, entry: int | slice) -> Tensor:
 
 @rule("narrow")
 def _narrow(func: Callable[..., Any], input: Split, dim: int, start: int, length: int) -> Tensor:
+    if isinstance(start, Tensor):
+        raise NoRule("data that decides where a part begins")
     dim %= input.ndim
     if dim not in input.cuts:
         return like(input, input.local.narrow(dim, int(start), length))
@@ -368,8 +370,8 @@ def _select(func: Callable[..., Any], input: Split, dim: int, index: int) -> Ten
 @rule("chunk", "split", "split_with_sizes", "tensor_split", "unbind")
 def _parts(func: Callable[..., Any], input: Split, *args: Any, **kwargs: Any) -> Any:
     by_dim = func.__name__ == "unbind"
-    if any(isinstance(x, Split) for x in (*args, *kwargs.values())):
-        raise NoRule("parts by a split tensor")
+    if any(isinstance(x, Tensor) for x in (*args, *kwargs.values())):
+        raise NoRule("data that decides where parts begin")
     at = 0 if by_dim else 1
     dim = int(kwargs.get("dim", args[at] if len(args) > at else 0)) % input.ndim
     if dim in input.cuts:
