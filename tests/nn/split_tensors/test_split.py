@@ -275,7 +275,7 @@ def test_a_change_beside_a_view_that_moved_is_noticed(mode):
         return part.sum()
 
     def of_a_view_of_a_view(y):
-        last = y.view(1, 1, 2, 3)[:, :, :, :2].reshape(1, 1, 4)
+        last = y.view(1, 1, 2, 3)[:, :, :, :2].transpose(2, 3)
         y.mul_(2)
         return last.sum()
 

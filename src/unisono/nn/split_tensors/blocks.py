@@ -45,14 +45,13 @@ def balanced(length: int, x: Split, dim: int, what: str) -> tuple[int, ...]:
 
 
 def window(x: Split, wanted: Wanted, fill: float = 0.0) -> Tensor:
-    """Return the own window, in all dims at once; the own block where it is the same."""
+    """Return the own window, in all dims at once; a copy where it is the own block."""
     if not wanted:
         return x.local
-    x.run.moves += 1
     cuts = [(dim, cut.sizes, cut.comm.rank, tuple(own)) for dim, (cut, own) in wanted.items()]
     plan = _plan(tuple(x.local.shape), tuple(cuts), fill)
-    if plan.is_identity:
-        return x.local
+    if plan.is_identity:  # in memory of its own, as on the other ranks
+        return x.local.clone()
     comm, ranks = x.run.grid([axis for cut, _ in wanted.values() for axis in cut.axes])
     return HaloExchange.apply(x.local, HaloOnGroup(comm, plan, ranks, fill))
 
@@ -68,6 +67,8 @@ def recut(x: Split, dim: int, sizes: Sequence[int]) -> Split:
     if tuple(sizes) == cut.sizes:
         return x
     new = resized(cut, sizes)
+    if new.length != cut.length:
+        raise NoRule("sizes that do not fit")
     wanted = [span(*new.bounds[r : r + 2]) for r in range(cut.comm.size)]
     apart = Split(x.local.unflatten(dim, (cut.outer, cut.own)), {}, x.run)
     moved = window(apart, {dim + 1: (cut, wanted)}).flatten(dim, dim + 1)
@@ -83,7 +84,6 @@ def in_order(x: Split, dim: int) -> Split:
         raise NeedsWhole(dim, f"{cut.outer} runs inside merged dims for {cut.comm.size} ranks")
     rows, length = split_sizes(cut.outer, cut.comm.size), sum(cut.sizes)
     apart = x.local.unflatten(dim, (cut.outer, cut.own))
-    x.run.moves += 1
     moved = move_cut(apart, dim + 1, dim, cut.sizes, rows, comm=cut.comm).flatten(dim, dim + 1)
     later = replace(cut, sizes=tuple(n * length for n in rows), outer=1)
     return Split(moved, {**x.cuts, dim: later}, x.run)

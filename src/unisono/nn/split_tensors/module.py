@@ -22,6 +22,7 @@ from unisono.nn.split_tensors.tensor import (
     Run,
     Split,
     entered,
+    in_run,
     mapped,
     refuse_passed_by,
     splits_in,
@@ -64,6 +65,7 @@ class SplitModule(nn.Module):
 
     @torch.compiler.disable
     def _run(self, *args: Any, **kwargs: Any) -> Any:
+        self._refuse_lazy()
         run = Run(self.partition, self.module, self.strict, self.attention)
         first, others = self._told_apart(args, kwargs)
         checked = current_mode() != "off"
@@ -77,7 +79,7 @@ class SplitModule(nn.Module):
             return self.module(*args, **kwargs)
 
         def inside(x: Split) -> Split:
-            return Split(x.local, x.cuts, run)
+            return in_run(x, run)
 
         if isinstance(first, Split):
             args, kwargs = mapped(inside, (args, kwargs))
@@ -87,6 +89,19 @@ class SplitModule(nn.Module):
             kwargs = {key: swap.get(id(x), mapped(inside, x)) for key, x in kwargs.items()}
         with _one_stream(entry.draws_alike, run):
             return self.run(entry.tensor, *args, **kwargs)
+
+    def _refuse_lazy(self) -> None:
+        """Raise for parameters that a first forward makes: it would read the shape of a block."""
+        states = [*self.module.named_parameters(), *self.module.named_buffers()]
+        for name, state in states if not self._is_compared else ():
+            if isinstance(state, (UninitializedParameter, UninitializedBuffer)):
+                raise UnisonoError.because(
+                    f"a split {type(self.module).__name__}",
+                    f"{name}, of a lazy module, has no shape yet",
+                    None,
+                    "one forward of the plain module on all ranks, e.g. "
+                    "module(torch.zeros(1, 3, 8, 8)), before the network is used",
+                )
 
     def run(self, entry: Split, *args: Any, **kwargs: Any) -> Any:
         """Call the network with arguments among which `entry` is, and which are cut as they are."""
@@ -100,7 +115,6 @@ class SplitModule(nn.Module):
         finally:
             self._gathered = run.gathered
             run.copies = {}
-        run.check_views()
         for x in splits_in(result):
             refuse_passed_by(x)
         return result

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from unisono.comm import Communicator
+from unisono.errors import UnisonoError
 from unisono.nn.parameters import summed_gradients
 from unisono.nn.planned import is_plain, wide
 from unisono.nn.split_tensors.blocks import fitted
@@ -282,10 +283,37 @@ def _held(x: Split, *affine: Tensor | None) -> Affine:
     return weight, bias
 
 
+def _with_statistics(func: Callable[..., Any], x: Tensor, *running: Tensor | None) -> Split:
+    """Return the input of a norm, if its running statistics can be written."""
+    if any(isinstance(t, Split) for t in running):
+        raise UnisonoError.because(
+            f"{func.__name__} with running statistics that are split",
+            "they would be changed in memory that no rank has",
+            None,
+            "running_mean.whole(), running_var.whole() before the call",
+        )
+    if not isinstance(x, Split):
+        raise NoRule("a replicated tensor first")
+    return x
+
+
+@rule("native_batch_norm", "_native_batch_norm_legit", "_batch_norm_with_update")
+def _native_batch_norm(
+    func: Callable[..., Any],
+    input: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    *args: Any,
+) -> Any:
+    """Gather what torch changes without a word, unless that is split."""
+    _with_statistics(func, input, *[x for x in args[:2] if isinstance(x, Tensor)])
+    raise NoRule("no rule")
+
+
 @rule("batch_norm")
 def _batch_norm(
     func: Callable[..., Any],
-    input: Split,
+    input: Tensor,
     running_mean: Tensor | None,
     running_var: Tensor | None,
     weight: Tensor | None = None,
@@ -294,7 +322,7 @@ def _batch_norm(
     momentum: float = 0.1,
     eps: float = 1e-5,
 ) -> Tensor:
-    x = input
+    x = _with_statistics(func, input, running_mean, running_var)
     if 1 in x.cuts:
         raise NeedsWhole(1, "channels are cut")
     held = _held(x, weight, bias)
@@ -315,7 +343,7 @@ def _batch_norm(
 @rule("instance_norm")
 def _instance_norm(
     func: Callable[..., Any],
-    input: Split,
+    input: Tensor,
     running_mean: Tensor | None = None,
     running_var: Tensor | None = None,
     weight: Tensor | None = None,
@@ -324,7 +352,7 @@ def _instance_norm(
     momentum: float = 0.1,
     eps: float = 1e-5,
 ) -> Tensor:
-    x = input
+    x = _with_statistics(func, input, running_mean, running_var)
     if 1 in x.cuts:
         raise NeedsWhole(1, "channels are cut")
     held = _held(x, weight, bias)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -13,6 +12,8 @@ from unisono.nn.planned import sum_dtype
 from unisono.nn.split_tensors.blocks import Layout, fitted, layout_of, pointwise
 from unisono.nn.split_tensors.reductions import added, reduced
 from unisono.nn.split_tensors.tensor import (
+    NOT_PREVIEWED,
+    QUERIES,
     RULES,
     NoRule,
     Run,
@@ -26,7 +27,7 @@ from unisono.nn.split_tensors.tensor import (
 _SHOWN_BY_WRAPPER = """shape ndim dtype device layout is_sparse is_quantized is_meta is_cuda is_cpu
     is_nested is_mps is_xpu itemsize nbytes names""".split()  # noqa: SIM905
 _ASKED_OF_WRAPPER = """size dim numel nelement is_floating_point is_complex ndimension __len__
-    get_device element_size is_signed is_inference""".split()  # noqa: SIM905
+    get_device element_size is_signed is_inference stride is_contiguous""".split()  # noqa: SIM905
 _POINTWISE = """add sub subtract mul multiply div divide true_divide floor_divide remainder fmod pow
     float_power neg negative positive exp exp2 expm1 log log2 log10 log1p sqrt rsqrt square abs
     absolute sin cos tan asin acos atan sinh cosh tanh erf erfc erfinv sigmoid logit sinc relu relu6
@@ -46,18 +47,16 @@ _POINTWISE = """add sub subtract mul multiply div divide true_divide floor_divid
 # -- queries --------------------------------------------------------------------------------------
 
 
-def _of_wrapper(func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    return func(*args, **kwargs)
-
-
-for _name in _SHOWN_BY_WRAPPER:
-    RULES[f"{_name}.get"] = _of_wrapper
-for _name in _ASKED_OF_WRAPPER:
-    RULES[_name] = _of_wrapper
+QUERIES.update([f"{_name}.get" for _name in _SHOWN_BY_WRAPPER], _ASKED_OF_WRAPPER)
+NOT_PREVIEWED.update(
+    ["requires_grad_", "retain_grad", "register_hook", "backward", "grad"],
+    ["__repr__", "__str__", "__format__", "__deepcopy__", "__reduce_ex__", "__setstate__"],
+    ["register_post_accumulate_grad_hook", "__iter__", "__contains__", "tolist", "item"],
+)
 
 
 @rule("requires_grad.get", "requires_grad.set", "requires_grad_", "grad.get", "grad.set",
-      "grad_fn.get", "is_leaf.get", "_version.get", "is_contiguous", "retain_grad")  # fmt: skip
+      "grad_fn.get", "is_leaf.get", "_version.get", "retain_grad")  # fmt: skip
 def _of_block(func: Callable[..., Any], x: Split, *args: Any, **kwargs: Any) -> Any:
     result = func(x.local, *mapped(_block, args), **kwargs)
     return x if result is x.local else result
@@ -72,12 +71,6 @@ def _hook(func: Callable[..., Any], x: Split, hook: Callable[[Tensor], Tensor | 
         return changed.local if isinstance(changed, Split) else changed
 
     return func(x.local, of_block)
-
-
-@rule("stride")
-def _stride(func: Callable[..., Any], x: Split, dim: int | None = None) -> Any:
-    strides = [math.prod(x.shape[d + 1 :]) for d in range(x.ndim)]
-    return tuple(strides) if dim is None else strides[dim]
 
 
 @rule("__repr__", "__str__", "__format__")
@@ -122,8 +115,8 @@ for _name in _POINTWISE:
     RULES[_name] = pointwise
     if not _name.startswith("__"):
         RULES[f"{_name}_"] = pointwise
-for _name in ("rand_like", "randn_like", "randint_like"):
-    RULES.pop(_name, None)  # drawn whole, so that ranks draw alike
+for _name in ("data.get", "real.get", "imag.get"):
+    RULES[_name] = pointwise
 
 
 @rule("contiguous", "to", "type_as", "type")

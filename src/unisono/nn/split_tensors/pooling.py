@@ -136,7 +136,7 @@ class PoolPlan:
         """
         low = pooled == self.exchange.halo.fill
         is_seen = not torch.compiler.is_compiling() and not private.transforms_active()
-        if is_seen and not bool(low.any()):
+        if is_seen and not low.is_meta and not bool(low.any()):
             return pooled, indices
         indices = torch.where(low, indices + lead.to(indices.device), indices)
         points = window.flatten(2).gather(2, indices.flatten(2)).reshape(pooled.shape)

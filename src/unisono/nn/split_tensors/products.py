@@ -63,7 +63,6 @@ def contracted(
                 axes.setdefault(cut.comm, (names[dim], cut))
     if len({label for label, _ in axes.values()}) != len(axes):
         raise NoRule("two axes of ranks along one dim")
-    lead.run.moves += 1
     blocks = [_block(x, names, axes, lead) for x, names in zip(operands, labels, strict=True)]
     result = compute(*blocks)
     summed = [cut for label, cut in axes.values() if label not in out]
@@ -159,6 +158,8 @@ def _add_product(
     alpha: float = 1,
 ) -> Tensor:
     product = call(torch.mul, call(torch.matmul, a, b), alpha)
+    if torch.broadcast_shapes(input.shape, product.shape) != product.shape:
+        raise NoRule("sizes that do not fit")
     return call(torch.add, call(torch.mul, input, beta), product)
 
 
@@ -200,6 +201,12 @@ def _attention(
     enable_gqa: bool = False,
 ) -> Tensor:
     expect("is_causal", is_causal, bool)
+    if key.shape[-2] != value.shape[-2]:  # torch's kernels read beyond the shorter one
+        raise UnisonoError.because(
+            f"attention of keys {list(key.shape)} and values {list(value.shape)}",
+            arithmetic=f"{key.shape[-2]} keys != {value.shape[-2]} values",
+            hint="as many values as keys",
+        )
     if not isinstance(query, Split):
         raise NoRule("queries that all ranks have")
     q, tokens = query, query.ndim - 2
@@ -214,7 +221,6 @@ def _attention(
     mask = attn_mask
     if mask is not None:
         mask = fitted(mask, {**layout, **({} if sequence is None else {-2: sequence})}, q.run)
-    q.run.moves += 1
     places = [dim * 7919 + cut.comm.rank for dim, cut in q.cuts.items()]
     plan = AttentionPlan(
         (0, key.shape[-2]), None, 0, is_causal, scale_of(q, scale), dropout_p,

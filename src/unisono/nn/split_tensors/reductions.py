@@ -213,6 +213,7 @@ def _softmax(
         dtype = _stacklevel
     if dim is None or name == "softmin":
         raise NoRule("without a dim")
+    input.local.size(dim)  # raises beyond its dims, which softmax without data does not
     dim %= input.ndim
     local = input.local if dtype is None else input.local.to(dtype)
     cut = input.cuts.get(dim)

@@ -11,7 +11,6 @@ import functools
 import inspect
 import itertools
 import sys
-import weakref
 import zlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -25,6 +24,15 @@ from torch import Tensor, nn
 from unisono.comm import Communicator
 from unisono.errors import CollectiveMismatch, PartitionError, UnisonoError
 from unisono.nn.agreement import cuts_of_blocks
+from unisono.nn.split_tensors.memory import Memory, address
+from unisono.nn.split_tensors.preview import (
+    UNKNOWN,
+    Preview,
+    Shown,
+    previewed,
+    tensors_in,
+    with_tensors,
+)
 from unisono.operators import concat_replicated, copy, move_cut, slice_replicated
 from unisono.topology import Partition
 from unisono.topology.decompose import flat_index, split_sizes
@@ -135,14 +143,9 @@ class Run:
         self.copies: dict[tuple[int, frozenset[Communicator]], tuple[int, Tensor]] = {}
         """Copies of replicated leaves for own work, by leaf and axes: one sum per leaf. With the
         version of the leaf, for outside of a network an optimizer may have changed it since."""
-        self.moves = 0
-        """How often blocks were moved between ranks so far."""
-        self.aliases: dict[int, list[tuple[weakref.ref[Tensor], weakref.ref[Tensor]]]] = {}
-        """Memory of a block -> tensors that would share it in one process, but were moved."""
         self._partition = partition
         self._grids: dict[tuple[Communicator, ...], Grid] = {}
         self._module = module
-        self._watched: list[tuple[Any, int, Any, Tensor, int]] = []
 
     def grid(self, axes: Sequence[Communicator]) -> Grid:
         """Return the ranks along several axes of the partition."""
@@ -196,66 +199,6 @@ class Run:
             frame = frame.f_back
         return ""
 
-    def watch(self, base: Split, view: Tensor) -> None:
-        """Watch a tensor and what would be a view of it in one process, but had to be moved."""
-        block, shown = base.local, view.local if isinstance(view, Split) else view
-        if _memory(block) == _memory(shown):
-            return
-        self._link(base, shown, [_origin(block)])
-        if not isinstance(view, Split):
-            # Nobody tells us of a change of a plain tensor: compare its version at the end.
-            shown = view.detach()
-            seen = weakref.ref(base), _version(block), weakref.ref(view), shown, _version(shown)
-            self._watched.append(seen)
-
-    def watch_too(self, base: Split, view: Split) -> None:
-        """Let a view in the memory of its base stand for it when the base itself is gone.
-
-        Only in inference mode, where a view does not keep alive what it is a view of.
-        """
-        self._link(base, view.local, [])
-
-    def _link(self, base: Split, shown: Tensor, others: list[Tensor]) -> None:
-        others += [t for other in base.moved if (t := other()) is not None]
-        for other in others:
-            for one, another in ((other, _origin(shown)), (_origin(shown), other)):
-                pair = weakref.ref(one), weakref.ref(another)
-                self.aliases.setdefault(_memory(one), []).append(pair)
-
-    def check_views(self) -> None:
-        """Raise if a plain tensor that had to be moved, or what it shows, was changed in place."""
-        watched, self._watched = self._watched, []
-        for base_of, base_version, view_of, shown, version in watched:
-            base = base_of()
-            # Whether anybody still looked at the base when its view changed cannot be known.
-            changed_view = _version(shown) != version
-            changed_base = base is not None and _version(base.local) != base_version
-            if changed_view or (changed_base and view_of() is not None):
-                raise _changed_in_place()
-
-
-def _memory(x: Tensor) -> int:
-    return x.untyped_storage().data_ptr()
-
-
-def _origin(x: Tensor) -> Tensor:
-    """Return the tensor of which `x` is a view: it lives as long as any view of it."""
-    return x if x._base is None else x._base
-
-
-def _version(x: Tensor) -> int:
-    """Return how often a tensor was changed in place; tensors of inference mode do not count it."""
-    return 0 if x.is_inference() else x._version
-
-
-def _changed_in_place() -> UnisonoError:
-    return UnisonoError.because(
-        "an in-place change of a split tensor or of a view of it",
-        "the view had to be moved between ranks, so the other one does not see the change",
-        None,
-        "the function without the underscore (x = x.mul(2)), or view.clone() first",
-    )
-
 
 class Split(Tensor):
     """Own block of a tensor that is cut over ranks; shape, dtype and device are those of the whole.
@@ -269,13 +212,8 @@ class Split(Tensor):
     """How each cut dim is spread."""
     run: Run
     """The forward it belongs to."""
-
-    @property
-    def moved(self) -> list[weakref.ref[Tensor]]:
-        """Weak references to tensors that would share its memory in one process, but do not."""
-        known = self.run.aliases
-        pairs = known.get(_memory(self.local), ()) if known else ()
-        return [other for own, other in pairs if own() is not None]
+    memory: Memory | None
+    """Where the block lies, with others; None as long as nothing else shows it."""
 
     @staticmethod
     def __new__(cls: type[Split], local: Tensor, cuts: Cuts, run: Run) -> Split:  # noqa: D102
@@ -296,12 +234,12 @@ class Split(Tensor):
         for dim, parts in enumerate(partition.shape):
             if parts > 1:
                 local = slice_replicated(local, dim, comm=partition.sub(dim).comm)
-        return Split.of(local, partition)
+        return Split.of(local.contiguous(), partition)
 
     def whole(self) -> Tensor:
         """Return the whole tensor, equal on all ranks. Collective; differentiable."""
         with _plainly():
-            return joined(self, self.cuts)
+            return joined(self, self.cuts) if self.cuts else self.local.clone()
 
     def __repr__(self, *, tensor_contents: object = None) -> str:
         cuts = {dim: list(cut.sizes) for dim, cut in self.cuts.items()}
@@ -318,6 +256,8 @@ class Split(Tensor):
     ) -> Any:
         with _plainly():
             known = _FUNCTIONS.get(func) or _known(func)
+            if known.is_query:
+                return func(*args, **kwargs) if kwargs else func(*args)
             if known.is_pointwise:
                 result = _at_once(func, known, args, kwargs)
                 if result is not None:
@@ -348,16 +288,57 @@ def _whole_shape(local: Tensor, cuts: Cuts) -> Sequence[int]:
     return shape
 
 
-def _made(local: Tensor, shape: Sequence[int], cuts: Cuts, run: Run) -> Split:
-    """Return a block as a `Split`; `cuts` are in order and never changed."""
+def _made(
+    local: Tensor,
+    shape: Sequence[int],
+    cuts: Cuts,
+    run: Run,
+    strides: Sequence[int] | None = None,
+) -> Split:
+    """Return a block as a `Split`; `cuts` are in order and never changed.
+
+    `strides` are those of the whole in one process, contiguous if not given: ranks read them off it
+    alike, whatever their blocks look like.
+    """
     # A wrapper that requires grad makes an autograd.Function that takes it record a node, which is
     # how we notice that it has passed by the rules.
     needs_grad = local.requires_grad and torch.is_grad_enabled()
-    self = _wrapper_of(
-        Split, shape, dtype=local.dtype, device=local.device, requires_grad=needs_grad
-    )
-    self.local, self.cuts, self.run = local, cuts, run
+    kind = {"dtype": local.dtype, "device": local.device, "requires_grad": needs_grad}
+    self = _wrapper_of(Split, shape, strides, **kind)
+    self.local, self.cuts, self.run, self.memory = local, cuts, run, None
     return self
+
+
+def in_run(x: Split, run: Run) -> Split:
+    """Return a split tensor as one of another forward."""
+    with _plainly():
+        return _in_memory_of(x, _made(x.local, x.shape, x.cuts, run, x.stride()))
+
+
+def _memory_of(x: Split) -> Memory:
+    if x.memory is None:
+        x.memory = Memory()
+        x.memory.add(x)
+    return x.memory
+
+
+def _in_memory_of(base: Split, view: Split) -> Split:
+    """Return a split tensor whose block lies in the memory of another one's."""
+    view.memory = _memory_of(base)
+    view.memory.add(view)
+    return view
+
+
+def _refuse_change(x: Tensor) -> None:
+    if isinstance(x, Split) and x.memory is not None:
+        x.memory.refuse_change()
+
+
+def _show_gradient(x: Split) -> None:
+    """Let split tensors know that their block has got a gradient, by a change in place."""
+    for other in (x,) if x.memory is None else x.memory.tensors():
+        if other.local.requires_grad and not other.requires_grad:  # type: ignore[attr-defined]
+            other.requires_grad_()
 
 
 @dataclass(frozen=True)
@@ -410,7 +391,7 @@ def entered(x: Tensor | None, partition: Partition, run: Run, numbers: Sequence[
     draws_alike = len({record[dims + 4] for record in records}) == 1
     alike = all(len(set(column)) == 1 or 0 in column for column in further)
     if isinstance(x, Split):
-        return Entry(Split(x.local, x.cuts, run), draws_alike, alike)
+        return Entry(in_run(x, run), draws_alike, alike)
     if x.ndim != dims:
         raise PartitionError.because(
             f"an input of shape {list(x.shape)} for {partition}",
@@ -442,7 +423,6 @@ def agreed_cuts(shapes: Sequence[Sequence[int]], partition: Partition) -> dict[i
 def joined(x: Split, dims: Iterable[int]) -> Tensor:
     """Return `x` with these dims whole and replicated; a plain tensor if no cut is left."""
     local, cuts = x.local, dict(x.cuts)
-    x.run.moves += 1
     for dim in list(dims):
         cut = cuts.pop(dim)
         local = unrolled(
@@ -507,7 +487,6 @@ def _moved_cut(
     comm: Communicator,
 ) -> Tensor:
     """Return the own block with the cut along `comm` moved from one dim to another."""
-    x.run.moves += 1
     low, high = sorted((source, dest))
     runs = [x.cuts[d].outer if d in x.cuts else 1 for d in (low, high)]
     local = x.local.unflatten(high, (runs[1], x.local.shape[high] // runs[1]))
@@ -537,15 +516,6 @@ def own_copy(x: Tensor, cuts: Iterable[Cut], run: Run) -> Tensor:
 
 
 # -- from a torch function to its rule ------------------------------------------------------------
-
-_VIEWS = frozenset(
-    """view reshape flatten unflatten permute transpose movedim moveaxis swapaxes swapdims
-    unsqueeze squeeze expand expand_as view_as reshape_as __getitem__ chunk split
-    split_with_sizes tensor_split hsplit vsplit dsplit unbind narrow select t diagonal ravel
-    broadcast_to as_strided view_as_real view_as_complex adjoint T.get mT.get H.get mH.get
-    real.get imag.get data.get""".split()  # noqa: SIM905
-)
-"""Functions whose result shows the memory of their argument."""
 
 
 def rule(*names: str) -> Callable[[Rule], Rule]:
@@ -578,12 +548,24 @@ class _Function:
     how: Rule | None
     changes: bool
     """Whether it changes its first argument."""
-    is_view: bool
+    is_query: bool
+    """Whether the wrapper answers it."""
     is_pointwise: bool
+    """Whether blocks do alone what the whole does, in memory of their own."""
+    is_previewed: bool
+    """Whether torch is asked first what it does with whole tensors."""
 
 
 _NAMES = {"axis": "dim", "keepdims": "keepdim"}
 """numpy's names of arguments, which torch's functions take too."""
+QUERIES: set[str] = set()
+"""Functions and attributes that the wrapper, which has the shape of the whole, answers."""
+NOT_PREVIEWED: set[str] = set()
+"""Functions that ask something of a tensor, or do something with its history."""
+_VIEWS = ("T.get", "mT.get", "H.get", "mH.get", "real.get", "imag.get", "data.get")
+_OF_MEMORY = """untyped_storage storage _typed_storage data_ptr __dlpack__ set_ resize_ resize_as_
+    share_memory_ as_strided_""".split()  # noqa: SIM905
+"""Functions of the memory of a tensor, which no rank has."""
 _FUNCTIONS: dict[Callable[..., Any], _Function] = {}
 """What was looked up before, so that a call looks up once."""
 
@@ -592,7 +574,13 @@ def _known(func: Callable[..., Any]) -> _Function:
     """Return what is known of a torch function, and keep it."""
     name = _name_of(func)
     how = _OWN_RULES.get(func) or RULES.get(name)
-    known = _Function(name, how, is_inplace(name), name in _VIEWS, how is RULES["add"])
+    room = getattr(func, "__module__", None)
+    is_torch = room is None or str(room).startswith("torch")
+    is_previewed = is_torch and func not in _OWN_RULES and name not in NOT_PREVIEWED
+    if name.endswith((".get", ".set")):
+        is_previewed = is_previewed and name in _VIEWS
+    is_pointwise = how is RULES["add"] and name not in ("detach", "conj", "real", "imag", *_VIEWS)
+    known = _Function(name, how, is_inplace(name), name in QUERIES, is_pointwise, is_previewed)
     if len(_FUNCTIONS) < 4096:
         _FUNCTIONS[func] = known
     return known
@@ -678,13 +666,17 @@ def _at_once(
     The short way of the rule in `blocks`; None where that has to look closer.
     """
     first = args[0] if args else None
-    if type(first) is not Split or first.grad_fn is not None or first.moved:
+    if type(first) is not Split or first.grad_fn is not None or not first.cuts:
+        return None
+    if not first.is_contiguous() or (first.memory is not None and first.memory.is_linked):
         return None
     cuts, ndim, changes = first.cuts, first.ndim, known.changes
     blocks = [first.local]
     for x in args[1:]:
         if type(x) is Split:
             if x.ndim != ndim or x.grad_fn is not None or (x.cuts is not cuts and x.cuts != cuts):
+                return None
+            if not x.is_contiguous():
                 return None
             blocks.append(x.local)
         elif isinstance(x, Tensor):  # replicated: broadcast along the cuts, or cut by the rule
@@ -702,11 +694,13 @@ def _at_once(
                 return None
             changes = changes or (key == "inplace" and x is True)
     result = func(*blocks, **kwargs) if kwargs else func(*blocks)
-    if changes or result is blocks[0]:
+    local = first.local
+    if changes or result is local:
+        if local.requires_grad and not first.requires_grad:
+            _show_gradient(first)
         return first
     if not isinstance(result, Tensor):
         return None
-    local = first.local
     shape = first.shape if result.shape == local.shape else _whole_shape(result, cuts)
     return _made(result, shape, cuts, first.run)
 
@@ -714,53 +708,114 @@ def _at_once(
 def _dispatch(
     func: Callable[..., Any], known: _Function, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
-    name, how = known.name, known.how
-    if kwargs and how is not None and func not in _OWN_RULES:
+    name = known.name
+    if known.is_previewed:
+        seen, tensors = previewed(func, args, kwargs)
+    else:
+        seen, tensors = UNKNOWN, list(tensors_in((args, kwargs)))
+    is_cut = False
+    for x in tensors:
+        if isinstance(x, Split):
+            is_cut = is_cut or bool(x.cuts)
+            node = x.grad_fn
+            if node is not None:
+                raise _passed_by(node)
+    changed = [tensors[i] for i in seen.changes]
+    if seen is UNKNOWN and (known.changes or kwargs.get("inplace") is True):
+        changed = tensors[:1]
+    for x in changed:
+        _refuse_change(x)
+    if kwargs and known.how is not None and func not in _OWN_RULES:
         kwargs = {_NAMES.get(key, key): x for key, x in kwargs.items()}
-    moves, base, watched = 0, args[0] if args else None, None
-    if isinstance(base, Split) and base.run.aliases:
-        watched = base.local if any(other() is not None for other in base.moved) else None
-    if watched is not None and known.changes:
-        raise _changed_in_place()
-    version = 0 if watched is None else _version(watched)
+    how = known.how if kwargs.get("out") is None else None
+    is_first = not changed or (len(changed) == 1 and changed[0] is (args or (None,))[0])
+    if how is not None and is_first and is_cut:
+        try:
+            result = _by_rule(how, func, name, args, kwargs)
+            result = _settled(result, seen, tensors)
+        except NoRule as reason:
+            result = _gather_all(func, name, str(reason), args, kwargs, changed)
+    else:
+        result = _gather_all(func, name, "no rule", args, kwargs, changed)
+    for x in changed:
+        if isinstance(x, Split):
+            _show_gradient(x)
+    return result
+
+
+def _by_rule(
+    how: Rule, func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """Return what the rule of a function makes of its arguments."""
     found = _splits_of(args, kwargs)
-    for x in found:
-        moves = x.run.moves
-        node = x.grad_fn
-        if node is not None:
-            raise _passed_by(node)
+    if not all(x.cuts for x in found):
+        args, kwargs = mapped(lambda x: x if x.cuts else x.local, (args, kwargs))
+        found = _splits_of(args, kwargs)
     if len(found) > 1 and any(cut.joins for x in found for cut in x.cuts.values()):
         args, kwargs = mapped(lambda x: _along_axes_of(found[0], x, name), (args, kwargs))
     while True:
         try:
-            result = (
-                _gather_all(func, name, "no rule", args, kwargs)
-                if how is None
-                else how(func, *args, **kwargs)
-            )
-            break
+            return how(func, *args, **kwargs)
         except NeedsWhole as need:
             args, kwargs = _first_whole(name, need, args, kwargs)
             if next(splits_in((args, kwargs)), None) is None:
-                result = func(*args, **kwargs)
-                break
-        except NoRule as reason:
-            result = _gather_all(func, name, str(reason), args, kwargs)
-            break
-        except TypeError:
-            if how is None or _binds(how, func, args, kwargs):
+                return func(*args, **kwargs)
+        except TypeError as error:
+            if _binds(how, func, args, kwargs):
                 raise
-            result = _gather_all(func, name, "arguments of an unusual form", args, kwargs)
-            break
-    if watched is not None and _version(watched) != version:  # F.relu(x, True)
-        raise _changed_in_place()
-    if known.is_view and isinstance(base, Split):
-        if base.run.moves != moves:
-            _watch(base, result)
-        elif watched is not None and watched.is_inference():
-            for view in splits_in(result):
-                base.run.watch_too(base, view)
-    return result
+            raise NoRule("arguments of an unusual form") from error
+
+
+def _settled(result: Any, seen: Preview, tensors: Sequence[Tensor]) -> Any:
+    """Return results as torch would: themselves arguments, in the memory of some, or in their own.
+
+    Raises:
+        NoRule: another shape or dtype than torch's.
+    """
+    if seen.results is None:
+        return result
+    found = [result] if isinstance(result, Tensor) else list(tensors_in(result))
+    if len(found) != len(seen.results):
+        raise NoRule("another number of results")
+    for y, shown in zip(found, seen.results, strict=True):
+        if y.shape != shown.shape or shown.dtype not in (y.dtype, None):
+            raise NoRule("another shape or dtype")
+    done = [_shown(y, shown, tensors) for y, shown in zip(found, seen.results, strict=True)]
+    if isinstance(result, Tensor):
+        return done[0]
+    rest = iter(done)
+    return with_tensors(result, lambda _: next(rest))
+
+
+def _shown(y: Tensor, shown: Shown, tensors: Sequence[Tensor]) -> Tensor:
+    """Return a result in the memory of the argument that it shows, linked to it, or in its own."""
+    if shown.same >= 0:
+        return tensors[shown.same]
+    block = _block_of(y)
+    place = address(block)
+    base = next((x for i in shown.shows if isinstance(x := tensors[i], Split)), None)
+    if base is None:
+        if not shown.shows and any(address(_block_of(x)) == place for x in tensors):
+            block = block.clone()
+        elif shown.is_contiguous:
+            return y
+        if not isinstance(y, Split):
+            return block
+    run, cuts = (base.run, {}) if base is not None and not isinstance(y, Split) else (y.run, y.cuts)  # type: ignore[attr-defined]
+    view: Any = y
+    if not shown.is_contiguous or block is not vars(y).get("local") or any(y is x for x in tensors):
+        strides = None if shown.is_contiguous else shown.stride
+        view = _made(block, shown.shape, cuts, run, strides)
+    if base is None:
+        return view
+    if address(base.local) == place:
+        return _in_memory_of(base, view)
+    _memory_of(base).link(_memory_of(view))
+    return view
+
+
+def _block_of(x: Tensor) -> Tensor:
+    return x.local if isinstance(x, Split) else x
 
 
 def _along_axes_of(lead: Split, x: Tensor, name: str) -> Tensor:
@@ -850,13 +905,77 @@ def is_inplace(name: str) -> bool:
 
 
 def _gather_all(
-    func: Callable[..., Any], name: str, reason: str, args: tuple[Any, ...], kwargs: dict[str, Any]
+    func: Callable[..., Any],
+    name: str,
+    reason: str,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    changed: Sequence[Tensor],
 ) -> Any:
-    """Compute with whole tensors; what is changed in place is cut again."""
-    found = list(splits_in((args, kwargs)))
-    is_attribute = name.endswith(".set")
+    """Compute with whole tensors; what is changed in place is cut again.
+
+    Arguments that are `changed`, and results in the memory of others, are known by their memory.
+    """
+    _refuse_memory(name, args, kwargs)
+    found = {id(x): x for x in splits_in((args, kwargs))}
+    for x in found.values():
+        if x.cuts:
+            x.run.note(name, reason, x)
+    wholes = {key: joined(x, x.cuts) for key, x in found.items()}
+    for key, whole in wholes.items():
+        if found[key].cuts and whole.requires_grad:
+            whole.register_hook(_dense)
+    for x in changed:
+        if isinstance(x, Split):
+            wholes[id(x)] = wholes[id(x)].clone()
+    versions = {key: _version(whole) for key, whole in wholes.items()}
+    result = func(*mapped(lambda x: wholes[id(x)], args), **mapped(lambda x: wholes[id(x)], kwargs))
+    for key, x in found.items():
+        whole = wholes[key]
+        if _version(whole) == versions[key] and not any(x is other for other in changed):
+            continue
+        _refuse_change(x)
+        if whole.shape != x.shape:
+            raise UnisonoError.because(
+                f"{name} of a split tensor {list(x.shape)}",
+                f"a change of its shape, to {list(whole.shape)}, in place",
+                None,
+                f"x = x.{name.rstrip('_')}(...)",
+            )
+        block = whole
+        for dim, cut in x.cuts.items():
+            block = sliced(block, dim, cut)
+        if block is not x.local:
+            x.local.copy_(block)  # in place, so that blocks that are views of each other agree
+    places = {address(whole): found[key] for key, whole in wholes.items()}
+
+    def known(y: Tensor) -> Tensor:
+        for key, whole in wholes.items():
+            if y is whole:
+                return found[key]
+        x = places.get(address(y)) if y.layout is torch.strided else None
+        if x is None:
+            return y
+        view = _made(y, y.shape, {}, x.run, y.stride())
+        if address(y) == address(x.local):
+            return _in_memory_of(x, view)
+        _memory_of(x).link(_memory_of(view))
+        return view
+
+    if type(result).__module__ == "numpy" and hasattr(result, "setflags"):
+        result.setflags(write=False)  # nobody would see the change
+    return with_tensors(result, known)
+
+
+def _dense(grad: Tensor) -> Tensor:
+    """Return the gradient of a table (`sparse=True`) in a form of which ranks take their part."""
+    return grad if grad.layout is torch.strided else grad.to_dense()
+
+
+def _refuse_memory(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Raise for what would be written into memory, or read off it, that no rank has."""
+    is_attribute, what = name.endswith(".set"), name.removesuffix(".set")
     if is_attribute or next(splits_in(kwargs.get("out")), None) is not None:
-        what = name.removesuffix(".set")
         raise UnisonoError.because(
             f"x.{what} = ... of a split tensor"
             if is_attribute
@@ -865,34 +984,19 @@ def _gather_all(
             None,
             "a new tensor: x = ..." if is_attribute else f"x = {name}(...)",
         )
-    for x in found:
-        x.run.note(name, reason, x)
-    whole = mapped(lambda x: joined(x, x.cuts), (args, kwargs))
-    changes = is_inplace(name) or kwargs.get("inplace") is True
-    target = args[0] if args and changes else None
-    if not isinstance(target, Split):
-        return func(*whole[0], **whole[1])
-    value = whole[0][0].clone()
-    result = func(value, *whole[0][1:], **whole[1])
-    if value.shape != target.shape:
+    is_strided = name == "as_strided" and not args[0].is_contiguous()
+    if name in _OF_MEMORY or is_strided:
         raise UnisonoError.because(
-            f"{name} of a split tensor {list(target.shape)}",
-            f"a change of its shape, to {list(value.shape)}, in place",
+            f"{name} of a split tensor",
+            "each rank has the memory of its own block, which is laid out in another way",
             None,
-            f"x = x.{name.rstrip('_')}(...)",
+            "x.local for the own block, x.whole() for a tensor of its own",
         )
-    block = value
-    for dim, cut in target.cuts.items():
-        block = sliced(block, dim, cut)
-    target.local.copy_(block)  # in place, so that blocks that are views of each other agree
-    return target if result is value or result is None else result
 
 
-def _watch(base: Split, result: Any) -> None:
-    results = result if isinstance(result, (list, tuple)) else (result,)
-    for one in results:
-        if isinstance(one, Tensor):
-            base.run.watch(base, one)
+def _version(x: Tensor) -> int:
+    """Return how often a tensor was changed in place; tensors of inference mode do not count it."""
+    return 0 if x.is_inference() else x._version
 
 
 def like(x: Split, local: Tensor, cuts: Cuts | None = None) -> Tensor:

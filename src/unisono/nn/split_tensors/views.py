@@ -26,6 +26,7 @@ from unisono.nn.split_tensors.tensor import (
     NeedsWhole,
     NoRule,
     Split,
+    call,
     joined_cuts,
     like,
     resized,
@@ -282,9 +283,13 @@ def _picked(x: Split, dim: int, at: int) -> Tensor:
     is_here = low <= at < low + cut.own
     local = x.local.narrow(dim, at - low if is_here else 0, int(is_here))
     sizes = [int(a <= at < b) for a, b in zip(cut.bounds, cut.bounds[1:], strict=False)]
-    x.run.moves += 1
     whole = concat_replicated(local, dim, sizes, comm=cut.comm).squeeze(dim)
     return like(x, whole, {d - (d > dim): c for d, c in x.cuts.items() if d != dim})
+
+
+@rule("__iter__")
+def _iter(func: Callable[..., Any], input: Split) -> Iterator[Tensor]:
+    return iter(call(torch.unbind, input))
 
 
 @rule("__getitem__")
@@ -343,6 +348,8 @@ def _part(x: Split, dim: int, entry: int | slice) -> Tensor:
 
 @rule("narrow")
 def _narrow(func: Callable[..., Any], input: Split, dim: int, start: int, length: int) -> Tensor:
+    if isinstance(start, Tensor):
+        raise NoRule("data that decides where a part begins")
     dim %= input.ndim
     if dim not in input.cuts:
         return like(input, input.local.narrow(dim, int(start), length))
@@ -363,6 +370,8 @@ def _select(func: Callable[..., Any], input: Split, dim: int, index: int) -> Ten
 @rule("chunk", "split", "split_with_sizes", "tensor_split", "unbind")
 def _parts(func: Callable[..., Any], input: Split, *args: Any, **kwargs: Any) -> Any:
     by_dim = func.__name__ == "unbind"
+    if any(isinstance(x, Tensor) for x in (*args, *kwargs.values())):
+        raise NoRule("data that decides where parts begin")
     at = 0 if by_dim else 1
     dim = int(kwargs.get("dim", args[at] if len(args) > at else 0)) % input.ndim
     if dim in input.cuts:

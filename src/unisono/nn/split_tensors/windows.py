@@ -13,7 +13,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from unisono.comm.groups import when_forgotten
-from unisono.errors import PartitionError
 from unisono.nn.layers.halo import PAD_MODES
 from unisono.nn.layers.upsampling import MODES, Taps, taps_of
 from unisono.nn.split_tensors.blocks import balanced, span, window
@@ -68,7 +67,7 @@ def _conv(
     groups: int = 1,
 ) -> Tensor:
     numbers = _fixed(stride), _fixed(padding), _fixed(dilation), groups
-    return _in_space(func, input, weight, bias, weight.shape[1] * groups, _conv_plan, numbers)
+    return _in_space(func, input, weight, bias, _conv_plan, numbers)
 
 
 @rule("conv_transpose1d", "conv_transpose2d", "conv_transpose3d")
@@ -84,7 +83,7 @@ def _conv_transpose(
     dilation: Any = 1,
 ) -> Tensor:
     numbers = _fixed(stride), _fixed(padding), _fixed(output_padding), groups, _fixed(dilation)
-    return _in_space(func, input, weight, bias, weight.shape[0], _transposed_plan, numbers)
+    return _in_space(func, input, weight, bias, _transposed_plan, numbers)
 
 
 def _fixed(value: Any) -> Any:
@@ -96,7 +95,6 @@ def _in_space(
     x: Tensor,
     weight: Tensor,
     bias: Tensor | None,
-    channels: int,
     plan_of: Callable[..., tuple[Cuts, SpacePlan] | None],
     numbers: tuple[Any, ...],
 ) -> Tensor:
@@ -106,8 +104,8 @@ def _in_space(
     at = local.ndim - count - 1
     if at > 1:
         raise NoRule("more dims than batch, channels and space")
-    if at < 0 or at in cuts or local.shape[at] != channels:
-        _refuse_channels(x, at, channels, func.__name__)
+    if at in cuts:
+        raise NeedsWhole(at, "channels are cut")
     w = own_copy(weight, cuts.values(), run)
     b = None if bias is None else own_copy(bias, cuts.values(), run)
     plan = plan_of(local.shape, *_where(x, count), weight.shape, numbers)
@@ -132,20 +130,6 @@ def _where(
     first = x.local.ndim - count
     axes = [axis for dim, cut in cuts.items() if dim >= first for axis in cut.axes]
     return tuple(cuts.items()), places, x.run.grid(axes) if axes else None
-
-
-def _refuse_channels(x: Split, dim: int, wanted: int, name: str) -> None:
-    """Ask for whole channels, as many as a kernel has."""
-    if dim in x.cuts:
-        raise NeedsWhole(dim, "channels are cut")
-    found = x.shape[dim] if dim >= 0 else 0
-    where = f" in {x.run.path()}" if x.run.path() else ""
-    raise PartitionError.because(
-        f"{name}{where} of a split tensor {list(x.shape)}",
-        f"a kernel for {wanted} channels",
-        f"{found} channels in dim {dim} != {wanted}",
-        "the input that the network takes in one process",
-    )
 
 
 @lru_cache(4096)
@@ -312,7 +296,7 @@ def _pool_numbers(
     """Return kernel, stride, padding and dilation of each dim."""
     count = int(func.__name__[8])
     kernel = per_dim(kernel_size, count, "kernel_size")
-    steps = kernel if stride is None or stride == [] else per_dim(stride, count, "stride")
+    steps = kernel if stride in (None, [], ()) else per_dim(stride, count, "stride")
     pads, spread = per_dim(padding, count, "padding"), per_dim(dilation, count, "dilation")
     for k, p, d in zip(kernel, pads, spread, strict=True):
         check_pool(k, p, d)
@@ -387,6 +371,8 @@ def _pad(
             ],
         )
         cuts[dim], widths[at], widths[at + 1] = out, 0, 0
+    if isinstance(value, complex):
+        raise NoRule("filled with a complex number")
     local = window(x, wanted, float(value or 0))
     if any(widths):
         local = F.pad(local, widths, mode, value)
