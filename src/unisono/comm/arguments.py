@@ -15,7 +15,11 @@ import torch
 from torch import Tensor
 
 from unisono.comm.reductions import DTYPE_NUMBERS, DTYPES
-from unisono.comm.torch.private import is_batchedtensor, is_functorch_wrapped_tensor
+from unisono.comm.torch.private import (
+    is_batchedtensor,
+    is_functorch_wrapped_tensor,
+    is_zero_tensor,
+)
 from unisono.errors import MeshError, PartitionError, UnisonoError, an
 from unisono.expect import number_in
 
@@ -114,15 +118,23 @@ def _without_data(asked: str) -> UnisonoError:
 def check_target(x: object, device: torch.device, verb: str) -> Tensor:
     """Return `x` if it is a tensor as `check_tensor` wants it, whose elements can be written."""
     target = check_tensor(x, device, verb)
-    if not target.is_contiguous():
-        check_no_overlap(target, verb)
+    check_writable(target, verb)
     if write_listener is not None:
         write_listener(target)
     return target
 
 
-def check_no_overlap(x: Tensor, verb: str) -> None:
-    """Refuse to write to a tensor that shows one place of memory several times (`expand`)."""
+def check_writable(x: Tensor, verb: str) -> None:
+    """Refuse to write to zeros without memory, and to one place several times (`expand`)."""
+    if is_zero_tensor(x):
+        raise UnisonoError.because(
+            f"{verb} of a tensor of shape {list(x.shape)} that has no memory",
+            "torch stands for its zeros without storing them, so nothing can be written",
+            None,
+            f"x = x.clone(), or {verb.removesuffix('_')}(x), which returns a new tensor"
+            if verb.endswith("_")
+            else "x.clone() first",
+        )
     if x.is_contiguous():
         return
     repeated = [d for d, (n, stride) in enumerate(zip(x.shape, x.stride(), strict=True))
@@ -300,11 +312,23 @@ def bytes_of(x: Tensor) -> Tensor:
     return (flat.as_strided((count,), (1,)) if count < 2 else flat).view(torch.uint8)
 
 
+def is_dense(x: Tensor) -> bool:
+    """Whether the values of `x` lie in memory, in order: none lazily negated, none left out."""
+    return x.is_contiguous() and not (x.is_conj() or x.is_neg() or is_zero_tensor(x))
+
+
 def dense(x: Tensor) -> Tensor:
     """Return `x` with its values laid out in order; `x` itself where they are."""
-    if x.is_contiguous() and not x.is_conj() and not x.is_neg():
+    if is_dense(x):
         return x
-    return x.resolve_conj().resolve_neg().contiguous()
+    return stored(x).contiguous()
+
+
+def stored(x: Tensor) -> Tensor:
+    """Return `x` with its values in memory: lazily negated ones, and zeros that have none."""
+    if is_zero_tensor(x):
+        return torch.zeros(x.shape, dtype=x.dtype, device=x.device)
+    return x.resolve_conj().resolve_neg()
 
 
 def rows_first(x: Tensor, dim: int) -> Tensor:
@@ -314,8 +338,6 @@ def rows_first(x: Tensor, dim: int) -> Tensor:
         rows = rows.reshape(1)
     elif dim:
         rows = rows.movedim(dim, 0)
-    if rows.is_contiguous() and not rows.is_conj() and not rows.is_neg():
-        return rows
     return dense(rows)
 
 
