@@ -472,7 +472,8 @@ class Performer:
             self._entry.broken = f"{call.describe()} timed out"
             return told
         if isinstance(error, RankFailed) or (
-            isinstance(error, CollectiveMismatch) and error.returned
+            isinstance(error, CollectiveMismatch)
+            and (error.returned or error is self._engine.cause)
         ):
             self._entry.broken = str(error).partition("\n")[0]
             return mark_as_news(error)
