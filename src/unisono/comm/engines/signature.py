@@ -51,12 +51,17 @@ class Signature(NamedTuple):
     sends: tuple[int, ...] = ()
     expects: tuple[int, ...] = ()
 
+    @property
+    def verb(self) -> str:
+        """Name of the verb."""
+        return name_of(self.code & 255)
+
     def packed(self, size: int) -> bytes:
         """Return it as bytes, equally many for every call of a group of `size` ranks."""
         return _packed(self, size)
 
     @classmethod
-    def unpacked(cls, raw: bytes | memoryview, size: int) -> Signature:
+    def unpacked(cls, raw: bytes | bytearray | memoryview, size: int) -> Signature:
         """Undo `packed`."""
         code, nbytes, digest, *table = struct.unpack(f"{3 + 2 * size}q", raw[: (3 + 2 * size) * 8])
         if code & 255 not in _HAVE_TABLES:
