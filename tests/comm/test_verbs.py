@@ -9,6 +9,7 @@ import threading
 import time
 import warnings
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -585,6 +586,24 @@ def test_verbs_refuse_what_cannot_be_right():
         comm.sub([0.0])
     with pytest.raises(MeshError, match="this is rank 0 itself"):
         comm.send(x, 0)
+
+
+@pytest.mark.ranks(2, backend=BACKENDS)
+def test_integers_of_numpy_are_ranks_dims_sizes_and_tags():
+    comm, whole = world(), np.int64
+    x, peer = torch.arange(4.0).view(2, 2) + world().rank, whole(1 - world().rank)
+    assert torch.equal(comm.broadcast(x, whole(1)), x - comm.rank + 1)
+    assert comm.all_gather(x, np.int32(-1), np.array([2, 2])).shape == (2, 4)
+    assert comm.scatter(x, np.uint8(0), whole(1)).shape == (2, 1)
+    assert list(comm.exchange({peer: x}, {peer: x})) == [1 - comm.rank]
+    sent = comm.start.send(x, peer, whole(3))
+    assert torch.equal(comm.recv(x, peer, whole(3)), x + 1 - 2 * comm.rank)
+    sent.wait()
+    assert comm.split(whole(0)).ranks == (0, 1)
+    assert comm.shared_buffer((whole(3),)).shape == (3,)
+    for wrong in (True, np.bool_(True), 1.0, np.float64(1), "1", None):
+        with pytest.raises(MeshError, match="does not hold"):
+            comm.broadcast(x, wrong)
 
 
 @pytest.mark.ranks([2, 3], backend=BACKENDS)

@@ -21,7 +21,7 @@ from unisono.comm.torch.private import (
     is_zero_tensor,
 )
 from unisono.errors import MeshError, PartitionError, UnisonoError, an
-from unisono.expect import number_in
+from unisono.expect import is_integer, number_in
 
 _MOVABLE = frozenset(DTYPES)
 
@@ -154,15 +154,15 @@ def check_writable(x: Tensor, verb: str) -> None:
 
 def _outside(value: object, least: int, below: int, *, found: str) -> tuple[str, str]:
     """Return what is found, and the arithmetic, of a value that is no int in `[least, below)`."""
-    if isinstance(value, bool) or not isinstance(value, int):
+    if not is_integer(value):
         found = f"{an(type(value).__name__)}, not an int; {found}"
     return found, f"{least} <= {value!r} < {below} does not hold"
 
 
 def check_rank(rank: int, size: int, what: str, verb: str) -> int:
     """Return `rank` if it is a rank of a group of `size`."""
-    if isinstance(rank, int) and not isinstance(rank, bool) and 0 <= rank < size:
-        return rank
+    if is_integer(rank) and 0 <= rank < size:
+        return operator.index(rank)
     raise MeshError.because(
         f"{verb}({what}={rank!r})",
         *_outside(rank, 0, size, found=f"the group has {size} rank{'s' if size > 1 else ''}"),
@@ -173,8 +173,8 @@ def check_rank(rank: int, size: int, what: str, verb: str) -> int:
 def check_dim(dim: int, x: Tensor, verb: str) -> int:
     """Return `dim` counted from the front; a tensor without dims counts as one row."""
     dims = max(x.dim(), 1)
-    if isinstance(dim, int) and not isinstance(dim, bool) and -dims <= dim < dims:
-        return dim % dims
+    if is_integer(dim) and -dims <= dim < dims:
+        return operator.index(dim) % dims
     raise PartitionError.because(
         f"{verb}(dim={dim!r}) of shape {list(x.shape)}",
         *_outside(dim, -dims, dims, found=f"{x.dim()} dims"),
@@ -184,8 +184,8 @@ def check_dim(dim: int, x: Tensor, verb: str) -> int:
 
 def check_tag(tag: int, verb: str) -> int:
     """Return `tag` if it is one that every backend can give a message."""
-    if isinstance(tag, int) and not isinstance(tag, bool) and 0 <= tag < 2**31:
-        return tag
+    if is_integer(tag) and 0 <= tag < 2**31:
+        return operator.index(tag)
     found = "a tag is an integer, the same at both ends"
     raise UnisonoError.because(
         f"{verb}(tag={tag!r})", *_outside(tag, 0, 2**31, found=found), "tag=1"
