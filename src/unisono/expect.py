@@ -7,17 +7,23 @@ from __future__ import annotations
 
 import contextlib
 import math
+import operator
 import os
 from collections.abc import Collection
-from typing import TypeVar
+from numbers import Integral
+from typing import TYPE_CHECKING, TypeVar
 
 from unisono.errors import PlatformError, explain
+
+if TYPE_CHECKING:
+    from typing_extensions import TypeIs
 
 __all__ = [
     "expect",
     "expect_choice",
     "expect_float",
     "expect_int",
+    "is_integer",
     "number_in",
     "one_line",
     "refusal",
@@ -49,13 +55,19 @@ def one_line(value: object) -> str:
     return f"{type(value).__name__}(...)" if "\n" in text else text
 
 
+def is_integer(value: object) -> TypeIs[int]:
+    """Whether a value is an integer, numpy's too; neither a bool nor a tensor is one."""
+    return type(value) is int or (isinstance(value, Integral) and not isinstance(value, bool))
+
+
 def expect(
     name: str, value: object, kinds: type | tuple[type, ...], hint: str | None = None
 ) -> None:
     """Raise TypeError unless `value` is one of `kinds`; a bool never counts as an int."""
     allowed = kinds if isinstance(kinds, tuple) else (kinds,)
     is_stray_bool = isinstance(value, bool) and bool not in allowed
-    if is_stray_bool or not isinstance(value, allowed):
+    is_allowed = isinstance(value, allowed) or (int in allowed and is_integer(value))
+    if is_stray_bool or not is_allowed:
         expected = " or ".join("None" if kind is type(None) else kind.__name__ for kind in allowed)
         found = f"{type(value).__name__}, expected {expected}"
         if hint is None:
@@ -73,12 +85,13 @@ def expect_int(
     *,
     error: type[Exception] = ValueError,
 ) -> int:
-    """Return `value` if it is an int in `[at_least, below)`; raise `error` if it is outside.
+    """Return an integer in `[at_least, below)`, numpy's as Python's; raise `error` outside.
 
     >>> expect_int("parts", 4, 1)
     4
     """
     expect(name, value, int)
+    value = operator.index(value)
     if value < at_least:
         wanted = f"{value} < {at_least}", f"{name}={at_least} or more"
     elif below is not None and value >= below:

@@ -305,7 +305,7 @@ def test_messages_match_by_source_and_tag_in_the_order_of_sending():
             for number in range(3):
                 getattr(comm, kind)(torch.full((n,), 10.0 * rank + number), right, tag=number % 2)
             comm.send(("object", rank), right, tag=7)
-            assert comm.recv(left, 7) == ("object", left)  # the others wait
+            assert comm.recv(None, left, 7) == ("object", left)  # the others wait
             out, status = torch.zeros(n), Status()
             comm.Recv(out, source=left, tag=1, status=status)
             assert out.unique().tolist() == [10.0 * left + 1]
@@ -380,9 +380,23 @@ def test_receives_posted_early_complete_inside_other_waits():
     comm.Send(torch.full((BIG,), comm.rank + 1.0), other)
     comm.Recv(out, other)
     assert out[0] == other + 1
-    late = comm.irecv(other)
+    late = comm.irecv(source=other)
     comm.isend({"from": comm.rank}, other).wait()
     assert late.wait() == {"from": other}
+
+
+@pytest.mark.ranks(2, backend=BACKENDS)
+def test_objects_are_received_with_the_arguments_of_mpi4py():
+    comm, other = MPI_WORLD, 1 - MPI_WORLD.rank
+    for tag in (1, 5):
+        comm.send(tag, other, tag)
+    status = Status()
+    assert comm.recv(None, other, 5, status) == 5
+    assert status.Get_tag() == 5
+    assert comm.irecv(bytearray(64), other, 1).wait() == 1
+    for receive in (comm.recv, comm.irecv):
+        with pytest.raises(TypeError, match=r"recv\(source=1\)"):
+            receive(1, 5)
 
 
 @pytest.mark.ranks(2, backend=BACKENDS)
@@ -435,7 +449,7 @@ def test_messages_that_do_not_fit_are_refused_and_the_next_one_arrives():
             comm.Recv(torch.zeros(n, dtype=torch.float64), other)
         comm.Send(torch.ones(n), other)
         with pytest.raises(ValueError, match="Send to Recv"):
-            comm.recv(other)
+            comm.recv(source=other)
         comm.Send(torch.ones(n), other)
         out = torch.zeros(n)
         comm.Recv(out, other)

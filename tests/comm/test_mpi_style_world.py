@@ -136,7 +136,7 @@ def test_a_rank_can_send_to_itself():
     assert request.Test()
     with pytest.raises(MeshError, match="from itself"):
         comm.Recv(out)
-    early = comm.irecv(0)
+    early = comm.irecv(source=0)
     comm.send("late", 0)
     assert early.wait() == "late"
 

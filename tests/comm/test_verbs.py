@@ -9,6 +9,7 @@ import threading
 import time
 import warnings
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -277,29 +278,121 @@ def test_broadcast_reaches_ranks_that_bring_nothing():
     assert torch.equal(mine, data)
 
 
-@pytest.mark.ranks([2, 3], backend="gloo")
+def float_or_int(comm, n=6):
+    """Equally many bytes on all ranks, and another dtype on the last."""
+    is_odd = comm.rank == comm.size - 1
+    return torch.ones(n, dtype=torch.int32 if is_odd else torch.float32)
+
+
+def short_or_long(comm, n=6):
+    """One dtype on all ranks, and more rows on the last."""
+    return torch.ones(n + comm.size * (comm.rank == comm.size - 1))
+
+
+UNLIKE = {
+    "all_reduce": lambda c, x: c.all_reduce(x),
+    "all_reduce of halves": lambda c, x: c.all_reduce(x.half() if x.is_floating_point() else x),
+    "reduce": lambda c, x: c.reduce(x, c.size - 1),
+    "reduce_scatter": lambda c, x: c.reduce_scatter(x),
+    "broadcast": lambda c, x: c.broadcast(x),
+    "all_gather": lambda c, x: c.all_gather(x, 0, [len(x)] * c.size),
+    "gather": lambda c, x: c.gather(x, 0, 0, [len(x)] * c.size),
+    "scatter": lambda c, x: c.scatter(
+        x, sizes=[len(x) // c.size] * c.size, like=((len(x) // c.size,), x.dtype)
+    ),
+    "all_to_all": lambda c, x: c.all_to_all(x, recv_sizes=[len(x) // c.size] * c.size),
+    "started": lambda c, x: c.start.all_reduce(x).wait(),
+}
+
+
+@pytest.mark.ranks([2, 3], backend=BACKENDS, timeout=60)
+@pytest.mark.parametrize("n", [6, 60_000])
+@pytest.mark.parametrize("brought", [float_or_int, short_or_long])
+def test_unlike_sizes_and_dtypes_are_refused_by_every_verb_on_all_ranks(brought, n):
+    """gloo and MPI themselves compare nothing: the result would be garbage."""
+    for verb, call in UNLIKE.items():
+        comm = Communicator.of(dist.new_group())
+        assert comm.all_reduce(torch.ones(n)).sum() == n * comm.size
+        call(comm, torch.ones(n))
+        with pytest.raises(CollectiveMismatch, match=r"ranks? .*bytes") as caught:
+            call(comm, brought(comm, n))
+        assert set(caught.value.calls) == set(range(comm.size)), verb
+        with pytest.raises(UnisonoError, match=r"no longer usable|cannot be used"):
+            comm.barrier()
+
+
+@pytest.mark.ranks(2, backend=BACKENDS)
+def test_roots_and_reductions_that_differ_are_refused():
+    for call in (
+        lambda c: c.broadcast(torch.ones(3), c.rank),
+        lambda c: c.reduce(torch.ones(3), c.rank),
+        lambda c: c.all_reduce(torch.ones(3), ["sum", "max"][c.rank]),
+        lambda c: [c.all_reduce, c.reduce_scatter][c.rank](torch.ones(4)),
+    ):
+        with pytest.raises(CollectiveMismatch, match="different calls"):
+            call(Communicator.of(dist.new_group()))
+
+
+@pytest.mark.ranks(2, backend=BACKENDS)
 @pytest.mark.parametrize("n", [6, 100_000])
-def test_on_gloo_too_no_rank_takes_something_else_for_what_was_sent(n):
-    """gloo compares neither dtypes nor lengths, and a short message fills only the beginning."""
-    comm = world()
-    x, is_source = torch.arange(float(n)), comm.rank == 0
-    for like in (((n,), torch.int32), ((2 * n,), torch.float32), ((n, 2), torch.float64)):
-        if is_source:
-            comm.broadcast(x)
+def test_messages_of_another_size_or_dtype_are_refused(n):
+    x = torch.arange(float(n))
+    for like, told in (
+        (((n,), torch.int32), "elements of float32"),
+        (((n + 2,), torch.float32), f"{n * 4}"),
+        (((n // 2,), torch.float64), "elements of float32"),
+        (((100_006 - n,), torch.float32), f"{n * 4}|longer"),
+    ):
+        comm = Communicator.of(dist.new_group())
+        if comm.rank == 0:
+            comm.start.send(x, 1)
         else:
-            with pytest.raises(CollectiveMismatch, match=f"sends {n} elements of float32"):
-                comm.broadcast(None, like=like)
-        comm.barrier()
-    shaped = comm.broadcast(x if is_source else None, like=((2, n // 2), torch.float32))
-    assert torch.equal(shaped.view(-1), x)
-    assert comm.broadcast(x[:0] if is_source else None, like=((0,), torch.float32)).numel() == 0
-    if is_source:
-        comm.send(x, 1)
-        comm.send(x, 1)
-    elif comm.rank == 1:
-        with pytest.raises(CollectiveMismatch, match="the message is shorter"):
-            comm.recv(((n + 2,), torch.float32), 0)
-        assert torch.equal(comm.recv(x, 0), x)
+            with pytest.raises(CollectiveMismatch, match=told):
+                comm.recv(like, 0)
+
+
+@pytest.mark.ranks([1, 2], backend=BACKENDS)
+def test_zeros_without_memory_and_lazy_conjugates_travel_by_every_verb():
+    """torch makes such tensors: the gradient of `sgn`, the imaginary part of a conjugate."""
+    comm = world()
+    last, peer, half = comm.size - 1, (comm.rank + 1) % comm.size, 4 // comm.size
+    source = (comm.rank - 1) % comm.size
+
+    verbs = [
+        lambda y: comm.all_reduce(y),
+        lambda y: comm.reduce(y, last),
+        lambda y: comm.reduce_scatter(y),
+        lambda y: comm.broadcast(y, last),
+        lambda y: comm.all_gather(y),
+        lambda y: comm.all_gather(y, 0, [4] * comm.size),
+        lambda y: comm.start.all_gather(y).wait(),
+        lambda y: comm.gather(y, last),
+        lambda y: comm.scatter(y if comm.rank == last else None, last),
+        lambda y: comm.scatter(y, last, sizes=[half] * comm.size, like=((half,), y.dtype)),
+        lambda y: comm.all_to_all(y),
+        lambda y: comm.all_to_all([y] * comm.size)[-1],
+        lambda y: comm.exchange({peer: y}, {source: ((4,), y.dtype)})[source],
+    ]
+    if comm.size > 1:
+        verbs += [
+            lambda y: comm._post({peer: y}, {source: y.clone()}).wait()[source],
+            lambda y: [comm.start.send(y, peer), comm.recv(((4,), y.dtype), source)][1],
+        ]
+    real = (torch.arange(4.0) + comm.rank).to(torch.complex64)
+    tensors = [
+        torch._efficientzerotensor((4,)),
+        torch._efficientzerotensor((4,), dtype=torch.complex64).conj(),
+        torch._efficientzerotensor((2, 4))[1],
+        (real * (1 + 2j)).conj(),
+        (real * 1j).conj().imag,
+    ]
+    for x, verb in itertools.product(tensors, verbs):
+        got, expected = verb(x), verb(x.clone())
+        assert (got is None) == (expected is None)
+        assert got is None or torch.equal(got, expected)
+    for in_place in (comm.all_reduce_, comm.broadcast_):
+        with pytest.raises(UnisonoError, match="no memory"):
+            in_place(tensors[0])
 
 
 @pytest.mark.ranks([2, 4], backend=BACKENDS)
@@ -493,6 +586,24 @@ def test_verbs_refuse_what_cannot_be_right():
         comm.sub([0.0])
     with pytest.raises(MeshError, match="this is rank 0 itself"):
         comm.send(x, 0)
+
+
+@pytest.mark.ranks(2, backend=BACKENDS)
+def test_integers_of_numpy_are_ranks_dims_sizes_and_tags():
+    comm, whole = world(), np.int64
+    x, peer = torch.arange(4.0).view(2, 2) + world().rank, whole(1 - world().rank)
+    assert torch.equal(comm.broadcast(x, whole(1)), x - comm.rank + 1)
+    assert comm.all_gather(x, np.int32(-1), np.array([2, 2])).shape == (2, 4)
+    assert comm.scatter(x, np.uint8(0), whole(1)).shape == (2, 1)
+    assert list(comm.exchange({peer: x}, {peer: x})) == [1 - comm.rank]
+    sent = comm.start.send(x, peer, whole(3))
+    assert torch.equal(comm.recv(x, peer, whole(3)), x + 1 - 2 * comm.rank)
+    sent.wait()
+    assert comm.split(whole(0)).ranks == (0, 1)
+    assert comm.shared_buffer((whole(3),)).shape == (3,)
+    for wrong in (True, np.bool_(True), 1.0, np.float64(1), "1", None):
+        with pytest.raises(MeshError, match="does not hold"):
+            comm.broadcast(x, wrong)
 
 
 @pytest.mark.ranks([2, 3], backend=BACKENDS)

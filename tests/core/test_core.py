@@ -15,7 +15,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from unisono.comm.engines.shm import core
-from unisono.comm.engines.shm.engine import OPS
+from unisono.comm.engines.signature import OPS
 from unisono.comm.reductions import DTYPE_NUMBERS, DTYPES, defined_ops
 from unisono.errors import UnisonoError
 

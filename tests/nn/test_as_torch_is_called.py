@@ -19,6 +19,20 @@ from unisono.topology.window import padding_pairs, per_dim
 two = np.int64(2)
 
 
+def test_integers_of_numpy_are_features_axes_and_dims():
+    one, three = np.int32(1), np.int64(3)
+    whole = Partition([one, one])
+    layer = unn.DistributedLinear(whole, whole, whole, in_features=three, out_features=two)
+    assert (layer.in_features, type(layer.in_features)) == (3, int)
+    assert layer(torch.ones(1, 3)).shape == (1, 2)
+    cut = unn.Split.of(torch.ones(2, 3), whole)
+    for y in (cut.sum(one), cut[one], cut.sum((one,)), cut.roll(one, one).sum(dim=one)):
+        assert y.numel() in (2, 3)
+    assert cut.movedim(np.int64(0), one).shape == (3, 2)
+    with pytest.raises(TypeError, match="bool"):
+        unn.DistributedLinear(whole, whole, whole, in_features=True, out_features=2)
+
+
 @pytest.mark.parametrize("size", [2, two, [2], (two,), np.array([2, 2]), torch.tensor([2, 2])])
 def test_any_integers_are_sizes(size):
     found = per_dim(size, 2, "kernel_size")

@@ -15,9 +15,13 @@ import torch
 from torch import Tensor
 
 from unisono.comm.reductions import DTYPE_NUMBERS, DTYPES
-from unisono.comm.torch.private import is_batchedtensor, is_functorch_wrapped_tensor
+from unisono.comm.torch.private import (
+    is_batchedtensor,
+    is_functorch_wrapped_tensor,
+    is_zero_tensor,
+)
 from unisono.errors import MeshError, PartitionError, UnisonoError, an
-from unisono.expect import number_in
+from unisono.expect import is_integer, number_in
 
 _MOVABLE = frozenset(DTYPES)
 
@@ -114,15 +118,23 @@ def _without_data(asked: str) -> UnisonoError:
 def check_target(x: object, device: torch.device, verb: str) -> Tensor:
     """Return `x` if it is a tensor as `check_tensor` wants it, whose elements can be written."""
     target = check_tensor(x, device, verb)
-    if not target.is_contiguous():
-        check_no_overlap(target, verb)
+    check_writable(target, verb)
     if write_listener is not None:
         write_listener(target)
     return target
 
 
-def check_no_overlap(x: Tensor, verb: str) -> None:
-    """Refuse to write to a tensor that shows one place of memory several times (`expand`)."""
+def check_writable(x: Tensor, verb: str) -> None:
+    """Refuse to write to zeros without memory, and to one place several times (`expand`)."""
+    if is_zero_tensor(x):
+        raise UnisonoError.because(
+            f"{verb} of a tensor of shape {list(x.shape)} that has no memory",
+            "torch stands for its zeros without storing them, so nothing can be written",
+            None,
+            f"x = x.clone(), or {verb.removesuffix('_')}(x), which returns a new tensor"
+            if verb.endswith("_")
+            else "x.clone() first",
+        )
     if x.is_contiguous():
         return
     repeated = [d for d, (n, stride) in enumerate(zip(x.shape, x.stride(), strict=True))
@@ -142,15 +154,15 @@ def check_no_overlap(x: Tensor, verb: str) -> None:
 
 def _outside(value: object, least: int, below: int, *, found: str) -> tuple[str, str]:
     """Return what is found, and the arithmetic, of a value that is no int in `[least, below)`."""
-    if isinstance(value, bool) or not isinstance(value, int):
+    if not is_integer(value):
         found = f"{an(type(value).__name__)}, not an int; {found}"
     return found, f"{least} <= {value!r} < {below} does not hold"
 
 
 def check_rank(rank: int, size: int, what: str, verb: str) -> int:
     """Return `rank` if it is a rank of a group of `size`."""
-    if isinstance(rank, int) and not isinstance(rank, bool) and 0 <= rank < size:
-        return rank
+    if is_integer(rank) and 0 <= rank < size:
+        return operator.index(rank)
     raise MeshError.because(
         f"{verb}({what}={rank!r})",
         *_outside(rank, 0, size, found=f"the group has {size} rank{'s' if size > 1 else ''}"),
@@ -161,8 +173,8 @@ def check_rank(rank: int, size: int, what: str, verb: str) -> int:
 def check_dim(dim: int, x: Tensor, verb: str) -> int:
     """Return `dim` counted from the front; a tensor without dims counts as one row."""
     dims = max(x.dim(), 1)
-    if isinstance(dim, int) and not isinstance(dim, bool) and -dims <= dim < dims:
-        return dim % dims
+    if is_integer(dim) and -dims <= dim < dims:
+        return operator.index(dim) % dims
     raise PartitionError.because(
         f"{verb}(dim={dim!r}) of shape {list(x.shape)}",
         *_outside(dim, -dims, dims, found=f"{x.dim()} dims"),
@@ -172,8 +184,8 @@ def check_dim(dim: int, x: Tensor, verb: str) -> int:
 
 def check_tag(tag: int, verb: str) -> int:
     """Return `tag` if it is one that every backend can give a message."""
-    if isinstance(tag, int) and not isinstance(tag, bool) and 0 <= tag < 2**31:
-        return tag
+    if is_integer(tag) and 0 <= tag < 2**31:
+        return operator.index(tag)
     found = "a tag is an integer, the same at both ends"
     raise UnisonoError.because(
         f"{verb}(tag={tag!r})", *_outside(tag, 0, 2**31, found=found), "tag=1"
@@ -300,11 +312,23 @@ def bytes_of(x: Tensor) -> Tensor:
     return (flat.as_strided((count,), (1,)) if count < 2 else flat).view(torch.uint8)
 
 
+def is_dense(x: Tensor) -> bool:
+    """Whether the values of `x` lie in memory, in order: none lazily negated, none left out."""
+    return x.is_contiguous() and not (x.is_conj() or x.is_neg() or is_zero_tensor(x))
+
+
 def dense(x: Tensor) -> Tensor:
     """Return `x` with its values laid out in order; `x` itself where they are."""
-    if x.is_contiguous() and not x.is_conj() and not x.is_neg():
+    if is_dense(x):
         return x
-    return x.resolve_conj().resolve_neg().contiguous()
+    return stored(x).contiguous()
+
+
+def stored(x: Tensor) -> Tensor:
+    """Return `x` with its values in memory: lazily negated ones, and zeros that have none."""
+    if is_zero_tensor(x):
+        return torch.zeros(x.shape, dtype=x.dtype, device=x.device)
+    return x.resolve_conj().resolve_neg()
 
 
 def rows_first(x: Tensor, dim: int) -> Tensor:
@@ -314,8 +338,6 @@ def rows_first(x: Tensor, dim: int) -> Tensor:
         rows = rows.reshape(1)
     elif dim:
         rows = rows.movedim(dim, 0)
-    if rows.is_contiguous() and not rows.is_conj() and not rows.is_neg():
-        return rows
     return dense(rows)
 
 

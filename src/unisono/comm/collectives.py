@@ -115,7 +115,7 @@ class Collectives(Performer):
         """
         check_tensor(x, self.device, "reduce")
         check_op(op, x.dtype)
-        check_rank(dst, self.size, "dst", "reduce")
+        dst = check_rank(dst, self.size, "dst", "reduce")
         # A private copy: backends use the tensor as scratch space on the other ranks.
         work = dense(encode(x.detach(), op).clone())
         call = self._described("reduce", x, op, root=dst)
@@ -226,7 +226,7 @@ class Collectives(Performer):
 
         Receivers pass a tensor of the same shape and dtype, or None with `like=(shape, dtype)`.
         """
-        check_rank(src, self.size, "src", "broadcast")
+        src = check_rank(src, self.size, "src", "broadcast")
         if x is not None:
             check_tensor(x, self.device, "broadcast")
         if self.rank != src:
@@ -244,7 +244,7 @@ class Collectives(Performer):
         self, x: Tensor, src: int = 0, *, timeout_s: float | None = None
     ) -> Transfer[Tensor]:
         """Replace `x` on every rank by the tensor of rank `src`; returns `x`."""
-        check_rank(src, self.size, "src", "broadcast_")
+        src = check_rank(src, self.size, "src", "broadcast_")
         check_target(x, self.device, "broadcast_")
         return self._broadcast_into(x, dense(x.detach()), x, src, timeout_s)
 
@@ -311,7 +311,7 @@ class Collectives(Performer):
 
         Collective over the communicator; sizes as in `all_gather`.
         """
-        check_rank(dst, self.size, "dst", "gather")
+        dst = check_rank(dst, self.size, "dst", "gather")
         check_tensor(x, self.device, "gather")
         dim = check_dim(dim, x, "gather")
         lengths = self._lengths_or(sizes, x, dim, "gather", timeout_s)
@@ -350,7 +350,7 @@ class Collectives(Performer):
         (the own block: a tensor like it, or its shape and dtype) on every rank, nothing has to be
         told beforehand.
         """
-        check_rank(src, self.size, "src", "scatter")
+        src = check_rank(src, self.size, "src", "scatter")
         refused: UnisonoError | None = None
         rows: Tensor | None = None
         lengths: tuple[int, ...] = (0,) * self.size
@@ -573,7 +573,7 @@ class Collectives(Performer):
         self, obj: Any, dst: int = 0, *, timeout_s: float | None = None
     ) -> Transfer[list[Any] | None]:
         """Return the objects of all ranks on rank `dst`, None on the others. Collective."""
-        check_rank(dst, self.size, "dst", "gather_object")
+        dst = check_rank(dst, self.size, "dst", "gather_object")
         mine = self._pickled(obj)
         sizes = self._byte_counts(mine, timeout_s)
         gathered = self._joined_at(dst, mine, 0, sizes, timeout_s)
@@ -584,7 +584,7 @@ class Collectives(Performer):
         self, obj: Any, src: int = 0, *, timeout_s: float | None = None
     ) -> Transfer[Any]:
         """Return the object of rank `src` on every rank; the others' is ignored. Collective."""
-        check_rank(src, self.size, "src", "broadcast_object")
+        src = check_rank(src, self.size, "src", "broadcast_object")
         mine = self._pickled(obj) if self.rank == src else None
         count = self._byte_counts(mine, timeout_s)[src]
         raw = self._empty(((count,), torch.uint8), "broadcast_object") if mine is None else mine

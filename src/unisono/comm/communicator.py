@@ -16,6 +16,7 @@ from unisono.comm.groups import GroupEntry, Handle
 from unisono.comm.machine import host_id
 from unisono.comm.messages import Messages, StartedVerbs
 from unisono.errors import MeshError, UnisonoError, an
+from unisono.expect import is_integer
 
 
 class Communicator(Messages):
@@ -148,7 +149,7 @@ class Communicator(Messages):
         Collective over `self`. `color=None`: this rank is in none and gets None.
         """
         for what, value in (("color", 0 if color is None else color), ("key", key)):
-            if not isinstance(value, int) or not -(2**63) <= value < 2**63:
+            if not is_integer(value) or not -(2**63) <= value < 2**63:
                 raise MeshError.because(
                     f"split({what}={value!r})",
                     f"{an(type(value).__name__)}; ranks compare integers of 64 bits",
@@ -286,7 +287,7 @@ def _entry_of_device_mesh(mesh: DeviceMesh, axis: str | int | None) -> GroupEntr
             None,
             f"axis={(names[0] if names else 0)!r}",
         )
-    if isinstance(axis, int):
+    if is_integer(axis):
         axis = axis % mesh.ndim
     return groups.entry_of(mesh.get_group(axis) if axis is not None else mesh.get_group())
 

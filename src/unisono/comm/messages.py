@@ -36,8 +36,8 @@ class Messages(Collectives):
     ) -> Transfer[None]:
         """Send `x` to rank `dst`, which calls `recv`. Not collective."""
         check_tensor(x, self.device, "send")
-        self._check_peer(dst, "dst", "send")
-        check_tag(tag, "send")
+        dst = self._check_peer(dst, "dst", "send")
+        tag = check_tag(tag, "send")
         sends = {dst: dense(x.detach())}
         return self._messages("send", sends, {}, tag, lambda: None, timeout_s)
 
@@ -46,8 +46,8 @@ class Messages(Collectives):
         self, like: Like, src: int, tag: int = 0, *, timeout_s: float | None = None
     ) -> Transfer[Tensor]:
         """Return the tensor that rank `src` sends; `like` gives its shape and dtype."""
-        self._check_peer(src, "src", "recv")
-        check_tag(tag, "recv")
+        src = self._check_peer(src, "src", "recv")
+        tag = check_tag(tag, "recv")
         out = self._empty(like, "recv")
         return self._messages("recv", {}, {src: out}, tag, lambda: out, timeout_s)
 
@@ -57,8 +57,8 @@ class Messages(Collectives):
     ) -> Transfer[Tensor]:
         """Fill `out` with the tensor that rank `src` sends, and return it."""
         check_target(out, self.device, "recv_")
-        self._check_peer(src, "src", "recv_")
-        check_tag(tag, "recv_")
+        src = self._check_peer(src, "src", "recv_")
+        tag = check_tag(tag, "recv_")
         leaves = leaves_graph(out, "recv_")
         work = dense(out.detach())
 
@@ -91,13 +91,12 @@ class Messages(Collectives):
         Returns:
             The tensor received from each source.
         """
+        blocks: dict[int, Tensor] = {}
         for peer, x in sends.items():
-            check_rank(peer, self.size, "destination", "exchange")
-            check_tensor(x, self.device, "exchange")
-        for peer in recvs:
-            check_rank(peer, self.size, "source", "exchange")
-        outs = {peer: self._empty(like, "exchange") for peer, like in recvs.items()}
-        blocks = {peer: dense(x.detach()) for peer, x in sends.items()}
+            dst = check_rank(peer, self.size, "destination", "exchange")
+            blocks[dst] = dense(check_tensor(x, self.device, "exchange").detach())
+        sources = {check_rank(peer, self.size, "source", "exchange"): peer for peer in recvs}
+        outs = {src: self._empty(recvs[peer], "exchange") for src, peer in sources.items()}
         mine, own = blocks.pop(self.rank, None), outs.get(self.rank)
         if _kind(mine) != _kind(own):
             raise PartitionError.because(
@@ -127,12 +126,13 @@ class Messages(Collectives):
         buffer = self._exchange("shared_buffer", None, timeout_s, make, sizes, dtype)
         return buffer if buffer.device.type == self.device.type else buffer.to(self.device)
 
-    def _check_peer(self, peer: int, what: str, verb: str) -> None:
-        check_rank(peer, self.size, what, verb)
+    def _check_peer(self, peer: int, what: str, verb: str) -> int:
+        peer = check_rank(peer, self.size, what, verb)
         if peer == self.rank:
             raise MeshError.because(
                 f"{verb}({what}={peer})", f"this is rank {peer} itself", None, "copy the tensor"
             )
+        return peer
 
 
 class StartedVerbs(StartedCollectives):

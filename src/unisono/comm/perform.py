@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from unisono.comm import call as calls
-from unisono.comm.arguments import check_timeout, refuse_transformed
+from unisono.comm.arguments import check_timeout, refuse_transformed, stored
 from unisono.comm.call import Call, call_site
 from unisono.comm.engines.base import Engine, Ticket
 from unisono.comm.groups import GroupEntry
@@ -382,7 +382,7 @@ class Performer:
         coming: dict[int, Tensor] = {}
         has_copies = False
         for peer, x in sends.items():
-            x = x.resolve_conj().resolve_neg()
+            x = stored(x)
             going[peer] = x if x.is_contiguous() or moves(x) else x.contiguous()
         for peer, x in recvs.items():
             if x.is_contiguous() or moves(x):
@@ -472,7 +472,8 @@ class Performer:
             self._entry.broken = f"{call.describe()} timed out"
             return told
         if isinstance(error, RankFailed) or (
-            isinstance(error, CollectiveMismatch) and error.returned
+            isinstance(error, CollectiveMismatch)
+            and (error.returned or error is self._engine.cause)
         ):
             self._entry.broken = str(error).partition("\n")[0]
             return mark_as_news(error)

@@ -34,6 +34,8 @@ class DataParallelMultiGPU(DataParallel):
         reset_parameters: re-initialise the module first, by a fixed seed.
     """
 
+    _claims = False  # its DASO takes one wrapper of the model after another
+
     def __init__(
         self,
         module: nn.Module,

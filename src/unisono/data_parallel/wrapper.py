@@ -15,6 +15,7 @@ from torch.nn.parameter import is_lazy
 from torch.utils.hooks import RemovableHandle
 
 from unisono.comm import Communicator
+from unisono.comm.claims import check_unclaimed, claim
 from unisono.comm.torch.private import runs_uncompiled
 from unisono.data_parallel.bucket import Bucket
 from unisono.data_parallel.engine import GradientEngine, Options, Stats
@@ -68,6 +69,8 @@ class DataParallel(nn.Module):
     """The ranks."""
     blocking_parameter_updates: bool
     """Whether `step()` acts at once."""
+    _claims = True
+    """Whether it must be the only wrapper of its parameters."""
     _engine: GradientEngine | None = None
     _weights: Weights
     _join: Join | None = None
@@ -94,6 +97,8 @@ class DataParallel(nn.Module):
         optimizers = _checked_optimizers(optimizer, module)
         self._modules["module"] = module
         self.communicator = communicator_of(comm)
+        if self._claims:
+            check_unclaimed(module.parameters(), self, self.communicator.ranks)
         self.comm = self.communicator if comm is None else comm
         reason = None if blocking_parameter_updates else fallback_reason(optimizers, module)
         if reason:
@@ -112,6 +117,8 @@ class DataParallel(nn.Module):
     def _start(self) -> GradientEngine:
         """Make the engine, and what defers updates where they are. Collective over `comm`."""
         blocking = self.blocking_parameter_updates
+        if self._claims:
+            claim(self._inner.parameters(), self, self.communicator.ranks)
         engine = GradientEngine(
             self._inner, self._averaging_ranks, self._options, blocking=blocking
         )

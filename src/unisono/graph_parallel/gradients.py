@@ -17,15 +17,13 @@ from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 from unisono.comm import Communicator
+from unisono.comm.claims import check_unclaimed, claim, is_claimed
 from unisono.comm.health import check as checking
 from unisono.comm.torch.private import at_end_of_backward
 from unisono.errors import CollectiveMismatch, LayoutError, PartitionError
 from unisono.expect import expect, expect_float
 from unisono.graph_parallel.groups import GraphGroups, alone, current_groups, graph_groups
 from unisono.graph_parallel.layout import difference_over_ranks
-
-_kept = WeakIdKeyDictionary()
-"""Parameters whose gradients a `GraphParallel` brings together."""
 
 
 class GraphParallel(nn.Module):
@@ -62,6 +60,7 @@ class GraphParallel(nn.Module):
         self.module = module
         self._replicated, self._bucket_mb = _listed(replicated), bucket_mb
         self._groups = _matrix(groups)
+        self._watched = WeakIdKeyDictionary()
         self._is_local = False
         self._holds_terms = False
         """Whether `.grad` holds terms of backwards in `no_sync`, not yet summed."""
@@ -69,6 +68,7 @@ class GraphParallel(nn.Module):
         """Gives None once the backward that has begun is over; itself None before one begins."""
         self._complete: list[tuple[Tensor, Tensor | None]] = []
         """Gradients of earlier backwards, set aside while the terms of this one are summed."""
+        check_unclaimed(module.parameters(), self, self._ranks)
         self._share()
         self._watch()
 
@@ -115,13 +115,26 @@ class GraphParallel(nn.Module):
             for _, tensor in named:
                 tensor.copy_(comm.broadcast(tensor.detach(), 0))
 
+    @property
+    def _ranks(self) -> set[int]:
+        return {rank for comm in (self._groups.gp, self._groups.dp) for rank in comm.ranks}
+
     def _watch(self) -> None:
         """Look at every trained parameter: new ones, and those of a copy, too."""
-        for p in self.module.parameters():
-            keeper = _kept.get(p)
-            if p.requires_grad and (keeper is None or keeper() is not self):
-                p.register_hook(self._begin)
-                _kept[p] = weakref.ref(self)
+        trained = [p for p in self.module.parameters() if p.requires_grad]
+        new = [p for p in trained if p not in self._watched]
+        if not new:
+            return
+        claim(new, self, self._ranks)
+        itself = weakref.ref(self)
+
+        def begin(grad: Tensor) -> None:
+            if (wrapper := itself()) is not None:
+                wrapper._begin(grad)
+
+        for p in new:
+            self._watched[p] = None
+            weakref.finalize(self, p.register_hook(begin).remove).atexit = False
 
     def _is_running(self) -> bool:
         """Whether a backward goes on. What one that raised has left is no gradient, and is undone.
@@ -172,11 +185,12 @@ class GraphParallel(nn.Module):
 
     def __getstate__(self) -> dict[str, Any]:
         """A copy is in no backward."""
-        return self.__dict__ | {"_under_way": None, "_complete": []}
+        return self.__dict__ | {"_under_way": None, "_complete": [], "_watched": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """A copy looks after its own parameters."""
         super().__setstate__(state)
+        self._watched = WeakIdKeyDictionary()
         self._watch()
 
 
@@ -200,7 +214,7 @@ def sync_gradients(
     """
     expect_float("bucket_mb", bucket_mb, 0, error=PartitionError)
     listed = _listed(parameters)
-    if any(p in _kept for p in listed):
+    if any(is_claimed(p, GraphParallel) for p in listed):
         raise LayoutError.because(
             "sync_gradients of a model in GraphParallel",
             "its gradients are summed over ranks at the end of every backward",

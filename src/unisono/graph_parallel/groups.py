@@ -17,7 +17,7 @@ from unisono.comm import Communicator, transports, world
 from unisono.comm import groups as cache
 from unisono.comm.backends import choose_backend
 from unisono.errors import MeshError, PartitionError
-from unisono.expect import expect
+from unisono.expect import expect, is_integer
 from unisono.launch import run
 from unisono.topology import Mesh
 
@@ -91,7 +91,7 @@ def _group(whole: Communicator, ranks: tuple[int, ...], backend: str | None) -> 
 
 def _check_size(size: object, total: int, asked: str) -> None:
     """Raise unless rows of `size` fill `total` ranks."""
-    if isinstance(size, bool) or not isinstance(size, int) or size < 1:
+    if not is_integer(size) or size < 1:
         raise AssertedMeshError.because(
             asked, f"{size!r} is not a number of ranks", None, "1 or more ranks in a row"
         )
@@ -159,7 +159,7 @@ def setup_gp(config: Mapping[str, Any]) -> None:
         )
     size, most = config["gp_gpus"], world().size
     asked = f"setup_gp with gp_gpus={size!r}"
-    size = most if isinstance(size, int) and size > most else size
+    size = most if is_integer(size) and size > most else size
     _install_new(size, config.get("distributed_backend"), asked)
 
 

@@ -20,6 +20,7 @@ from unisono.comm import Communicator
 from unisono.comm.arguments import whole_numbers
 from unisono.comm.health import check as checking
 from unisono.errors import PartitionError, UnisonoError, an
+from unisono.expect import is_integer
 from unisono.graph_parallel import layout
 from unisono.graph_parallel.groups import current_gp
 from unisono.graph_parallel.layout import watched
@@ -163,7 +164,7 @@ def _known_sizes(
                 "natoms=len(pos): the rows of all ranks together",
             ) from None
     if comm.size > 1 and checking.active:
-        is_dim = isinstance(dim, int) and -x.dim() <= dim < x.dim()
+        is_dim = is_integer(dim) and -x.dim() <= dim < x.dim()
         listed = whole_numbers(sizes) or ()
         told = listed[comm.rank] if comm.rank < len(listed) else -1
         mine = [len(listed), told, x.shape[dim] if is_dim else -1]

@@ -28,6 +28,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self, TypeVar
 
 from unisono.cores import threads_per_rank, usable_cores
 from unisono.errors import MissingExtra, PlatformError, UnisonoError
+from unisono.expect import is_integer
 from unisono.launch.logs import IO
 from unisono.launch.places.rendezvous import owner_of_port
 
@@ -174,7 +175,7 @@ class Kind:
 
 
 def _is_integer(value: Any, at_least: float = -float("inf")) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= at_least
+    return is_integer(value) and value >= at_least
 
 
 def _is_list(value: Any, fits: Callable[[Any], bool]) -> bool:

@@ -23,7 +23,7 @@ from unisono.comm.engines.base import Blocks, Engine, How, Messages
 from unisono.comm.groups import GroupEntry
 from unisono.comm.health import trace
 from unisono.errors import PartitionError, UnisonoError
-from unisono.expect import expect, expect_int
+from unisono.expect import expect, expect_int, is_integer
 from unisono.nn.split_tensors.module import SplitModule, module_of
 from unisono.nn.split_tensors.tensor import Gathered, Run, Split, agreed_cuts
 from unisono.topology import Partition
@@ -170,7 +170,7 @@ def _arguments(
 ) -> list[Any]:
     """Return the whole arguments of the network, without data."""
     given: list[Any] = [inputs] if isinstance(inputs, Tensor) else list(inputs)
-    if given and all(isinstance(n, int) for n in given):
+    if given and all(is_integer(n) for n in given):
         kinds = (p.dtype for p in net.parameters() if p.is_floating_point())
         dtype = next(kinds, torch.get_default_dtype()) if dtype is None else dtype
         given = [torch.empty(given, dtype=dtype, device="meta")]

@@ -277,7 +277,7 @@ def scatter(
     a tensor, `dim` and `sizes` (balanced when None).
     """
     check_comm(comm, "scatter")
-    check_rank(src, comm.size, "src", "scatter")
+    src = check_rank(src, comm.size, "src", "scatter")
     refused: UnisonoError | None = None
     plan: BlockPlan | None = None
     if comm.rank == src and x is not None:
@@ -303,7 +303,7 @@ def gather(
     result (the empty one too: `attach` does that).
     """
     check_comm(comm, "gather")
-    check_rank(dst, comm.size, "dst", "gather")
+    dst = check_rank(dst, comm.size, "dst", "gather")
     plan = block_plan(x, dim, sizes, comm, "gather")
     if comm.size == 1:
         return identity(x)

@@ -206,7 +206,7 @@ def broadcast(
         comm: the ranks.
     """
     check_comm(comm, "broadcast")
-    check_rank(src, comm.size, "src", "broadcast")
+    src = check_rank(src, comm.size, "src", "broadcast")
     if comm.size == 1:
         return identity(check_tensor(x, comm.device, "broadcast"))
     if like is None:
@@ -234,7 +234,7 @@ def sum_reduce(x: Tensor, dst: int = 0, *, comm: Communicator) -> Tensor:
     its result (the empty one too: `attach` does that).
     """
     check_call(x, comm, "sum_reduce")
-    check_rank(dst, comm.size, "dst", "sum_reduce")
+    dst = check_rank(dst, comm.size, "dst", "sum_reduce")
     if comm.size == 1:
         return identity(x)
     fan = Fan(comm, dst, tuple(x.shape), comm.rank == dst, True)

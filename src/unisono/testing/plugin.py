@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import pytest
 
 from unisono.errors import PlatformError, explain
+from unisono.expect import is_integer
 from unisono.testing.internals import (
     argument_names,
     drawn_by,
@@ -84,7 +85,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     for name, values in marker.listed.items() if marker is not None else ():
         if name not in metafunc.fixturenames:
             metafunc.fixturenames.append(name)
-        ids = [f"{value}ranks" if isinstance(value, int) else value for value in values]
+        ids = [f"{value}ranks" if is_integer(value) else value for value in values]
         metafunc.parametrize(name, values, ids=ids)
 
 
@@ -224,7 +225,7 @@ class RanksMarker:
         counts, backends = (listed.get(name, (value,)) for name, value in asked.items())
         fits = (
             bool(counts)
-            and all(isinstance(n, int) and n >= 1 for n in counts)
+            and all(is_integer(n) and n >= 1 for n in counts)
             and isinstance(timeout_s, (int, float))
             and timeout_s > 0
             and bool(backends)

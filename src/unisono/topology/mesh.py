@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from unisono.comm import Communicator
 from unisono.errors import MeshError
-from unisono.expect import expect_int
+from unisono.expect import expect_int, is_integer
 from unisono.topology.decompose import fitting_shape, flat_index, grid_index
 from unisono.topology.partition import Frozen
 
@@ -57,7 +57,7 @@ class Mesh(Frozen):
         **named: int,
     ) -> None:
         for option, value in (("comm", comm), ("device", device)):
-            if isinstance(value, int):
+            if is_integer(value):
                 raise MeshError.because(
                     f"Mesh({option}={value})",
                     f"{option!r} is an option of Mesh, not an axis",
@@ -169,7 +169,7 @@ class Mesh(Frozen):
         """Let `Communicator.of(mesh, axis=...)` find the communicator of one axis."""
         if axis is None and len(self._axes) == 1:
             return self.comm()
-        if isinstance(axis, int) and -len(self._axes) <= axis < len(self._axes):
+        if is_integer(axis) and -len(self._axes) <= axis < len(self._axes):
             axis = self.names[axis]
         if not isinstance(axis, str):
             raise MeshError.because(

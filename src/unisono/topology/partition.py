@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 from unisono.comm import Communicator, has_world, world
 from unisono.errors import PartitionError, compress_ranks, name_ranks
+from unisono.expect import is_integer
 from unisono.topology.decompose import (
     block,
     check_within,
@@ -221,7 +222,7 @@ class Partition(Frozen):
             axes: dims to keep; the others get size 1.
             rank: a rank of the partition; default the own one.
         """
-        kept = {axes} if isinstance(axes, int) else set(axes)
+        kept = {axes} if is_integer(axes) else set(axes)
         for axis in kept:
             check_within(f"axes {sorted(kept)} of a {self!r}", axis, self.dim)
         index = self.index_of(self._or_own(rank))

@@ -12,6 +12,7 @@ from operator import index
 from typing import Any, Literal, NamedTuple
 
 from unisono.errors import PartitionError
+from unisono.expect import is_integer
 from unisono.topology.decompose import Interval
 
 Kind = Literal["copy", "flip", "repeat", "fill", "wrap left", "wrap right"]
@@ -55,7 +56,7 @@ def output_length(
     >>> output_length(10, 3, 2), output_length(10, 3, 2, ceil_mode=True)
     (4, 5)
     """
-    left, right = (p, p) if isinstance(p, int) else p
+    left, right = (p, p) if is_integer(p) else p
     return check_window(x, k, s, left, right, d, ceil_mode=ceil_mode)
 
 

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from unisono.comm import reductions
-from unisono.comm.engines.shm.engine import OPS
+from unisono.comm.engines.signature import OPS
 from unisono.comm.reductions import defined_ops
 from unisono.errors import UnisonoError
 

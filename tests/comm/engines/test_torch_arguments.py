@@ -44,6 +44,31 @@ def test_a_root_or_peer_that_is_no_rank_is_refused_before_the_call(rank):
     assert_usable()
 
 
+@on_shm
+def test_zeros_without_memory_are_sent_and_refused_as_targets():
+    zeros, rank = torch._efficientzerotensor((2,)), dist.get_rank()
+    out, pair = torch.ones(2), [torch.ones(2), torch.ones(2)]
+    dist.all_gather(pair, zeros)
+    assert [x.tolist() for x in pair] == [[0.0, 0.0]] * 2
+    dist.reduce_scatter_single(out, torch._efficientzerotensor((4,)))
+    assert out.tolist() == [0.0, 0.0]
+    if rank == 0:
+        dist.send(zeros, 1)
+    else:
+        dist.recv(out.fill_(1), 0)
+    assert out.tolist() == [0.0, 0.0]
+    for call in (
+        lambda: dist.all_reduce(zeros),
+        lambda: dist.all_reduce(zeros, async_op=True),
+        lambda: dist.broadcast(zeros, 0),
+        lambda: dist.all_gather_single(torch._efficientzerotensor((4,)), out),
+        lambda: dist.recv(zeros, 1 - rank),
+    ):
+        with pytest.raises(UnisonoError, match="no memory"):
+            call()
+    assert_usable()
+
+
 @pytest.mark.ranks(1, backend="shm")
 def test_a_group_of_one_rank_has_root_0_only():
     with pytest.raises(MeshError, match="the group has 1 rank"):

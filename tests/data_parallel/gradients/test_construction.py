@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import math
 
 import pytest
 import torch
 from parallel_models import assert_replicas_equal, batch, built, loss_of, mlp
+from torch import distributed as dist
 from torch import nn
 
 from unisono.comm import world
@@ -21,7 +23,8 @@ from unisono.data_parallel import (
     PowerSGD,
 )
 from unisono.data_parallel.ranks import reset_layer
-from unisono.errors import CollectiveMismatch, UnisonoError
+from unisono.errors import CollectiveMismatch, LayoutError, UnisonoError
+from unisono.graph_parallel import GraphParallel, graph_groups
 
 alone_and_many = pytest.mark.ranks([1, 3], backend="gloo")
 
@@ -206,6 +209,38 @@ def test_a_module_is_wrapped_once():
         DataParallelMultiGPU(nn.Sequential(nn.ReLU(), DataParallel(layer)), daso)
     with pytest.raises(ValueError, match="with a DataParallelMultiGPU in it"):
         DataParallel(DataParallelMultiGPU(layer, daso))
+
+
+@pytest.mark.ranks(2)
+def test_a_second_wrapper_over_the_same_parameters_is_refused_while_the_first_lives():
+    net, x = nn.Linear(2, 1).double(), torch.ones(3, 2).double() * (1 + dist.get_rank())
+    expected = torch.full((1, 2), 4.5).double()  # the mean over ranks of 3 and 6
+    matrix = graph_groups(1)  # two rows of one rank each
+    over_rows = functools.partial(GraphParallel, groups=matrix)
+    first = DataParallel(net)
+    for wrapper in (DataParallel, over_rows):
+        for module in (net, nn.Sequential(net), nn.ModuleDict({"a": nn.Linear(1, 1), "b": net})):
+            with pytest.raises(LayoutError, match="a DataParallel over 2 ranks"):
+                wrapper(module)
+    del first
+    second = DataParallel(net)
+    second(x).sum().backward()
+    assert torch.equal(net.weight.grad, expected)
+    del second
+    net.zero_grad()
+    graph = over_rows(net)
+    with pytest.raises(LayoutError, match="summed twice"):
+        over_rows(graph)
+    with pytest.raises(LayoutError, match="a GraphParallel over 2 ranks"):
+        DataParallel(graph)
+    graph(x).sum().backward()
+    assert torch.equal(net.weight.grad, expected)
+    del graph
+    net.zero_grad()
+    over_rows(copy.deepcopy(net))
+    again = over_rows(net)
+    again(x).sum().backward()
+    assert torch.equal(net.weight.grad, expected)
 
 
 def test_optimizers_are_shown_as_one_or_several_and_cannot_be_replaced():

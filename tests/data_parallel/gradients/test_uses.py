@@ -340,6 +340,7 @@ def test_join_goes_on_among_the_ranks_that_have_data(blocking):
                 assert_same_parameters(module, twin)
             state = optimizer.state_dict()["state"]
             assert comm.all_equal(state[0]["momentum_buffer"])
+            del model  # a module has one wrapper at a time
 
 
 @pytest.mark.ranks(2, backend=["gloo", "shm"], timeout=60)

@@ -311,6 +311,19 @@ def test_slopes_that_are_differentiated_again_where_inputs_depend_on_each_other(
         torch.testing.assert_close(found[1], wanted[1])
 
 
+@pytest.mark.ranks(2, backend=["gloo", "shm"])
+def test_gradients_that_torch_keeps_without_memory_reach_every_rank():
+    """Of `sgn` the first derivative, of an absolute value the second, is zeros without storage."""
+    x = param(5, 4)
+    whole = Split.cut(x, Partition([2, 1]))
+    slope = torch.autograd.grad(whole.sgn().whole().sum(), x)[0]
+    assert torch.equal(slope, torch.zeros_like(x))
+    for function in (Tensor.abs, lambda y: F.l1_loss(y, y.detach() + 1)):
+        first = torch.autograd.grad(function(whole).sum(), x, create_graph=True)[0]
+        (second,) = torch.autograd.grad(first.square().sum(), x, allow_unused=True)
+        assert second is None or torch.equal(second, torch.zeros_like(x))
+
+
 REFUSED: dict[str, Callable[[Tensor], Tensor]] = {
     "narrow beyond": lambda x: x.narrow(2, 5, 100),
     "unknown reduction": lambda x: F.mse_loss(x, x, reduction="most"),

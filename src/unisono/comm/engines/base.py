@@ -147,7 +147,8 @@ class Engine(ABC):
         """Fill `outs[q]` of `dst` with `x` of rank `q`; `outs` is None on the other ranks."""
         nothing = x.new_empty(0)
         ins = [x if peer == dst else nothing for peer in range(self.size)]
-        return self.all_to_all([nothing] * self.size if outs is None else outs, ins, **how)
+        received = [nothing] * self.size if outs is None else outs
+        return self.swap_blocks("gather", received, ins, dst, **how)
 
     def scatter(
         self, out: Tensor, ins: Blocks | None, src: int, **how: Unpack[How]
@@ -155,7 +156,14 @@ class Engine(ABC):
         """Fill `out` of rank `r` with `ins[r]` of `src`; `ins` is None on the other ranks."""
         nothing = out.new_empty(0)
         outs = [out if peer == src else nothing for peer in range(self.size)]
-        return self.all_to_all(outs, [nothing] * self.size if ins is None else ins, **how)
+        sent = [nothing] * self.size if ins is None else ins
+        return self.swap_blocks("scatter", outs, sent, src, **how)
+
+    def swap_blocks(
+        self, verb: str, outs: Blocks, ins: Blocks, root: int, **how: Unpack[How]
+    ) -> Ticket | None:
+        """Do `all_to_all` for another verb, which an engine that compares calls compares."""
+        return self.all_to_all(outs, ins, **how)
 
     def all_gather_ints(self, values: Sequence[int], *, timeout_s: float) -> list[tuple[int, ...]]:
         """Return the tuples of all ranks, in rank order; all have the same length. Blocking."""

@@ -6,7 +6,6 @@ not know are done in a wider dtype or locally, in rank order. The chooser picks 
 
 from __future__ import annotations
 
-import secrets
 import struct
 import sys
 import threading
@@ -23,8 +22,15 @@ from torch import Tensor
 
 from unisono.comm import call as calls
 from unisono.comm.arguments import bytes_of
-from unisono.comm.engines.algorithms import SMALL_BYTES, choose
+from unisono.comm.engines.algorithms import MAX_PAIRWISE_RANKS, SMALL_BYTES, choose
 from unisono.comm.engines.base import Blocks, Engine, How, Messages, SourceTicket, Ticket
+from unisono.comm.engines.signature import (
+    Signature,
+    check,
+    packed_bytes,
+    sign,
+    sign_blocks,
+)
 from unisono.comm.health.deadlock import hopeless
 from unisono.comm.health.failures import Meaning, meaning_of
 from unisono.comm.reductions import (
@@ -35,6 +41,7 @@ from unisono.comm.reductions import (
     reduce_among,
     reduce_in_rank_order,
 )
+from unisono.comm.torch.private import known_groups
 from unisono.comm.torch.staging import wrong_message
 from unisono.errors import CollectiveMismatch, UnisonoError
 
@@ -52,11 +59,13 @@ _NATIVE_OPS: dict[str, Any] = {
     "or": dist.ReduceOp.BOR,
     "xor": dist.ReduceOp.BXOR,
 }
-_HEAD = struct.Struct("<2q")
-"""What a broadcast tells first: how many bytes there are, and the number of their dtype."""
-_UNWRITTEN = torch.tensor(list(secrets.token_bytes(8)), dtype=torch.uint8)
-"""Stands at the end of what is to be received: gloo takes a short message for the whole one. (Of
-fewer bytes than these nothing can be said.)"""
+_HEAD = struct.Struct("<4q")
+"""What a message tells first: that it is one, its bytes, their dtype, the tag of a large one."""
+_MESSAGE = 0x756E69736F6E6F
+_BODY_TAG = 1 << 30
+"""Large messages have tags from here on: each one its own, so that it finds its place."""
+_MOST_KNOWN = 1024
+"""Calls that are remembered as compared."""
 _WIDENED: dict[torch.dtype, torch.dtype] = {torch.int16: torch.int32, torch.bool: torch.uint8}
 
 
@@ -67,6 +76,7 @@ class TorchTicket:
         works: what torch gave for them.
         finish: called once, when all are complete.
         keep: lives as long as the ticket.
+        first: is waited for before them.
     """
 
     def __init__(
@@ -75,14 +85,18 @@ class TorchTicket:
         finish: Callable[[], object] | None = None,
         *,
         keep: Tensor | None = None,
+        first: TorchTicket | None = None,
     ) -> None:
         self._works = [work for work in works if work is not None]
         self._finish = [] if finish is None else [finish]
         self._keep = keep
+        self._first = first
 
     def wait(self, timeout_s: float) -> None:
         """Wait for all works; raise `TimeoutError` at the deadline, `RankFailed` on a failure."""
         deadline = time.monotonic() + timeout_s
+        if self._first is not None:
+            self._first.wait(timeout_s)
         while self._works:
             self._wait_one(self._works[0], deadline)
             self._works.pop(0)
@@ -91,7 +105,8 @@ class TorchTicket:
 
     def done(self) -> bool:
         """Whether every work is complete."""
-        return all(work.is_completed() for work in self._works)
+        is_told = self._first is None or self._first.done()
+        return is_told and all(work.is_completed() for work in self._works)
 
     def then(self, finish: Callable[[], object]) -> TorchTicket:
         """Call `finish` too, when all works are complete."""
@@ -115,6 +130,54 @@ class TorchTicket:
         raise TimeoutError
 
 
+class Arrival:
+    """A message that is to fill `x`: its first part tells what it is, and holds a small one.
+
+    The room for that part does not depend on `x`: gloo accepts a message that is too short, and
+    ends the process at one that is too long. So what follows is received when its length is known.
+
+    Args:
+        group: the process group.
+        x: what it is to fill.
+        src: its sender; None for any.
+        tag: its tag.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, x: Tensor, src: int | None, tag: int) -> None:
+        self._group, self._x, self._src, self._tag = group, x, src, tag
+        self.is_large = x.nbytes > SMALL_BYTES
+        self._frame = torch.empty(_HEAD.size + SMALL_BYTES, dtype=torch.uint8)
+        room = [self._frame]
+        self._first = group.recv_anysource(room, tag) if src is None else group.recv(room, src, tag)
+        self._refusal: UnisonoError | None = None
+
+    def wait(self, *timeout: timedelta) -> None:
+        """Receive all of the message."""
+        self._first.wait(*timeout)
+        x, src = self._x, self._source_rank()
+        head = self._frame[: _HEAD.size].numpy().tobytes()
+        magic, nbytes, number, body_tag = _HEAD.unpack(head)
+        if magic != _MESSAGE:  # sent by something else than a communicator
+            self._refusal = wrong_message(x, src, "longer", self._tag)
+            return
+        if (nbytes, number) != (x.nbytes, DTYPE_NUMBERS[x.dtype]):
+            self._refusal = wrong_message(x, src, nbytes, self._tag, DTYPES[number])
+        if nbytes > SMALL_BYTES:
+            is_right = self._refusal is None
+            body = bytes_of(x) if is_right else torch.empty(nbytes, dtype=torch.uint8)
+            self._group.recv([body], src, body_tag).wait(*timeout)
+
+    def place(self) -> None:
+        """Write a small message to its place; raise if it is not what was expected."""
+        if self._refusal is not None:
+            raise self._refusal
+        if not self.is_large:
+            bytes_of(self._x).copy_(self._frame[_HEAD.size :][: self._x.nbytes])
+
+    def _source_rank(self) -> int:
+        return self._first._source_rank() if self._src is None else self._src
+
+
 class MessageTicket:
     """Messages of gloo under way.
 
@@ -125,17 +188,17 @@ class MessageTicket:
     Args:
         works: what gloo gave for them.
         timeout_s: deadline where somebody asks for them before anybody waits; None: the group's.
-        check: called when all are complete.
+        arrivals: those of them that are received.
     """
 
     def __init__(
         self,
-        works: Sequence[dist.Work | None],
+        works: Sequence[Any],
         timeout_s: float | None = None,
-        check: Callable[[], object] = lambda: None,
+        arrivals: Sequence[Arrival] = (),
     ) -> None:
-        self._check = check
-        self._works = [work for work in works if work is not None]
+        self._arrivals = arrivals
+        self._works = list(works)
         self._first = next(iter(self._works), None)
         self._timeout_s = timeout_s
         self._is_attended = False
@@ -152,7 +215,8 @@ class MessageTicket:
                 self._waiter.result(timeout_s)
         finally:
             calls.set_blocked(None)
-        self._check()
+        for arrival in self._arrivals:
+            arrival.place()
 
     def done(self) -> bool:
         """Whether `wait` would return (or raise) at once."""
@@ -218,6 +282,15 @@ class TorchEngine(Engine):
         self.size = group.size()
         self.backend = backend
         self.ints_device = "cuda" if backend == "nccl" else "cpu"
+        self._places = range(self.size)
+        self._others = [q for q in self._places if q != self.rank]
+        self._bodies = 0
+        self._known: set[tuple[Signature | None, Signature]] = set()
+        self._latest: Signature | None = None
+        is_pairwise = backend == "gloo" and 1 < self.size <= MAX_PAIRWISE_RANKS
+        self._along_bytes = SMALL_BYTES if is_pairwise else 0
+        room = packed_bytes(self.size) + self._along_bytes
+        self._rooms = [0 if q == self.rank else room for q in self._places]
 
     def all_reduce_(self, x: Tensor, op: str, **how: Unpack[How]) -> Ticket | None:
         """See `Engine`. A sum carried wider than it travels is cut in shares."""
@@ -226,48 +299,44 @@ class TorchEngine(Engine):
         nbytes, rounds_once = x.nbytes, wide != x.dtype or local_only
         name = choose("all_reduce", nbytes, True, self.size, self.backend, rounds_once=rounds_once)
         self.last_algorithm = name
+        signature = sign("all_reduce", x.dtype, nbytes, op=op)
         if name == "all_to_all":
-            copies = self._side_by_side(x)
-            ticket = self.all_to_all(copies, [x] * self.size, **how)
-            return ticket.then(partial(reduce_in_rank_order, x, copies, op))
+            return self._reduced_here(signature, x, [x] * self.size, op, **how)
         if name == "scatter_gather" and (not how["async_op"] or local_only):
+            self._agree(signature, how["timeout_s"]).wait(how["timeout_s"])
 
             def swap(outs: Blocks, ins: Blocks) -> None:
-                self.all_to_all(outs, ins, **how).wait(how["timeout_s"])
+                self._swap(outs, ins).wait(how["timeout_s"])
 
             reduce_among(x.view(-1), op, swap, self.rank, self.size, is_whole=False)
             return None
-        return self._native_reduce(x, op, wide, dist.AllreduceOptions(), self.group.allreduce)
+        told = self._agree(signature, how["timeout_s"])
+        return self._native_reduce(x, op, wide, dist.AllreduceOptions(), self.group.allreduce, told)
 
     def reduce_(self, x: Tensor, dst: int, op: str, **how: Unpack[How]) -> Ticket | None:
+        signature = sign("reduce", x.dtype, x.nbytes, op=op, root=dst)
+        if self._travels_along(x.nbytes):
+            self.last_algorithm = "all_to_all"
+            blocks = [x if peer == dst else x.view(-1)[:0] for peer in range(self.size)]
+            if self.rank != dst:
+                return self._tell(signature, blocks)
+            return self._reduced_here(signature, x, blocks, op, **how)
         if op == "product" and x.dtype.is_complex:
             return super().reduce_(x, dst, op, **how)
         self.last_algorithm = "native"
         options, wide = dist.ReduceOptions(), accumulation_dtype(x.dtype, op)
         options.rootRank = dst
-        return self._native_reduce(x, op, wide, options, self.group.reduce)
+        told = self._agree(signature, how["timeout_s"])
+        return self._native_reduce(x, op, wide, options, self.group.reduce, told)
 
     def broadcast_(self, x: Tensor, src: int, **how: Unpack[How]) -> Ticket | None:
-        """See `Engine`. The source tells first what it sends: gloo itself compares nothing."""
-        block, is_mine = bytes_of(x), self.rank == src
-        if self.backend != "gloo":
-            return TorchTicket([self._spread(block, src)]) if len(block) else None
-        own, is_joined = (x.nbytes, DTYPE_NUMBERS[x.dtype]), x.nbytes <= SMALL_BYTES
-        memory = bytearray(_HEAD.size + (x.nbytes if is_joined else 0))
-        frame = torch.frombuffer(memory, dtype=torch.uint8)
-        body = frame[_HEAD.size :]
-        if is_mine:
-            _HEAD.pack_into(memory, 0, *own)
-            if is_joined:
-                body.copy_(block)
-
-        def unpack() -> None:
-            if (told := _HEAD.unpack_from(memory)) != own:
-                raise _unlike_source(x, src, *told)
-            if is_joined and not is_mine:
-                block.copy_(body)
-
-        return TorchTicket([self._spread(y, src) for y in (frame, block)[: 2 - is_joined]], unpack)
+        signature, nothing = sign("broadcast", x.dtype, x.nbytes, root=src), x.view(-1)[:0]
+        if self._travels_along(x.nbytes):
+            ins = [x if self.rank == src else nothing] * self.size
+            outs = [x if q == src else nothing for q in self._places]
+            return self._told_blocks(signature, outs, ins)
+        told = self._agree(signature, how["timeout_s"])
+        return TorchTicket([self._spread(bytes_of(x), src)] if x.numel() else [], first=told)
 
     def _spread(self, block: Tensor, src: int) -> dist.Work:
         options = dist.BroadcastOptions()
@@ -281,42 +350,55 @@ class TorchEngine(Engine):
         total = sum(lengths) * x.element_size()
         name = choose("all_gather", total, len(set(lengths)) == 1, self.size, self.backend)
         self.last_algorithm = name
-        if total == 0:
-            return None
+        signature = sign("all_gather", x.dtype, total, alike, *lengths)
+        if name == "all_to_all" and self._travels_along(total):
+            return self._told_blocks(signature, outs, [x] * self.size)
+        told = self._agree(signature, how["timeout_s"])
         if name == "all_to_all":
-            return self.all_to_all(outs, [x] * self.size, **how)
+            return self._swap(outs, [x] * self.size, told)
         raw = [bytes_of(out) for out in outs]
         if name == "native":
-            return TorchTicket([self.group.allgather([raw], [bytes_of(x)])])
+            return TorchTicket([self.group.allgather([raw], [bytes_of(x)])], first=told)
         outs[self.rank].copy_(x)
-        return TorchTicket([self._spread(block, q) for q, block in enumerate(raw) if len(block)])
+        spread = [self._spread(block, q) for q, block in enumerate(raw) if len(block)]
+        return TorchTicket(spread, first=told)
 
     def reduce_scatter(
         self, out: Tensor, ins: Blocks, op: str, *, alike: int = 0, **how: Unpack[How]
     ) -> Ticket | None:
-        is_even = len({block.numel() for block in ins}) == 1
+        lengths = [block.numel() for block in ins]
+        total = sum(lengths) * out.element_size()
         name = choose(
             "reduce_scatter",
-            sum(block.numel() for block in ins) * out.element_size(),
-            is_even and out.dtype not in _WIDENED and not out.dtype.is_complex,
+            total,
+            len(set(lengths)) == 1 and out.dtype not in _WIDENED and not out.dtype.is_complex,
             self.size,
             self.backend,
             rounds_once=accumulation_dtype(out.dtype, op) != out.dtype,
         )
         self.last_algorithm = name
-        if name == "native":
-            joined = torch.cat([block.reshape(-1) for block in ins])
-            work = dist.reduce_scatter_single(
-                out.view(-1), joined, _NATIVE_OPS[op], group=self.group, async_op=True
-            )
-            ticket = TorchTicket([work], keep=joined)
-            return ticket.then(partial(out.div_, self.size)) if op == "mean" else ticket
-        blocks = self._side_by_side(out)
-        ticket = self.all_to_all(blocks, ins, **how)
-        return ticket.then(partial(reduce_in_rank_order, out, blocks, op))
+        signature = sign("reduce_scatter", out.dtype, total, alike, *lengths, op=op)
+        if name != "native":
+            return self._reduced_here(signature, out, ins, op, **how)
+        told = self._agree(signature, how["timeout_s"])
+        joined = torch.cat([block.reshape(-1) for block in ins])
+        work = dist.reduce_scatter_single(
+            out.view(-1), joined, _NATIVE_OPS[op], group=self.group, async_op=True
+        )
+        ticket = TorchTicket([work], keep=joined, first=told)
+        return ticket.then(partial(out.div_, self.size)) if op == "mean" else ticket
 
     def all_to_all(self, outs: Blocks, ins: Blocks, **how: Unpack[How]) -> TorchTicket:
-        """See `Engine`. One flat transfer of bytes, any sizes."""
+        return self.swap_blocks("all_to_all", outs, ins, -1, **how)
+
+    def swap_blocks(
+        self, verb: str, outs: Blocks, ins: Blocks, root: int, **how: Unpack[How]
+    ) -> TorchTicket:
+        signature = sign_blocks(verb, outs, ins, root)
+        return self._swap(outs, ins, self._agree(signature, how["timeout_s"]))
+
+    def _swap(self, outs: Blocks, ins: Blocks, told: TorchTicket | None = None) -> TorchTicket:
+        """Exchange blocks in one flat transfer of bytes, any sizes."""
         send = _one_block(ins)
         if send is None:
             send = torch.cat([bytes_of(block) for block in ins])
@@ -331,24 +413,121 @@ class TorchEngine(Engine):
                 for out, block in zip(outs, recv.split(received), strict=True):
                     bytes_of(out).copy_(block)
 
-        return TorchTicket([work], unpack, keep=send)
+        return TorchTicket([work], unpack, keep=send, first=told)
+
+    # -- what ranks tell each other of a call: gloo compares nothing -----------------------------
+
+    def _travels_along(self, nbytes: int) -> bool:
+        """Whether blocks of so many bytes in all go with what is told of the call."""
+        return self._along_bytes > 0 and nbytes <= self._along_bytes
+
+    def _tell(
+        self,
+        signature: Signature,
+        ins: Blocks = (),
+        place: Callable[[Callable[[int], memoryview]], None] | None = None,
+    ) -> TorchTicket:
+        """Tell every rank of a call, and compare when all have told; small blocks travel along.
+
+        All ranks have the same room for what others tell, whatever they expect: gloo accepts a
+        message that is too short, and ends the process at one that is too long.
+
+        Args:
+            signature: what is told.
+            ins: a block for each rank.
+            place: called with a function that returns what another rank has sent along.
+        """
+        if self.backend != "gloo" or self.size == 1:
+            return TorchTicket([])
+        head, others = signature.packed(self.size), self._others
+        blocks = [_memory(ins[q]) for q in others] if ins else [b""] * len(others)
+        send = bytearray().join([part for block in blocks for part in (head, block)])
+        sent = [len(head) + len(block) for block in blocks]
+        sent.insert(self.rank, 0)
+        room = self._rooms[others[0]]
+        recv = torch.empty(room * len(others), dtype=torch.uint8)
+        told = torch.frombuffer(send, dtype=torch.uint8)
+        work = self.group.alltoall_base(recv, told, self._rooms, sent, dist.AllToAllOptions())
+        self._latest = signature
+
+        def compare() -> None:
+            received = _memory(recv)
+            heads = [received[at : at + len(head)] for at in range(0, len(recv), room)]
+            if any(other != head for other in heads):
+                self._check([head if q == self.rank else heads.pop(0) for q in self._places])
+            if place is not None:
+                place(lambda q: received[(q - (q > self.rank)) * room + len(head) :])
+
+        return TorchTicket([work], compare, keep=told)
+
+    def _check(self, heads: Sequence[bytes | memoryview]) -> None:
+        """Raise if what ranks have told does not fit; breaks the group."""
+        is_known = self.group in known_groups
+        ranks = dist.get_process_group_ranks(self.group) if is_known else self._places
+        try:
+            check([Signature.unpacked(head, self.size) for head in heads], ranks)
+        except CollectiveMismatch as error:
+            self.cause = error  # ranks are at different places in the order of calls
+            raise
+
+    def _told_blocks(self, signature: Signature, outs: Blocks, ins: Blocks) -> TorchTicket:
+        """Exchange small blocks that travel along with what is told."""
+
+        def place(block_of: Callable[[int], memoryview]) -> None:
+            for q, out in enumerate(outs):
+                if out.numel():
+                    block = ins[q] if q == self.rank else _shown(block_of(q), out)
+                    out.view(-1).copy_(block.view(-1))
+
+        return self._tell(signature, ins, place)
+
+    def _agree(self, signature: Signature, timeout_s: float) -> TorchTicket:
+        """Tell every rank of a call whose data travels by itself, at the same time.
+
+        Where this call did not follow the latest one before, it is compared first: data of
+        another length than expected would end the process.
+        """
+        key = (self._latest, signature)
+        ticket = self._tell(signature)
+        if key not in self._known:
+            ticket.wait(timeout_s)
+            if len(self._known) >= _MOST_KNOWN:
+                self._known.clear()
+            self._known.add(key)
+        return ticket
+
+    def _reduced_here(
+        self, signature: Signature, out: Tensor, ins: Blocks, op: str, **how: Unpack[How]
+    ) -> TorchTicket:
+        """Fill `out` with the reduction of what ranks have for this one, in their order."""
+        if not self._travels_along(signature.nbytes):
+            blocks = list(out.new_empty((self.size, *out.shape)).unbind())
+            ticket = self._swap(blocks, ins, self._agree(signature, how["timeout_s"]))
+            return ticket.then(partial(reduce_in_rank_order, out, blocks, op))
+
+        def place(block_of: Callable[[int], memoryview]) -> None:
+            own = ins[self.rank].view(-1)
+            if self.rank and out.numel():
+                own = own.clone()  # `out` may be the same tensor, and is written first
+            blocks = [own if q == self.rank else _shown(block_of(q), out) for q in self._places]
+            reduce_in_rank_order(out.view(-1), blocks, op)
+
+        return self._tell(signature, ins, place)
+
+    # -- messages: each tells what it is ----------------------------------------------------------
 
     def exchange(
         self, sends: Messages, recvs: Messages, tag: int, **how: Unpack[How]
     ) -> Ticket | None:
         if self.backend != "nccl":
-            ends = [bytes_of(x)[-len(_UNWRITTEN) :] for _, x in recvs]
-            for end in ends:
-                end.copy_(_UNWRITTEN[: len(end)])
-            works = [self.group.recv([bytes_of(x)], src, tag) for src, x in recvs]
-            works += [self.group.send([bytes_of(x)], dst, tag) for dst, x in sends]
-
-            def check() -> None:
-                for (src, x), end in zip(recvs, ends, strict=True):
-                    if torch.equal(end.cpu(), _UNWRITTEN):
-                        raise wrong_message(x, src, "shorter", tag)
-
-            return MessageTicket(works, how["timeout_s"], check)
+            arrivals = [Arrival(self.group, x, src, tag) for src, x in recvs]
+            works: list[Any] = [*arrivals]
+            for dst, x in sends:
+                works += self._depart(x, dst, tag)
+            ticket = MessageTicket(works, how["timeout_s"], arrivals)
+            if how["async_op"] and any(arrival.is_large for arrival in arrivals):
+                ticket.done()  # a thread takes what follows the first part
+            return ticket
         batch = [
             dist.P2POp(op, bytes_of(x), group=self.group, tag=tag, group_peer=peer)
             for op, side in ((dist.irecv, recvs), (dist.isend, sends))
@@ -356,8 +535,20 @@ class TorchEngine(Engine):
         ]
         return TorchTicket(dist.batch_isend_irecv(batch)) if batch else None
 
+    def _depart(self, x: Tensor, dst: int, tag: int) -> list[dist.Work]:
+        """Send a message as an `Arrival` takes it."""
+        block, is_large = bytes_of(x), x.nbytes > SMALL_BYTES
+        self._bodies = (self._bodies + is_large) % _BODY_TAG
+        body_tag = _BODY_TAG + self._bodies
+        head = bytearray(_HEAD.pack(_MESSAGE, x.nbytes, DTYPE_NUMBERS[x.dtype], body_tag))
+        first = torch.frombuffer(head, dtype=torch.uint8)
+        if not is_large:
+            return [self.group.send([torch.cat([first, block.cpu()])], dst, tag)]
+        return [self.group.send([first], dst, tag), self.group.send([block], dst, body_tag)]
+
     def receive_any(self, x: Tensor, tag: int) -> SourceTicket:
-        return MessageTicket([self.group.recv_anysource([bytes_of(x)], tag)])
+        arrival = Arrival(self.group, x, None, tag)
+        return MessageTicket([arrival], None, [arrival])
 
     def barrier(self, **how: Unpack[How]) -> Ticket | None:
         return TorchTicket([dist.barrier(group=self.group, async_op=True)])
@@ -369,20 +560,31 @@ class TorchEngine(Engine):
         wide: torch.dtype,
         options: Any,
         start: Callable[[list[Tensor], Any], dist.Work],
+        told: TorchTicket,
     ) -> TorchTicket:
         """Let the backend reduce, in a dtype that it knows and that rounds once."""
         dtype = wide if wide != x.dtype else _WIDENED.get(x.dtype, x.dtype)
         options.reduceOp = _NATIVE_OPS[BOOL_OPS.get(op, op) if x.dtype == torch.bool else op]
         work = x if dtype == x.dtype else x.to(dtype)
         plain = torch.view_as_real(work) if x.is_complex() else work
-        ticket = TorchTicket([start([plain], options)])
+        ticket = TorchTicket([start([plain], options)], first=told)
         if op == "mean":
             ticket.then(partial(work.div_, self.size))
         return ticket if work is x else ticket.then(partial(x.copy_, work))
 
-    def _side_by_side(self, x: Tensor) -> list[Tensor]:
-        """Return room for one tensor like `x` from each rank, in one piece: nothing to unpack."""
-        return list(x.new_empty((self.size, *x.shape)).unbind())
+
+def _memory(x: Tensor) -> memoryview:
+    """Return the bytes of a contiguous tensor, copied to the host where they are not there."""
+    array: Any = bytes_of(x).cpu().numpy()
+    return memoryview(array)
+
+
+def _shown(memory: memoryview, like: Tensor) -> Tensor:
+    """Return a flat tensor over the beginning of some memory, with the elements of another."""
+    if not like.numel():
+        return like.view(-1)
+    flat = torch.frombuffer(memory, dtype=like.dtype, count=like.numel())
+    return flat.to(like.device)
 
 
 def _one_block(blocks: Blocks) -> Tensor | None:
@@ -400,14 +602,3 @@ def _one_block(blocks: Blocks) -> Tensor | None:
         end += block.nbytes
     whole = torch.empty(0, dtype=torch.uint8, device=first.device)
     return whole.set_(first.untyped_storage(), begin - storage, (end - begin,), (1,))
-
-
-def _unlike_source(x: Tensor, src: int, nbytes: int, number: int) -> UnisonoError:
-    """Return the error of a broadcast into `x` whose source has something else."""
-    found, wanted = (str(dtype).removeprefix("torch.") for dtype in (DTYPES[number], x.dtype))
-    return CollectiveMismatch.because(
-        f"broadcast of {wanted} {list(x.shape)} from rank {src} of the group",
-        f"that rank sends {nbytes // DTYPES[number].itemsize} elements of {found}",
-        f"{nbytes} bytes of {found} != {x.numel()} * {x.itemsize} = {x.nbytes} bytes of {wanted}",
-        "the shape and dtype of the source on all ranks, in x or in like=(shape, dtype)",
-    )

@@ -242,7 +242,7 @@ class HostsEngine(QueuedEngine):
     def _all_to_all(self, outs: Blocks, ins: Blocks) -> None:
         near = [[blocks[r] for r in self._mine] for blocks in (outs, ins)]
         self.local.all_to_all(near[0], near[1], **self._how)
-        nothing = torch.empty(0, dtype=torch.uint8)
+        nothing = ins[0].new_empty(0)
         far = [
             [nothing if r in self._mine else block for r, block in enumerate(blocks)]
             for blocks in (outs, ins)

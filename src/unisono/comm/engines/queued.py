@@ -25,6 +25,7 @@ from torch import Tensor
 
 from unisono.comm.engines.algorithms import SMALL_BYTES, forced_algorithms
 from unisono.comm.engines.base import Blocks, Engine, How, Ticket
+from unisono.comm.engines.signature import Signature, sign, sign_blocks
 from unisono.comm.reductions import check_op, reduce_among, reduce_in_rank_order
 from unisono.errors import CollectiveMismatch, RankFailed, UnisonoError
 
@@ -270,28 +271,45 @@ class QueuedEngine(TransportEngine):
 
     def all_reduce_(self, x: Tensor, op: str, **how: Unpack[How]) -> Ticket | None:
         check_op(op, x.dtype)
-        return self.call("all_reduce", partial(self._all_reduce, x, op), **how)
+        signature = sign("all_reduce", x.dtype, x.nbytes, op=op)
+        return self.call(signature, partial(self._all_reduce, x, op), **how)
+
+    def reduce_(self, x: Tensor, dst: int, op: str, **how: Unpack[How]) -> Ticket | None:
+        check_op(op, x.dtype)
+        signature = sign("reduce", x.dtype, x.nbytes, op=op, root=dst)
+        work = x if self.rank == dst else x.clone()
+        return self.call(signature, partial(self._all_reduce, work, op), **how)
 
     def reduce_scatter(
         self, out: Tensor, ins: Blocks, op: str, *, alike: int = 0, **how: Unpack[How]
     ) -> Ticket | None:
         check_op(op, out.dtype)
-        kernel = partial(self._reduce_scatter, out, ins, op, alike)
-        return self.call("reduce_scatter", kernel, **how)
+        lengths = [block.nbytes for block in ins]
+        signature = sign("reduce_scatter", out.dtype, sum(lengths), alike, *lengths, op=op)
+        return self.call(signature, partial(self._reduce_scatter, out, ins, op, alike), **how)
 
     def broadcast_(self, x: Tensor, src: int, **how: Unpack[How]) -> Ticket | None:
-        return self.call("broadcast", partial(self._broadcast, x, src), **how)
+        signature = sign("broadcast", x.dtype, x.nbytes, root=src)
+        return self.call(signature, partial(self._broadcast, x, src), **how)
 
     def all_gather(
         self, outs: Blocks, x: Tensor, *, alike: int = 0, **how: Unpack[How]
     ) -> Ticket | None:
-        return self.call("all_gather", partial(self._all_gather, outs, x, alike), **how)
+        lengths = [out.nbytes for out in outs]
+        signature = sign("all_gather", x.dtype, sum(lengths), alike, *lengths)
+        return self.call(signature, partial(self._all_gather, outs, x, alike), **how)
 
     def all_to_all(self, outs: Blocks, ins: Blocks, **how: Unpack[How]) -> Ticket | None:
-        return self.call("all_to_all", partial(self._all_to_all, outs, ins), **how)
+        return self.swap_blocks("all_to_all", outs, ins, -1, **how)
+
+    def swap_blocks(
+        self, verb: str, outs: Blocks, ins: Blocks, root: int, **how: Unpack[How]
+    ) -> Ticket | None:
+        signature = sign_blocks(verb, outs, ins, root)
+        return self.call(signature, partial(self._all_to_all, outs, ins), **how)
 
     def barrier(self, **how: Unpack[How]) -> Ticket | None:
-        return self.call("barrier", self._barrier, **how)
+        return self.call(sign("barrier", torch.uint8, 0), self._barrier, **how)
 
     # -- the kernels: each does the whole of a call, and waits until `timeout_s` -------------------
 
@@ -327,9 +345,11 @@ class QueuedEngine(TransportEngine):
 
     # -- how they are run -------------------------------------------------------------------------
 
-    def call(self, name: str, kernel: Callable[[], Any], **how: Unpack[How]) -> Ticket | None:
-        """Run a kernel in the group's order of calls; `name` is the call, for messages."""
-        run = partial(self._run, name, kernel, how["timeout_s"])
+    def call(
+        self, signature: Signature, kernel: Callable[[], Any], **how: Unpack[How]
+    ) -> Ticket | None:
+        """Run a kernel in the group's order of calls; `signature` says what call it is."""
+        run = partial(self._run, signature.verb, kernel, how["timeout_s"])
         if how["async_op"]:
             self.check_usable()
             job = Job(self.jobs, run)

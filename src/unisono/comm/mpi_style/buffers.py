@@ -20,7 +20,7 @@ from torch import Tensor
 from unisono.comm.arguments import check_sizes, split_evenly
 from unisono.comm.mpi_style.constants import InPlace
 from unisono.errors import MeshError, PartitionError, an, explain
-from unisono.expect import expect, expect_int
+from unisono.expect import expect, expect_int, is_integer
 
 Buffer = Tensor | np.ndarray
 """What a verb sends from or receives into."""
@@ -51,7 +51,7 @@ def chunk(
     >>> chunk((7, 2), 0, 1, 3)
     (3, (2, 2), (slice(3, 5, None), slice(0, 2, None)))
     """
-    whole = (shape,) if isinstance(shape, int) else tuple(int(n) for n in shape)
+    whole = (shape,) if is_integer(shape) else tuple(int(n) for n in shape)
     slices = [slice(0, n) for n in whole]
     if split is None:
         return 0, whole, tuple(slices)

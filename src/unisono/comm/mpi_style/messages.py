@@ -28,7 +28,7 @@ from torch.distributed import PrefixStore, Store
 
 from unisono.comm import call as calls
 from unisono.comm import groups, seal
-from unisono.comm.arguments import DTYPE_NUMBERS, DTYPES, bytes_of
+from unisono.comm.arguments import DTYPE_NUMBERS, DTYPES, bytes_of, is_dense
 from unisono.comm.call import Call
 from unisono.comm.communicator import Communicator
 from unisono.comm.groups import GroupEntry
@@ -131,7 +131,7 @@ class Receive:
         x = self.buffer
         if x is None or self._refusal(envelope) is not None:
             return None
-        if not x.is_contiguous() or x.device.type != device_type or x.is_conj() or x.is_neg():
+        if x.device.type != device_type or not is_dense(x):
             return None
         return bytes_of(x)[: envelope.nbytes]
 

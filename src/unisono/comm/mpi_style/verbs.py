@@ -43,7 +43,7 @@ from unisono.comm.mpi_style.requests import Request, Status
 from unisono.comm.perform import Pending
 from unisono.comm.reductions import decode, encode, reduce_in_rank_order
 from unisono.errors import PartitionError, explain
-from unisono.expect import expect_int
+from unisono.expect import expect, expect_int, is_integer
 
 S = TypeVar("S", bound="Verbs")
 P = ParamSpec("P")
@@ -159,7 +159,7 @@ class Verbs(ABC):
     ) -> Plan:
         """Fill `recvbuf` on `root` with the reduction over ranks; the others may pass None."""
         comm = self._comm
-        check_rank(root, comm.size, "root", verb)
+        root = check_rank(root, comm.size, "root", verb)
         needs_recv = comm.rank == root or constants.is_in_place(sendbuf)
         recv = as_tensor(recvbuf, verb, "recvbuf") if needs_recv else None
         send, kind = _operands(sendbuf, recv, op, verb)
@@ -203,7 +203,7 @@ class Verbs(ABC):
     def Bcast(self, verb: str, buf: Buffer, root: int = 0) -> Plan:
         """Fill `buf` on every rank with the values of `root`."""
         comm = self._comm
-        check_rank(root, comm.size, "root", verb)
+        root = check_rank(root, comm.size, "root", verb)
         x = as_tensor(buf, verb, "buf")
         work = self._staged(x)
 
@@ -343,7 +343,7 @@ class Verbs(ABC):
         """
         (mine, own_axis, own_name), (buffer, axis, name) = own, whole
         size = self._comm.size
-        check_rank(root, size, "root", verb)
+        root = check_rank(root, size, "root", verb)
         front: Tensor | None = None
         blocks: Blocks | None = None
         if self._comm.rank == root:
@@ -465,7 +465,7 @@ class Verbs(ABC):
 
     def bcast(self, obj: Any, root: int = 0) -> Any:
         """Return the object of `root` on every rank."""
-        check_rank(root, self._comm.size, "root", "bcast")
+        root = check_rank(root, self._comm.size, "root", "bcast")
         return self._comm.broadcast_object(obj, root)
 
     def allgather(self, obj: Any) -> list[Any]:
@@ -474,13 +474,13 @@ class Verbs(ABC):
 
     def gather(self, obj: Any, root: int = 0) -> list[Any] | None:
         """Return the objects of all ranks on `root`, None on the others."""
-        check_rank(root, self._comm.size, "root", "gather")
+        root = check_rank(root, self._comm.size, "root", "gather")
         return self._comm.gather_object(obj, root)
 
     def scatter(self, sendobj: Sequence[Any] | None, root: int = 0) -> Any:
         """Return object r of the sequence of `root` on rank r; the others may pass None."""
         rank, size = self._comm.rank, self._comm.size
-        check_rank(root, size, "root", "scatter")
+        root = check_rank(root, size, "root", "scatter")
         parts: list[Tensor] = []
         if rank == root and sendobj is not None:
             parts = [self._comm._pickled(obj) for obj in sendobj]
@@ -560,13 +560,24 @@ class Verbs(ABC):
         return Request.done()
 
     def recv(
-        self, source: int = ANY_SOURCE, tag: int = ANY_TAG, status: Status | None = None
+        self,
+        buf: bytearray | memoryview | None = None,
+        source: int = ANY_SOURCE,
+        tag: int = ANY_TAG,
+        status: Status | None = None,
     ) -> Any:
-        """Return the next object of that source and tag."""
+        """Return the next object of that source and tag; `buf`, room in mpi4py, is not needed."""
+        _check_room(buf, "recv")
         return self._receive(None, source, tag, "recv").Wait(status)
 
-    def irecv(self, source: int = ANY_SOURCE, tag: int = ANY_TAG) -> Request:
+    def irecv(
+        self,
+        buf: bytearray | memoryview | None = None,
+        source: int = ANY_SOURCE,
+        tag: int = ANY_TAG,
+    ) -> Request:
         """Start `recv`; `Wait` returns the object."""
+        _check_room(buf, "irecv")
         return self._receive(None, source, tag, "irecv")
 
     def _send(
@@ -611,9 +622,9 @@ class Verbs(ABC):
 
     def _is_somebody(self, rank: int, verb: str, what: str) -> bool:
         """Check the other rank; False for `PROC_NULL`."""
-        if isinstance(rank, int) and constants.is_nobody(rank):
+        if is_integer(rank) and constants.is_nobody(rank):
             return False
-        check_rank(rank, self._comm.size, what, verb)
+        rank = check_rank(rank, self._comm.size, what, verb)
         return True
 
 
@@ -643,3 +654,9 @@ def _in_front(x: Tensor, axis: int, verb: str, what: str = "axis") -> Tensor:
     """Return `x` with `axis` as its first one; a tensor without dims counts as one row."""
     x = _rows(x)
     return x.swapaxes(0, check_axis(axis, x.dim(), verb, what))
+
+
+def _check_room(buf: object, verb: str) -> None:
+    """Refuse a source where mpi4py has a buffer: it would be taken for any source."""
+    if buf is not None and not isinstance(buf, bytearray | memoryview):
+        expect("buf", buf, (bytearray, type(None)), f"{verb}(source={buf!r}), or {verb}(None, ...)")

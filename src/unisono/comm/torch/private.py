@@ -32,6 +32,7 @@ __all__ = [
     "is_functorch_wrapped_tensor",
     "is_legacy_batchedtensor",
     "is_profiling",
+    "is_zero_tensor",
     "known_groups",
     "new_group",
     "outside_transforms",
@@ -54,6 +55,9 @@ set_grad_enabled: Callable[[bool], None] = torch._C._set_grad_enabled
 
 increment_version: Callable[[tuple[torch.Tensor, ...]], None] = torch._C._increment_version
 """Half the price of the public function of this name, which first asks what it was given."""
+
+is_zero_tensor: Callable[[torch.Tensor], bool] = torch.Tensor._is_zerotensor
+"""Whether a tensor is zeros without memory, as some derivatives of torch are (that of `sgn`)."""
 
 transforms_active: Callable[[], bool] = torch._C._are_functorch_transforms_active
 """Whether a transform of torch.func is around this call."""

@@ -35,7 +35,7 @@ from torch._C._distributed_c10d import (
 from torch.distributed.distributed_c10d import GroupName
 
 from unisono.comm import call as calls
-from unisono.comm.arguments import check_no_overlap, check_rank
+from unisono.comm.arguments import check_rank, is_dense
 from unisono.comm.call import Call
 from unisono.comm.engines.base import Blocks, Engine, How, Ticket
 from unisono.comm.groups import GroupEntry
@@ -313,7 +313,7 @@ class TransportProcessGroup(dist.ProcessGroup):
         """Replace each tensor by its reduction over all ranks."""
         x, performer, op = tensors[0], self._calls, OPS.get(opts.reduceOp.op)
         is_usual = len(tensors) == 1 and x.dtype in PLAIN_DTYPES and x.layout is torch.strided
-        is_usual = is_usual and x.is_contiguous() and not x.is_neg()
+        is_usual = is_usual and is_dense(x)
         if performer is None or op is None or opts.asyncOp or not is_usual:
             return self._reduce("all_reduce", tensors, opts)
         # One plain tensor that the caller waits for: the shortest way, for small ones.
@@ -344,7 +344,6 @@ class TransportProcessGroup(dist.ProcessGroup):
             return self._reduce_sparse(xs, op, opts)
         for x in xs:
             staging.check_dense(x)
-            check_no_overlap(x, name)
             check_op(op, x.dtype)
         targets = Targets(xs, keep=True)
         kernels = [
@@ -420,8 +419,6 @@ class TransportProcessGroup(dist.ProcessGroup):
         """Replace each tensor by the root's."""
         xs, engine = tensors, self.unisono_engine
         root = self._root(opts, "src", "broadcast")
-        for x in xs:
-            check_no_overlap(x, "broadcast")
         targets = Targets(xs, keep=True)
         kernels = [partial(engine.broadcast_, x, root) for x in targets.tensors]
         return self._submit("broadcast", kernels, targets, opts, root=root, brought=xs)

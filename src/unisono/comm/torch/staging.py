@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from unisono.comm.arguments import check_sizes, dense
+from unisono.comm.arguments import check_sizes, check_writable, dense, is_dense
 from unisono.errors import CollectiveMismatch, PartitionError, UnisonoError
 
 OPS: dict[Any, str] = {
@@ -53,9 +53,10 @@ class Targets:
         self._copies: list[tuple[Tensor, Tensor]] = []
         for x in wanted:
             check_dense(x)
+            check_writable(x, "a collective")
             if x.requires_grad:
                 x = x.detach()
-            if x.is_contiguous() and not x.is_conj() and not x.is_neg():
+            if is_dense(x):
                 self.tensors.append(x)
                 continue
             stand_in = torch.empty_like(x, memory_format=torch.contiguous_format)

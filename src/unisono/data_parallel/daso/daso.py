@@ -27,7 +27,7 @@ from unisono.data_parallel.daso.exchange import (
 )
 from unisono.data_parallel.daso.schedule import DasoSchedule
 from unisono.data_parallel.ranks import broadcast_module, communicator_of
-from unisono.expect import expect, expect_choice, expect_float, expect_int, refusal
+from unisono.expect import expect, expect_choice, expect_float, expect_int, is_integer, refusal
 
 _WIRES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -678,6 +678,6 @@ def _node_layout(comm: Communicator, ranks_per_node: Any) -> NodeLayout:
     if ranks_per_node is None:
         return NodeLayout.of_hosts(comm.hosts)
     expect("ranks_per_node", ranks_per_node, (int, list, tuple, type(None)), "2, or [2, 3]")
-    for size in [ranks_per_node] if isinstance(ranks_per_node, int) else ranks_per_node:
+    for size in [ranks_per_node] if is_integer(ranks_per_node) else ranks_per_node:
         expect("ranks_per_node", size, int)
     return NodeLayout.of_blocks(comm.size, ranks_per_node)

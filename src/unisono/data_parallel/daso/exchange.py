@@ -31,6 +31,7 @@ from unisono.data_parallel.ranks import (
     write_back,
 )
 from unisono.errors import MeshError, UnisonoError, explain
+from unisono.expect import is_integer
 from unisono.topology import decompose
 
 
@@ -66,7 +67,7 @@ class NodeLayout:
         Raises:
             MeshError: the blocks do not make up `size` ranks.
         """
-        if isinstance(ranks_per_node, int):
+        if is_integer(ranks_per_node):
             if ranks_per_node < 1 or size % ranks_per_node:
                 share = (
                     f"{size} / {ranks_per_node} = {size / ranks_per_node:g}"

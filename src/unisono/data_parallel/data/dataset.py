@@ -20,7 +20,7 @@ from torch import Tensor
 from unisono.comm import Communicator, Pending
 from unisono.data_parallel.ranks import communicator_of, on_device
 from unisono.errors import PartitionError
-from unisono.expect import expect, expect_int, refusal
+from unisono.expect import expect, expect_int, is_integer, refusal
 from unisono.topology import decompose
 
 A = TypeVar("A", Tensor, np.ndarray)
@@ -85,7 +85,7 @@ def shard(x: A, *, axis: int = 0, comm: object = None) -> A:
             "not an array",
             hint="a tensor or a numpy array",
         )
-    if not isinstance(axis, int) or not -x.ndim <= axis < x.ndim:
+    if not is_integer(axis) or not -x.ndim <= axis < x.ndim:
         raise PartitionError.because(
             f"shard(axis={axis!r})", f"an array of {x.ndim} dims", hint="axis=0"
         )

@@ -85,7 +85,7 @@ class DistributedLinear(HoldingModule[_GridPlan]):
         weights: Weights = "replicated",
     ) -> None:
         super().__init__()
-        _check_features(in_features, out_features)
+        in_features, out_features = _check_features(in_features, out_features)
         self.P_x, self.P_y, self.P_w = P_x, P_y, P_w
         self.in_features, self.out_features = in_features, out_features
         self.weights: Weights = check_weights(weights)
@@ -174,7 +174,7 @@ class _OneAxisLinear(HoldingModule[_AxisPlan]):
         weights: Weights,
     ) -> None:  # fmt: skip
         super().__init__()
-        _check_features(in_features, out_features)
+        in_features, out_features = _check_features(in_features, out_features)
         self.P_x, self.P_y = P_x, P_y
         self._P = split
         """The one whose last axis splits the features."""
@@ -359,9 +359,11 @@ def _moved_dim(name: str, split: Partition, other: Partition) -> int:
     return split.dim - 2
 
 
-def _check_features(in_features: int, out_features: int) -> None:
-    expect_int("in_features", in_features, 1, error=PartitionError)
-    expect_int("out_features", out_features, 1, error=PartitionError)
+def _check_features(in_features: int, out_features: int) -> tuple[int, int]:
+    return (
+        expect_int("in_features", in_features, 1, error=PartitionError),
+        expect_int("out_features", out_features, 1, error=PartitionError),
+    )
 
 
 class _Columns(torch.autograd.Function):

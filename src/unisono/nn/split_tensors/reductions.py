@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from unisono.expect import is_integer
 from unisono.nn.planned import sum_dtype, wide
 from unisono.nn.split_tensors.blocks import pointwise
 from unisono.nn.split_tensors.tensor import (
@@ -26,9 +27,9 @@ from unisono.operators import sum_to_replicated
 
 
 def _dims(x: Tensor, dim: int | Sequence[int] | None) -> list[int]:
-    if dim is None or (not isinstance(dim, int) and len(dim) == 0):
+    if dim is None or (not is_integer(dim) and len(dim) == 0):
         return list(range(x.ndim))
-    return sorted({d % x.ndim for d in ([dim] if isinstance(dim, int) else dim)})
+    return sorted({d % x.ndim for d in ([dim] if is_integer(dim) else dim)})
 
 
 def _check_numbers(dtype: torch.dtype) -> None:
@@ -236,7 +237,7 @@ def _adaptive_pool(
 ) -> Tensor:
     name = func.__name__
     count = int(name[-2])
-    sizes = (output_size,) * count if isinstance(output_size, int) else tuple(output_size)
+    sizes = (output_size,) * count if is_integer(output_size) else tuple(output_size)
     first = input.ndim - count
     over = [first + i for i in range(count)]
     cut_dims = [d for d in over if d in input.cuts]

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from unisono.expect import is_integer
 from unisono.nn.split_tensors.blocks import (
     balanced,
     fitted,
@@ -41,7 +42,7 @@ from unisono.topology.decompose import split_sizes
 
 def _sizes(given: tuple[Any, ...]) -> list[int]:
     """Return sizes that were given one by one or as one sequence."""
-    sizes = given[0] if len(given) == 1 and not isinstance(given[0], int) else given
+    sizes = given[0] if len(given) == 1 and not is_integer(given[0]) else given
     return [int(n) for n in sizes]
 
 
@@ -74,8 +75,8 @@ def _transposed(func: Callable[..., Any], input: Split) -> Tensor:
 @rule("movedim", "moveaxis")
 def _movedim(func: Callable[..., Any], input: Split, source: Any, destination: Any) -> Tensor:
     ndim = input.ndim
-    sources = [source] if isinstance(source, int) else source
-    places = [destination] if isinstance(destination, int) else destination
+    sources = [source] if is_integer(source) else source
+    places = [destination] if is_integer(destination) else destination
     placed = {to % ndim: of % ndim for of, to in zip(sources, places, strict=True)}
     rest = iter(d for d in range(ndim) if d not in placed.values())
     order = [placed[i] if i in placed else next(rest) for i in range(ndim)]
@@ -91,7 +92,7 @@ def _unsqueeze(func: Callable[..., Any], input: Split, dim: int) -> Tensor:
 
 @rule("squeeze")
 def _squeeze(func: Callable[..., Any], input: Split, dim: Any = None) -> Tensor:
-    asked = range(input.ndim) if dim is None else [dim] if isinstance(dim, int) else dim
+    asked = range(input.ndim) if dim is None else [dim] if is_integer(dim) else dim
     gone = sorted({d % input.ndim for d in asked if input.shape[d] == 1})
     for d in gone:
         if d in input.cuts:
@@ -296,7 +297,9 @@ def _iter(func: Callable[..., Any], input: Split) -> Iterator[Tensor]:
 def _getitem(func: Callable[..., Any], input: Split, index: Any) -> Tensor:
     entries = list(index) if isinstance(index, tuple) else [index]
     for entry in entries:
-        is_plain = entry is None or entry is Ellipsis or isinstance(entry, (int, slice))
+        is_plain = (
+            entry is None or entry is Ellipsis or isinstance(entry, slice) or is_integer(entry)
+        )
         if not is_plain or isinstance(entry, bool):
             raise NoRule("indexed by something else than numbers and slices")
     taken = sum(entry is not None and entry is not Ellipsis for entry in entries)
@@ -338,7 +341,7 @@ def _getitem(func: Callable[..., Any], input: Split, index: Any) -> Tensor:
 
 def _part(x: Split, dim: int, entry: int | slice) -> Tensor:
     """Return one point or a slice of a cut dim."""
-    if isinstance(entry, int):
+    if is_integer(entry):
         return _picked(x, dim, entry)
     start, stop, step = entry.indices(x.shape[dim])
     if step < 1:
@@ -448,10 +451,10 @@ def _stack(func: Callable[..., Any], tensors: Sequence[Tensor], dim: int = 0) ->
 
 @rule("roll")
 def _roll(func: Callable[..., Any], input: Split, shifts: Any, dims: Any = None) -> Tensor:
-    if dims is None or dims == ():
+    if dims is None or (not is_integer(dims) and len(dims) == 0):
         raise NoRule("the flat tensor rolled")
-    by = [shifts] if isinstance(shifts, int) else list(shifts)
-    over = [dims] if isinstance(dims, int) else list(dims)
+    by = [shifts] if is_integer(shifts) else list(shifts)
+    over = [dims] if is_integer(dims) else list(dims)
     x = input
     for shift, dim in zip(by, (d % input.ndim for d in over), strict=True):
         if dim not in x.cuts:

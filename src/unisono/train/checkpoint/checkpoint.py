@@ -17,7 +17,7 @@ from typing import Any, Literal, TypeVar, cast
 from unisono.comm import Communicator
 from unisono.comm.machine import own_card
 from unisono.errors import CheckpointError, Requeue, compress_ranks
-from unisono.expect import expect_choice
+from unisono.expect import expect_choice, is_integer
 from unisono.nn import Shard
 from unisono.train.checkpoint import folder
 from unisono.train.checkpoint.folder import Manifest, Saved
@@ -141,7 +141,7 @@ class Checkpoint:
         for name in settings:
             values = [theirs[name] for theirs in everybody]
             _check_equal("Checkpoint(...)", name, values, f"the same {name} on all ranks")
-        if keep is not None and (not isinstance(keep, int) or keep < 1):
+        if keep is not None and (not is_integer(keep) or keep < 1):
             asked = f"Checkpoint(keep={keep!r})"
             raise CheckpointError.because(asked, "not an integer >= 1", hint="keep=3, or None")
         if keep_best is not None:
@@ -199,7 +199,7 @@ class Checkpoint:
         hint = "one number for all: comm.all_reduce(loss, 'mean').item()"
         _check_equal(asked, "metric", list(map(str, metrics)), hint)
         _check_equal(asked, "objects", names, "name the same objects on all ranks")
-        if not isinstance(step, int) or step < 0:
+        if not is_integer(step) or step < 0:
             raise CheckpointError.because(asked, "not the number of a step", hint="save(100, ...)")
         try:
             metric = None if metric is None else float(metric)

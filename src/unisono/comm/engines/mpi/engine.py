@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import struct
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -30,8 +31,9 @@ from unisono.comm.engines.algorithms import forced_algorithms
 from unisono.comm.engines.base import Blocks, How, SourceTicket, Ticket
 from unisono.comm.engines.mpi.channel import MAX_BYTES, Channel, Wait, abandon
 from unisono.comm.engines.queued import JobQueue, QueuedEngine
+from unisono.comm.engines.signature import Signature, check
 from unisono.comm.perform import EXCHANGE_TAG
-from unisono.comm.reductions import BOOL_OPS, accumulation_dtype
+from unisono.comm.reductions import BOOL_OPS, DTYPE_NUMBERS, DTYPES, accumulation_dtype
 from unisono.comm.torch.staging import wrong_message
 from unisono.errors import UnisonoError
 
@@ -60,6 +62,13 @@ _RESERVED_TAGS = 2
 """The largest tags a group keeps for itself: goodbyes, and `exchange` where tags are few."""
 
 
+_HEAD = struct.Struct("<2q")
+
+
+def _head_of(x: Tensor) -> bytes:
+    return _HEAD.pack(x.nbytes, DTYPE_NUMBERS.get(x.dtype, -1))
+
+
 @dataclass(slots=True, eq=False)
 class Transfer:
     """A message this rank sends or receives."""
@@ -69,6 +78,8 @@ class Transfer:
     """The other rank of the group; None until it is known."""
     tag: int
     is_receive: bool
+    head: bytearray
+    """What a message tells first: its bytes and dtype."""
     requests: list[tuple[Any, int]] = field(default_factory=list)
     """MPI requests with the bytes of each."""
     is_done: bool = False
@@ -99,15 +110,21 @@ class Messages:
                 f"{x.nbytes} > {channel.chunk_bytes}",
                 "name the source",
             )
-        transfer, wire_tag = Transfer(x, peer, tag, is_receive), self._wire_tag(tag)
+        head = bytearray(_HEAD.size) if is_receive else bytearray(_head_of(x))
+        transfer, wire_tag = Transfer(x, peer, tag, is_receive, head), self._wire_tag(tag)
         call = channel.comm.Irecv if is_receive else channel.comm.Isend
         with self._lock:
             for begin, length in list(channel.pieces(x.nbytes)) or [(0, 0)]:
-                memory = mpi.buffer.fromaddress(x.data_ptr() + begin, length)
+                lengths, places = [length], [x.data_ptr() + begin]
+                if not begin:  # the first piece begins with the head
+                    lengths.insert(0, _HEAD.size)
+                    places.insert(0, mpi.Get_address(head))
                 with channel.threads.lock:
+                    kind = mpi.BYTE.Create_hindexed(lengths, places).Commit()
                     other = mpi.ANY_SOURCE if peer is None else peer
-                    request = call([memory, mpi.BYTE], other, wire_tag)
-                transfer.requests.append((request, length))
+                    request = call([mpi.BOTTOM, 1, kind], other, wire_tag)
+                    kind.Free()  # MPI keeps it until the message has gone
+                transfer.requests.append((request, sum(lengths)))
             self.under_way.append(transfer)
         return transfer
 
@@ -144,9 +161,10 @@ class Messages:
                 transfer.requests.pop(0)
                 if transfer.is_receive:
                     transfer.peer = status.Get_source()
-                    found = status.Get_count(mpi.BYTE)
-                    if found != expected and transfer.error is None:
-                        transfer.error = self._wrong(transfer, found)
+                    found = status.Get_elements(mpi.BYTE)
+                    is_right = found == expected and transfer.head == _head_of(transfer.tensor)
+                    if not is_right and transfer.error is None:
+                        transfer.error = self._wrong(transfer, *_HEAD.unpack(transfer.head))
         except mpi.Exception as error:
             abandon(transfer.tensor, transfer.requests)  # later pieces may still arrive in it
             transfer.requests = []
@@ -156,10 +174,11 @@ class Messages:
             )
         transfer.is_done = True
 
-    def _wrong(self, transfer: Transfer, found: int | str) -> UnisonoError:
-        """Return the error for a message of another length; see `wrong_message`."""
+    def _wrong(self, transfer: Transfer, found: int | str, number: int = -1) -> UnisonoError:
+        """Return the error for a message of another length or dtype; see `wrong_message`."""
         sender = -1 if transfer.peer is None else self._channel.watch.ranks[transfer.peer]
-        return wrong_message(transfer.tensor, sender, found, transfer.tag)
+        sent = DTYPES[number] if 0 <= number < len(DTYPES) else None
+        return wrong_message(transfer.tensor, sender, found, transfer.tag, sent)
 
     def wait(self, transfers: Sequence[Transfer], timeout_s: float) -> None:
         """Wait for messages; raises what went wrong with one of them."""
@@ -331,10 +350,29 @@ class MpiEngine(QueuedEngine):
     def _barrier(self) -> None:
         self.channel.barrier()
 
-    def call(self, name: str, kernel: Callable[[], Any], **how: Unpack[How]) -> Ticket | None:
-        """See `QueuedEngine`; only in threads that may use MPI."""
-        self.channel.threads.check(name)
-        return super().call(name, partial(self.channel.run, kernel), **how)
+    def call(
+        self, signature: Signature, kernel: Callable[[], Any], **how: Unpack[How]
+    ) -> Ticket | None:
+        """See `QueuedEngine`; only in threads that may use MPI. Ranks compare their calls first."""
+        self.channel.threads.check(signature.verb)
+
+        def compared() -> None:
+            if signature.verb != "barrier":
+                self._compare(signature)
+            kernel()
+
+        return super().call(signature, partial(self.channel.run, compared), **how)
+
+    def _compare(self, signature: Signature) -> None:
+        """Raise on all ranks unless their calls fit; MPI itself compares nothing."""
+        channel, own = self.channel, signature.packed(self.size)
+        everybody = bytearray(len(own) * self.size)
+        byte = channel.mpi.BYTE
+        channel.start(channel.comm.Iallgather, [own, byte], [everybody, byte])
+        channel.finish()
+        if everybody != own * self.size:
+            heads = [everybody[at : at + len(own)] for at in range(0, len(everybody), len(own))]
+            check([Signature.unpacked(head, self.size) for head in heads], self.ranks)
 
     def prepare(self, name: str) -> None:
         channel = self.channel

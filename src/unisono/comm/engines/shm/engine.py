@@ -17,35 +17,17 @@ from unisono.comm.engines.queued import TransportEngine
 from unisono.comm.engines.shm import core
 from unisono.comm.engines.shm.segment import Segment
 from unisono.comm.engines.shm.segment import Ticket as SegmentTicket
+from unisono.comm.engines.signature import OP_NUMBERS, mismatch, name_of
 from unisono.comm.engines.watch import Watch
 from unisono.comm.health import failures
 from unisono.comm.reductions import DTYPE_NUMBERS, DTYPES
 from unisono.comm.torch.staging import wrong_message
 from unisono.cores import usable_cores
-from unisono.errors import CollectiveMismatch, RankTimeout, UnisonoError
-
-VERBS: tuple[str, ...] = (
-    "barrier",
-    "all_reduce",
-    "reduce",
-    "broadcast",
-    "all_gather",
-    "reduce_scatter",
-    "all_to_all",
-    "gather",
-    "scatter",
-    "all_gather_ints",
-    "shared_buffer",
-    "shared_buffer",
-)
-"""Collectives by the number under which they travel; the core has the same order."""
-OPS: tuple[str, ...] = ("sum", "product", "min", "max", "and", "or", "xor", "sum64", "mean")
-"""Reductions by the number under which they travel; the core has the same order."""
+from unisono.errors import RankTimeout, UnisonoError
 
 FAILED, CLOSED, GAVE_UP = 2, 3, 4
 """States of a rank that comes no more, as the core numbers them: its deadline may have passed."""
 
-_OP_NUMBERS = {op: number for number, op in enumerate(OPS)}
 _MISMATCH, _SIZES, _ABORTED, _REFUSED = 1, 2, 3, 4
 _TEXT_BYTES = 2048
 _PAGE, _MB = 4096, 1 << 20
@@ -135,7 +117,7 @@ class ShmEngine(TransportEngine):
             slot_bytes,
             rank,
             own_cores,
-            lambda verb, *wait: _of(weak).watch.look(_name(verb), *wait),
+            lambda verb, *wait: _of(weak).watch.look(name_of(verb), *wait),
             lambda *trouble: _of(weak)._report(*trouble),
         )
         self.watch.group = self._core
@@ -154,7 +136,7 @@ class ShmEngine(TransportEngine):
             x.data_ptr(),
             x.numel(),
             DTYPE_NUMBERS[x.dtype],
-            _OP_NUMBERS[op],
+            OP_NUMBERS[op],
             root,
         )
         return None if started is None else self._keep(started)
@@ -210,7 +192,7 @@ class ShmEngine(TransportEngine):
     def reduce_scatter(
         self, out: Tensor, ins: Blocks, op: str, *, alike: int = 0, **how: Unpack[How]
     ) -> Ticket | None:
-        what = out.data_ptr(), _listed(ins), DTYPE_NUMBERS[out.dtype], _OP_NUMBERS[op]
+        what = out.data_ptr(), _listed(ins), DTYPE_NUMBERS[out.dtype], OP_NUMBERS[op]
         return self._collective(self._core.reduce_scatter, (out, ins), how, *what, alike)
 
     def all_to_all(self, outs: Blocks, ins: Blocks, **how: Unpack[How]) -> Ticket | None:
@@ -386,9 +368,9 @@ class ShmEngine(TransportEngine):
             sent = DTYPES[dtype] if dtype >= 0 else None
             told = wrong_message(x, self.ranks[sender], nbytes, table[0], sent)
         elif status == _SIZES:
-            told = self._mismatch(rows, self._wrong_sizes(verb, rows, table))
+            told = mismatch(rows, self.ranks, self._wrong_sizes(verb, rows, table))
         else:
-            told = self._mismatch(rows)
+            told = mismatch(rows, self.ranks)
         self.fail(told)
         return told
 
@@ -398,12 +380,12 @@ class ShmEngine(TransportEngine):
         expected = [table[r * 2 * size + size : (r + 1) * 2 * size] for r in range(size)]
         root = (rows[self.rank][0] >> 24) - 1
         brought = [nbytes for _, nbytes, _ in rows]
-        if _name(verb) == "gather":
+        if name_of(verb) == "gather":
             return (
                 f"rank {ranks[root]} gathers blocks of {expected[root]} bytes, "
                 f"but the ranks bring {brought}"
             )
-        if _name(verb) == "scatter":
+        if name_of(verb) == "scatter":
             return (
                 f"rank {ranks[root]} scatters blocks of {sent[root]} bytes, "
                 f"but the ranks expect {brought}"
@@ -415,25 +397,6 @@ class ShmEngine(TransportEngine):
             f"rank {ranks[src]} sends {sent[src][dst]} bytes to rank {ranks[dst]}, "
             f"which expects {expected[dst][src]}"
         )
-
-    def _mismatch(
-        self, rows: list[tuple[int, int, int]], problem: str | None = None
-    ) -> CollectiveMismatch:
-        calls = {
-            rank: f"{describe(code)} of {nbytes} bytes"
-            for rank, (code, nbytes, _) in zip(self.ranks, rows, strict=True)
-        }
-        if problem is None:
-            problem = "ranks of one group make different calls"
-            if len({code for code, _, _ in rows}) == 1:
-                problem = (
-                    "ranks of one group bring different numbers of bytes"
-                    if len({nbytes for _, nbytes, _ in rows}) > 1
-                    else "ranks of one group pass different sizes, dims or shapes"
-                )
-        lines = [f"  rank {rank}: {call}" for rank, call in calls.items()]
-        hint = "  HINT: UNISONO_CHECK=1 adds the source line of every rank's call"
-        return CollectiveMismatch("\n".join([problem, *lines, hint]), calls=calls)
 
     def tell_failure(self, error: BaseException) -> None:
         raw = failures.text_of(error).encode(errors="replace")
@@ -471,18 +434,3 @@ def _of(weak: weakref.ref[ShmEngine]) -> ShmEngine:
     if engine is None:
         raise UnisonoError("the group of this call is gone")
     return engine
-
-
-def _name(verb: int) -> str:
-    return VERBS[verb] if verb < len(VERBS) else "send or recv"
-
-
-def describe(code: int) -> str:
-    """Return what a rank was about to do as text, e.g. `all_reduce(sum, float32)`."""
-    dtype, op, root = (code >> 8 & 255) - 1, (code >> 16 & 255) - 1, (code >> 24) - 1
-    inner = [
-        OPS[op] if 0 <= op < len(OPS) else "",
-        str(DTYPES[dtype]).removeprefix("torch.") if 0 <= dtype < len(DTYPES) else "",
-        f"root {root}" if root >= 0 else "",
-    ]
-    return f"{_name(code & 255)}({', '.join(word for word in inner if word)})"
