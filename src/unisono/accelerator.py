@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     import torch
 
-_IN_TORCH = ("cuda", "xpu", "mps", "mtia", "hpu")
+KINDS = ("cuda", "xpu", "mps", "mtia", "hpu")
 """Kinds that torch knows by name; one more comes with a plugin."""
 _DRIVERS = ("/dev/nvidiactl", "/dev/dxg", "/dev/kfd", "/dev/dri/renderD128", "/dev/accel")
 """One of them is there wherever torch could see an accelerator on Linux."""
@@ -39,7 +39,7 @@ def kind() -> str | None:
 
 def is_kind(word: str) -> bool:
     """Whether `word` names a kind of accelerator, on this machine or on another one."""
-    if word in _IN_TORCH:
+    if word in KINDS:
         return True
     if word in ("cpu", "meta"):
         return False
