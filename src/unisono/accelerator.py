@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 
 KINDS = ("cuda", "xpu", "mps", "mtia", "hpu")
 """Kinds that torch knows by name; one more comes with a plugin."""
+BACKENDS = ("nccl", "xccl", "hccl")
+"""Their process group backends that torch or a plugin of a maker has."""
 _DRIVERS = ("/dev/nvidiactl", "/dev/dxg", "/dev/kfd", "/dev/dri/renderD128", "/dev/accel")
 """One of them is there wherever torch could see an accelerator on Linux."""
 _HIDDEN_BY = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ZE_AFFINITY_MASK")
@@ -47,6 +49,15 @@ def is_kind(word: str) -> bool:
 
     default = torch.accelerator.current_accelerator()
     return default is not None and default.type == word
+
+
+def is_backend(word: str) -> bool:
+    """Whether `word` names a backend of process groups that serves an accelerator."""
+    if word in BACKENDS:
+        return True
+    import torch.distributed as dist
+
+    return word in dist.Backend.default_device_backend_map.values() and word != "gloo"
 
 
 def is_accelerator(device: torch.device) -> bool:

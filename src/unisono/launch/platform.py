@@ -89,7 +89,7 @@ def gpu_index(local_rank: int, local_size: int, visible: int, *, oversubscribe: 
     return local_rank % visible if oversubscribe and visible else None
 
 
-BACKENDS = ("gloo", "nccl", "shm", "mpi")
+BACKENDS = ("gloo", *accelerator.BACKENDS, "shm", "mpi")
 """What `backend` may say, as `unisono.comm.backends` has it; that would load torch here."""
 _AS_TOLD = (Device.SLURM, Device.RAY)
 """Places where ranks get CPUs and GPUs by what is asked for, not by what is there."""
@@ -160,6 +160,13 @@ def _is_signal(value: Any) -> bool:
     return value in signal.Signals.__members__
 
 
+def _is_torch_backend(value: Any) -> bool:
+    """Whether torch is to check it: a map of kinds of devices to backends, or one of a plugin."""
+    if not _is_text(value):
+        return False
+    return ":" in value or value == "mpi4py" or accelerator.is_backend(value)  # mpi4py is DDPW's
+
+
 def _kind(
     what: str, example: Any, fits: Callable[[Any], bool], *, is_text: bool = False
 ) -> dict[str, Kind]:
@@ -183,6 +190,7 @@ SECONDS = Kind(
     60.0,
     lambda v: (_is_integer(v) or isinstance(v, float)) and v > 0,
 )
+
 _COUNT, _COUNT_OR_ZERO = {"kind": COUNT}, {"kind": COUNT_OR_ZERO}
 _SECONDS = _kind(
     "a finite number of seconds > 0", 60.0, lambda v: SECONDS.fits(v) and v < float("inf")
@@ -196,8 +204,7 @@ _PATH = _kind("a path", "word", lambda v: isinstance(v, (str, os.PathLike)), is_
 _SIGNAL = _kind("the name of a signal", "SIGUSR1", _is_signal, is_text=True)
 _SIGNALS = _kind("names of signals", ["SIGTERM"], lambda v: _is_list(v, _is_signal))
 _STRINGS = _kind("a list of strings", ["-v", "-x"], lambda v: _is_list(v, _is_text))
-# A map of kinds of devices to backends is torch's to check; mpi4py is DDPW's word.
-_BACKEND = _one_of(*BACKENDS, also=lambda v: _is_text(v) and (":" in v or v == "mpi4py"))
+_BACKEND = _one_of(*BACKENDS, also=_is_torch_backend)
 _GROUPS = _kind(
     "a list of lists of ranks",
     [[0, 1], [2, 3]],
