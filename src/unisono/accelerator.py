@@ -7,9 +7,10 @@ when a question needs it.
 
 from __future__ import annotations
 
+import functools
 import os
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, MutableMapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -152,6 +153,35 @@ def forked_generators(devices: Iterable[torch.device] | None = None) -> Iterator
         finally:
             for device, state in states.items():
                 set_generator_state(device, state)
+
+
+def copied_once(
+    constant: torch.Tensor, device: torch.device, dtype: torch.dtype | None = None
+) -> torch.Tensor:
+    """Return a tensor that nobody changes on a device; only the first call copies it there.
+
+    A copy from pageable memory makes the host wait for all kernels before it.
+    """
+    import torch
+
+    dtype = dtype or constant.dtype
+    if (constant.device, constant.dtype) == (device, dtype) or torch.compiler.is_compiling():
+        return constant.to(device, dtype)
+    copies = _copies().setdefault(constant, {})
+    if (copy := copies.get((device, dtype))) is None:
+        with torch.inference_mode(False):  # kept, and used where gradients are wanted
+            copy = constant.to(device, dtype)
+        if type(copy) is torch.Tensor:  # not one that only pretends, while shapes are traced
+            copies[device, dtype] = copy
+    return copy
+
+
+@functools.cache
+def _copies() -> MutableMapping[torch.Tensor, dict[tuple[torch.device, torch.dtype], torch.Tensor]]:
+    """Return the copies of constants; they live as long as these."""
+    from torch.utils.weak import WeakTensorKeyDictionary
+
+    return WeakTensorKeyDictionary()
 
 
 def name(device: torch.device) -> str:
