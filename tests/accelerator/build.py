@@ -20,7 +20,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 SOURCES = Path(__file__).with_name("simdev")
-UNITS = ("ops", "simccl", "module", "device", "runtime")  # those that take longest first
+UNITS = ("ops", "simccl", "fallback", "device", "module", "wire", "memory", "runtime")
+"""Those that take longest first."""
 CACHE = Path(__file__).parents[2] / "build" / "accelerator"
 
 
@@ -43,7 +44,7 @@ def ensure(jobs: int = 2) -> Path:
     if command is None:
         raise FileNotFoundError("no C++ compiler: neither CXX nor c++, g++ or clang++ is there")
     version = subprocess.run([*command, "--version"], capture_output=True, text=True, check=True)
-    texts = [path.read_text() for path in sorted(SOURCES.rglob("*")) if path.suffix in _SUFFIXES]
+    texts = [path.read_text() for path in sorted((SOURCES / "csrc").iterdir())]
     key = "\0".join([torch.__version__, sys.version, *command, version.stdout, *_FLAGS, *texts])
     root = Path(os.environ.get("SIMDEV_CACHE", CACHE))
     target = root / hashlib.sha256(key.encode()).hexdigest()[:16]
@@ -54,10 +55,13 @@ def ensure(jobs: int = 2) -> Path:
             shutil.rmtree(target, ignore_errors=True)
             _compile(target, command, Path(torch.__file__).parent, jobs)
             (target / "done").touch()
+        for path in SOURCES.glob("*.py"):
+            copied = target / "simdev" / path.name
+            if not copied.exists() or copied.read_bytes() != path.read_bytes():
+                shutil.copy(path, copied)
     return target
 
 
-_SUFFIXES = (".cpp", ".hpp", ".py")
 _FLAGS = ("-std=c++20", "-O1", "-g0", "-fPIC", "-Wall", "-Wno-interference-size")
 
 
@@ -82,8 +86,6 @@ def _compile(target: Path, command: list[str], torch_home: Path, jobs: int) -> N
     _run([*command, "-shared", *map(str, objects), "-o", built, *libraries, "-lc10"])
     for path in objects:
         path.unlink()
-    for path in SOURCES.glob("*.py"):
-        shutil.copy(path, package)
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: simdev\nVersion: 0\n")
     (info / "entry_points.txt").write_text("[torch.backends]\nsimdev = simdev:autoload\n")
 
