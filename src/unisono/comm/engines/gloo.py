@@ -1,4 +1,4 @@
-"""The kernels over torch.distributed's own backends (gloo, nccl).
+"""The kernels over torch.distributed's own backends for host memory (gloo).
 
 Tensors travel as bytes where they are only moved, so every dtype works; reductions a backend does
 not know are done in a wider dtype or locally, in rank order. The chooser picks the algorithm.
@@ -41,7 +41,7 @@ from unisono.errors import CollectiveMismatch, UnisonoError
 _SLICE_S = 0.5
 """A blocked rank looks this often whether its wait can still end."""
 
-_NATIVE_OPS: dict[str, Any] = {
+NATIVE_OPS: dict[str, Any] = {
     "sum": dist.ReduceOp.SUM,
     "sum64": dist.ReduceOp.SUM,
     "mean": dist.ReduceOp.SUM,
@@ -217,7 +217,6 @@ class TorchEngine(Engine):
         self.rank = group.rank()
         self.size = group.size()
         self.backend = backend
-        self.ints_device = "cuda" if backend == "nccl" else "cpu"
 
     def all_reduce_(self, x: Tensor, op: str, **how: Unpack[How]) -> Ticket | None:
         """See `Engine`. A sum carried wider than it travels is cut in shares."""
@@ -307,7 +306,7 @@ class TorchEngine(Engine):
         if name == "native":
             joined = torch.cat([block.reshape(-1) for block in ins])
             work = dist.reduce_scatter_single(
-                out.view(-1), joined, _NATIVE_OPS[op], group=self.group, async_op=True
+                out.view(-1), joined, NATIVE_OPS[op], group=self.group, async_op=True
             )
             ticket = TorchTicket([work], keep=joined)
             return ticket.then(partial(out.div_, self.size)) if op == "mean" else ticket
@@ -317,12 +316,12 @@ class TorchEngine(Engine):
 
     def all_to_all(self, outs: Blocks, ins: Blocks, **how: Unpack[How]) -> TorchTicket:
         """See `Engine`. One flat transfer of bytes, any sizes."""
-        send = _one_block(ins)
+        send = one_block(ins)
         if send is None:
             send = torch.cat([bytes_of(block) for block in ins])
         received = [out.nbytes for out in outs]
         sent = [block.nbytes for block in ins]
-        target = _one_block(outs)
+        target = one_block(outs)
         recv = target if target is not None else send.new_empty(sum(received))
         work = self.group.alltoall_base(recv, send, received, sent, dist.AllToAllOptions())
 
@@ -336,31 +335,26 @@ class TorchEngine(Engine):
     def exchange(
         self, sends: Messages, recvs: Messages, tag: int, **how: Unpack[How]
     ) -> Ticket | None:
-        if self.backend != "nccl":
-            ends = [bytes_of(x)[-len(_UNWRITTEN) :] for _, x in recvs]
-            for end in ends:
-                end.copy_(_UNWRITTEN[: len(end)])
-            works = [self.group.recv([bytes_of(x)], src, tag) for src, x in recvs]
-            works += [self.group.send([bytes_of(x)], dst, tag) for dst, x in sends]
+        ends = [bytes_of(x)[-len(_UNWRITTEN) :] for _, x in recvs]
+        for end in ends:
+            end.copy_(_UNWRITTEN[: len(end)])
+        works = [self.group.recv([bytes_of(x)], src, tag) for src, x in recvs]
+        works += [self.group.send([bytes_of(x)], dst, tag) for dst, x in sends]
 
-            def check() -> None:
-                for (src, x), end in zip(recvs, ends, strict=True):
-                    if torch.equal(end.cpu(), _UNWRITTEN):
-                        raise wrong_message(x, src, "shorter", tag)
+        def check() -> None:
+            for (src, x), end in zip(recvs, ends, strict=True):
+                if torch.equal(end, _UNWRITTEN):
+                    raise wrong_message(x, src, "shorter", tag)
 
-            return MessageTicket(works, how["timeout_s"], check)
-        batch = [
-            dist.P2POp(op, bytes_of(x), group=self.group, tag=tag, group_peer=peer)
-            for op, side in ((dist.irecv, recvs), (dist.isend, sends))
-            for peer, x in side
-        ]
-        return TorchTicket(dist.batch_isend_irecv(batch)) if batch else None
+        return MessageTicket(works, how["timeout_s"], check)
 
     def receive_any(self, x: Tensor, tag: int) -> SourceTicket:
         return MessageTicket([self.group.recv_anysource([bytes_of(x)], tag)])
 
     def barrier(self, **how: Unpack[How]) -> Ticket | None:
-        return TorchTicket([dist.barrier(group=self.group, async_op=True)])
+        options = dist.BarrierOptions()
+        options.device = torch.device("cpu")  # else that of an accelerator which the group serves
+        return TorchTicket([self.group.barrier(options)])
 
     def _native_reduce(
         self,
@@ -372,7 +366,7 @@ class TorchEngine(Engine):
     ) -> TorchTicket:
         """Let the backend reduce, in a dtype that it knows and that rounds once."""
         dtype = wide if wide != x.dtype else _WIDENED.get(x.dtype, x.dtype)
-        options.reduceOp = _NATIVE_OPS[BOOL_OPS.get(op, op) if x.dtype == torch.bool else op]
+        options.reduceOp = NATIVE_OPS[BOOL_OPS.get(op, op) if x.dtype == torch.bool else op]
         work = x if dtype == x.dtype else x.to(dtype)
         plain = torch.view_as_real(work) if x.is_complex() else work
         ticket = TorchTicket([start([plain], options)])
@@ -385,7 +379,7 @@ class TorchEngine(Engine):
         return list(x.new_empty((self.size, *x.shape)).unbind())
 
 
-def _one_block(blocks: Blocks) -> Tensor | None:
+def one_block(blocks: Blocks) -> Tensor | None:
     """Return one flat byte view over `blocks` if they follow each other in one storage."""
     first = next((b for b in blocks if b.numel()), None)
     if first is None:
