@@ -12,8 +12,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-
 from tests.accelerator import build
+
 from unisono.testing.pool import RankPool
 
 SCHEDULES = {

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 device_ranks = functools.partial(pytest.mark.ranks, backend="cpu:gloo,sim:simccl")
-"""`@device_ranks(2)` runs a test on two ranks, each with the device and a group of both backends."""
+"""`@device_ranks(2)` runs a test on two ranks that have the device, in a group of both backends."""
 
 
 def own_device() -> torch.device:

@@ -1,5 +1,4 @@
-"""What the device promises: values are right, memory is not the host's, results are not there
-before they are waited for."""
+"""The device: right values, memory that is not the host's, no result before a wait."""
 
 from __future__ import annotations
 
@@ -13,9 +12,8 @@ import sys
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import nn
-
 from tests.accelerator.ranks import device_ranks
+from torch import nn
 
 pytestmark = device_ranks(1)
 
@@ -67,6 +65,17 @@ def test_recurrent_nets_have_derivatives(kind):
     net(x)[0].sum().backward()
     twin(x.to("sim"))[0].sum().backward()
     torch.testing.assert_close(net.weight_ih_l0.grad, twin.weight_ih_l0.grad.cpu())
+
+
+@pytest.mark.parametrize("loss", [F.mse_loss, F.smooth_l1_loss, F.huber_loss, F.l1_loss])
+def test_losses_have_the_values_and_derivatives_of_the_cpu(loss):
+    x, y = torch.randn(2, 4, 4).unbind()
+    ours, plain = x.to("sim").requires_grad_(), x.clone().requires_grad_()
+    value, expected = loss(ours, y.to("sim")), loss(plain, y)
+    value.backward()
+    expected.backward()
+    torch.testing.assert_close(value.cpu(), expected)
+    torch.testing.assert_close(ours.grad.cpu(), plain.grad)
 
 
 # -- memory --------------------------------------------------------------------------------------

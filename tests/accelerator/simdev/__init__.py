@@ -19,7 +19,6 @@ import torch.distributed as dist
 
 from . import _C
 
-
 # -- devices -----------------------------------------------------------------------------------
 
 

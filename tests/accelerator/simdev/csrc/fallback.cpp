@@ -147,6 +147,26 @@ std::optional<Stack> inferred_results(const c10::OperatorHandle& op, const Argum
   return stack;
 }
 
+// Run the CPU kernel, which replaces its arguments by its results. Some kernels resize an out=
+// argument on their way, which memory of the device does not allow: they get one of the host.
+void run_kernel(const c10::OperatorHandle& op, Stack& stack) {
+  const KernelScope scope;
+  std::vector<std::pair<Tensor, Tensor>> outputs;
+  for (size_t i = 0; i < stack.size(); ++i) {
+    if (!op.schema().arguments()[i].is_out() || !stack[i].isTensor()) continue;
+    const Tensor target = stack[i].toTensor();
+    outputs.emplace_back(target,
+                         at::empty_strided(target.sizes(), target.strides(), target.options()));
+    stack[i] = outputs.back().second;
+  }
+  op.callBoxed(&stack);
+  for (const auto& [target, value] : outputs) {
+    TORCH_CHECK(target.sizes() == value.sizes(), op.schema().name(), " needs an out= of shape ",
+                value.sizes(), ", not ", target.sizes());
+    target.copy_(value);
+  }
+}
+
 // One call on its way: what it is, and where.
 struct Call {
   const c10::OperatorHandle& op;
@@ -176,8 +196,8 @@ Stack Call::run_later(const Stack& metas, Stack inputs) const {
     }));
   }
   stream.put(name, [op = op, name = name, inputs, targets]() mutable {
+    run_kernel(op, inputs);
     const KernelScope scope;
-    op.callBoxed(&inputs);
     for (size_t i = 0; i < targets.size(); ++i) {
       if (targets[i].empty()) continue;
       size_t next = 0;
@@ -198,8 +218,7 @@ Stack Call::run_now(Stack inputs) const {
   std::exception_ptr error;
   const Mark done = stream.put(name, [&] {
     try {
-      const KernelScope scope;
-      op.callBoxed(&inputs);
+      run_kernel(op, inputs);
     } catch (...) {
       error = std::current_exception();
     }

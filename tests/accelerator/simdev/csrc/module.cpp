@@ -15,9 +15,9 @@ using Seconds = std::chrono::duration<double>;
 // At exit: let streams finish, but do not wait for ranks that will never come.
 void finish() {
   const pybind11::gil_scoped_release without_gil;
-  if (sim::drain(sim::Clock::now() + std::chrono::seconds(5))) return;
+  if (sim::drain(sim::Clock::now() + std::chrono::seconds(2))) return;
   sim::Wire::abort_all();
-  sim::drain(sim::Clock::now() + std::chrono::seconds(5));
+  sim::drain(sim::Clock::now() + std::chrono::seconds(2));
 }
 
 // A long kernel on the current stream.
