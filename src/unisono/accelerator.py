@@ -79,9 +79,9 @@ def count(of: str | None = None) -> int:
 
 
 def visibility() -> str:
-    """Return in words which variable hides devices from this process."""
+    """Return in words which variables may hide devices from this process."""
     hiding = [f"{name}={os.environ[name]!r}" for name in _HIDDEN_BY if name in os.environ]
-    return " ".join(hiding) or f"{_HIDDEN_BY[0]} is not set"
+    return " ".join(hiding) or "no variable hides any"
 
 
 def current() -> torch.device | None:
