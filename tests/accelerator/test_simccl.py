@@ -260,6 +260,13 @@ def test_tensors_of_different_sizes_are_an_error_and_no_hang():
         torch.accelerator.synchronize()
 
 
+def test_groups_and_streams_leave_nothing_behind(hygiene):
+    x = torch.ones(4, device=own_device())
+    for _ in range(2):
+        dist.all_reduce(x, group=dist.new_group(backend="simccl"))
+    assert x.tolist() == [4.0] * 4
+
+
 @device_ranks(1)
 def test_a_process_ends_although_a_collective_waits_for_ever(device_path, tmp_path):
     text = """

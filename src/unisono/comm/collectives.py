@@ -385,7 +385,7 @@ class Collectives(Performer):
                 )
         else:
             # Shape, dtype, lengths and dim of what is scattered, and whether `src` refuses.
-            whole = rows if rows is not None else torch.empty(0)
+            whole = rows if rows is not None else torch.empty(0, device="cpu")
             mine = [refused is not None, dim, *lengths, *pack_shape(whole.shape, whole.dtype)]
             ints = self._engine.all_gather_ints
             record = self._exchange("scatter", src, timeout_s, ints, mine)[src]
@@ -491,7 +491,7 @@ class Collectives(Performer):
 
     def _told(self, values: Sequence[int], timeout_s: float | None) -> Transfer[Tensor]:
         """Prepare an exchange of integers, one row per rank; the host wants to know them."""
-        mine = torch.tensor([list(values)], dtype=torch.int64)
+        mine = torch.tensor([list(values)], dtype=torch.int64, device="cpu")
         return replace(self._joined(mine, 0, [1] * self.size, timeout_s), is_quiet=True)
 
     def block_lengths(
@@ -589,7 +589,9 @@ class Collectives(Performer):
         check_rank(src, self.size, "src", "broadcast_object")
         mine = self._pickled(obj) if self.rank == src else None
         count = self._byte_counts(mine, timeout_s)[src]
-        raw = torch.empty(count, dtype=torch.uint8) if mine is None else mine
+        raw = mine
+        if raw is None:
+            raw = torch.empty(count, dtype=torch.uint8, device="cpu")
         sent = self._broadcast_into(raw, raw, raw, src, timeout_s)
         return sent.then(lambda raw: self._unpickled(raw, [raw.numel()], src)[0])
 

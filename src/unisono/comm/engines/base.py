@@ -160,7 +160,7 @@ class Engine(ABC):
 
     def all_gather_ints(self, values: Sequence[int], *, timeout_s: float) -> list[tuple[int, ...]]:
         """Return the tuples of all ranks, in rank order; all have the same length. Blocking."""
-        mine = torch.tensor(list(values), dtype=torch.int64)
+        mine = torch.tensor(list(values), dtype=torch.int64, device="cpu")
         everybody = mine.new_empty(self.size, len(mine))
         ticket = self.all_gather(everybody.unbind(), mine, async_op=False, timeout_s=timeout_s)
         if ticket is not None:
@@ -182,7 +182,7 @@ class Engine(ABC):
 
         Collective over the group. Plain memory here; engines with shared memory override it.
         """
-        return torch.zeros(tuple(shape), dtype=dtype)
+        return torch.zeros(tuple(shape), dtype=dtype, device="cpu")
 
     # -- life: a group of torch's own backends is torch's to end -----------------------------------
 

@@ -54,7 +54,7 @@ NATIVE_OPS: dict[str, Any] = {
 }
 _HEAD = struct.Struct("<2q")
 """What a broadcast tells first: how many bytes there are, and the number of their dtype."""
-_UNWRITTEN = torch.tensor(list(secrets.token_bytes(8)), dtype=torch.uint8)
+_UNWRITTEN = torch.tensor(list(secrets.token_bytes(8)), dtype=torch.uint8, device="cpu")
 """Stands at the end of what is to be received: gloo takes a short message for the whole one. (Of
 fewer bytes than these nothing can be said.)"""
 _WIDENED: dict[torch.dtype, torch.dtype] = {torch.int16: torch.int32, torch.bool: torch.uint8}

@@ -154,7 +154,7 @@ class StagedEngine(Engine):
 
 
 def _room(x: Tensor) -> Tensor:
-    return torch.empty(x.shape, dtype=x.dtype)
+    return torch.empty(x.shape, dtype=x.dtype, device="cpu")
 
 
 def _on_host(blocks: Blocks) -> list[Tensor]:

@@ -157,7 +157,7 @@ class StreamEngine(Engine):
         self._is_connected = False
         transport = group._get_backend(device)
         transport.set_timeout(timedelta(seconds=timeout_s + _GRACE_S))
-        self.lane = Lane(ranks, transport.abort, report)
+        self.lane = Lane(str(group.group_name), ranks, transport.abort, report)
 
     @property
     def host(self) -> Engine:

@@ -21,6 +21,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
+from unisono.comm import call as calls
 from unisono.comm.call import Call
 from unisono.comm.health import failures, mark_as_news, watchdog
 from unisono.comm.health.deadlock import hopeless
@@ -57,6 +58,7 @@ class Lane:
     """The transfers of one group that are under way, oldest first.
 
     Args:
+        key: name of the group, unique in the world.
         ranks: world ranks of the group.
         abort: ends what the backend has under way; may block.
         report: called with the error that has ended the group.
@@ -64,12 +66,14 @@ class Lane:
 
     def __init__(
         self,
+        key: str,
         ranks: Sequence[int],
         abort: Callable[[], object],
         report: Callable[[UnisonoError], object],
     ) -> None:
         self.cause: UnisonoError | None = None
         """Why the group cannot be used any more."""
+        self.key = key
         self._ranks = tuple(ranks)
         self._abort = abort
         self._report = report
@@ -77,6 +81,7 @@ class Lane:
         self._lock = threading.Lock()
         self._next_question = 0.0
         self._cards: dict[int, list[str | int]] = {}
+        _known.add(self)
 
     def add(self, transfer: Queued) -> None:
         """Look after a transfer until it is complete."""
@@ -103,17 +108,20 @@ class Lane:
             self._next_question = now + PATIENCE_S
             error = self._obstacle(oldest.call)
         late = next((t for t in transfers if t.deadline < now and not t.is_complete()), None)
-        if error is None and late is not None:
+        if error is None and late is not None and self.cause is None:
             error = failures.timed_out(late.call, self._ranks, late.timeout_s)
-            self._announce(late.call, error)
         if error is not None and not (late or oldest).is_complete():
+            self._announce(error)
             self.end(error)
         return True
 
     def end(self, error: UnisonoError) -> None:
-        """Give the group up because of `error`."""
-        self.cause = mark_as_news(error)
-        self._transfers.clear()
+        """Give the group up because of `error`, unless that was done before."""
+        with self._lock:
+            if self.cause is not None:
+                return
+            self.cause = mark_as_news(error)
+            self._transfers.clear()
         self._report(error)
         # In a thread of its own: a backend may wait for its device, and other groups go on.
         threading.Thread(target=self._abort_backend, name="unisono-abort", daemon=True).start()
@@ -133,7 +141,10 @@ class Lane:
         if dog is None:
             return None
         try:
-            return self._given_up(call, dog) or hopeless(call) or self._dead_peer(call, dog)
+            self.hear(dog)  # a rank that has given up, and ended, is not the first to have ended
+            if self.cause is not None:
+                return None
+            return hopeless(call) or self._dead_peer(call, dog)
         except RuntimeError:
             return None  # the store is gone
 
@@ -153,23 +164,26 @@ class Lane:
                 )
         return None
 
-    def _announce(self, call: Call, error: failures.RankTimeout) -> None:
-        """Tell the other ranks of the group that this one waits no longer."""
-        if (dog := watchdog.of(call.key)) is not None:
-            text, culprit = str(error).partition("\n")[0], error.missing[:1]
-            record = {"gave_up": call.key, "rank": dog.rank, "culprit": culprit, "text": text}
+    def _announce(self, error: UnisonoError) -> None:
+        """Tell the other ranks of the group that this one waits no longer, and for whom."""
+        dog, culprit = watchdog.of(self.key), getattr(error, "rank", None)
+        if dog is not None:
+            text = str(error).partition("\n")[0]
+            record = {"gave_up": self.key, "rank": dog.rank, "culprit": culprit, "text": text}
             dog.publish({**record, "host": socket.gethostname()})
 
-    def _given_up(self, call: Call, dog: Watchdog) -> UnisonoError | None:
+    def hear(self, dog: Watchdog) -> None:
+        """End the group if another rank has given it up, also where nothing is under way here."""
+        if self.cause is not None or dog is not watchdog.of(self.key):
+            return
         for item in dog.news():
-            if item.get("gave_up") == call.key and item["rank"] != dog.rank:
-                teller = item["rank"]
-                culprit = next(iter(item["culprit"]), teller)
-                doing = f"{call.describe()} at {call.site}"
-                return failures.peer_gave_up(
-                    doing, dog.rank, teller, culprit, item["host"], item["text"]
-                )
-        return None
+            if item.get("gave_up") == self.key and item["rank"] != dog.rank:
+                doing = calls.latest_call.describe() if calls.latest_call else "its own work"
+                teller, culprit = item["rank"], item["culprit"]
+                culprit = teller if culprit is None else culprit
+                words = doing, dog.rank, teller, culprit, item["host"], item["text"]
+                self.end(failures.peer_gave_up(*words))
+                return
 
     def forget(self) -> None:
         """Drop everything: after a fork, or at the end of the world."""
@@ -177,7 +191,10 @@ class Lane:
         self._transfers.clear()
 
 
+_known: weakref.WeakSet[Lane] = weakref.WeakSet()
+"""All lanes of this process."""
 _lanes: weakref.WeakSet[Lane] = weakref.WeakSet()
+"""Those that the thread looks at."""
 _lock = threading.Lock()
 _stop = threading.Event()
 _thread: threading.Thread | None = None
@@ -196,13 +213,20 @@ def _start(lane: Lane) -> None:
             _thread.start()
 
 
+def _look(lane: Lane) -> bool:
+    try:
+        return lane.look()
+    except (RuntimeError, OSError):
+        return True  # the store is gone, or the backend: calls of this rank will say so
+
+
 def _run(stopped: threading.Event) -> None:
     global _thread
     last_busy = time.monotonic()
     while not stopped.wait(TICK_S):
         with _lock:
             lanes = list(_lanes)
-        if sum(lane.look() for lane in lanes):
+        if sum(_look(lane) for lane in lanes):
             last_busy = time.monotonic()
         elif time.monotonic() - last_busy > _LINGER_S:
             with _lock:
@@ -211,6 +235,14 @@ def _run(stopped: threading.Event) -> None:
                     _lanes.clear()
                     return
                 _thread = threading.current_thread()
+
+
+def _hear(dog: Watchdog) -> None:
+    for lane in list(_known):
+        lane.hear(dog)
+
+
+watchdog.looks.append(_hear)
 
 
 def stop() -> None:
