@@ -46,6 +46,7 @@ _LONG = (
     "split_tensors/test_networks.py",
     "exact/test_exact.py",
     "/slurm/",
+    "tests/accelerator/",
 )
 
 
@@ -53,16 +54,17 @@ _LONG = (
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> object:
     """Deal out whole files (`pytest -n 3`); all that share the SLURM cluster go to one process.
 
-    So do those of `testing/`: their sessions in the background are no leak of other tests then.
-    And those of `quality/`: what has many tests begins first, and one of these takes a minute. So
-    do files that take long for the number of their tests: at the end, one process would wait.
+    So do those of `accelerator/`, which share a pool of ranks, and those of `testing/`: their
+    sessions in the background are no leak of other tests then. And those of `quality/`: what has
+    many tests begins first, and one of these takes a minute. So do files that take long for the
+    number of their tests: at the end, one process would wait.
     """
     from xdist.scheduler.loadscope import LoadScopeScheduling
 
     class Files(LoadScopeScheduling):
         def _split_scope(self, nodeid: str) -> str:
             file = nodeid.partition("::")[0]
-            together = ("/slurm/", "tests/testing/", "tests/quality/")
+            together = ("/slurm/", "tests/accelerator/", "tests/testing/", "tests/quality/")
             return next((part for part in together if part in file), file)
 
         def schedule(self) -> None:

@@ -21,7 +21,7 @@ ALL = {"gloo": "ok", "shm": "ok", "mpi": "ok"}
         ("cpu", 1, "shm"),
         ("cpu", 3, "shm"),
         ("cuda", 2, "cpu:gloo,cuda:nccl"),
-        ("mps", 1, "gloo"),
+        ("mps", 1, "shm"),
     ],
 )
 def test_nothing_asked_gives_the_fastest_that_works(device, nodes, expected):

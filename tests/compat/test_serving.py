@@ -185,7 +185,7 @@ def test_a_script_that_asks_for_gpus_gets_as_many_ranks_or_an_error(
     tmp_path, capfd, untouched, monkeypatch
 ):
     text = SCRIPTS["ddpw"].replace('device="cpu", n_gpus=2', 'device="gpu", n_gpus=3')
-    monkeypatch.setattr("unisono.launch.platform.visible_gpus", lambda: 0)
+    monkeypatch.setattr("unisono.accelerator.kind", lambda: None)
     code, said = run_served("ddpw", text, tmp_path, capfd)
     assert code == 2
     assert "UNISONO_FORCE_ON=cpu" in said.err

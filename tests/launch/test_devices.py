@@ -6,11 +6,11 @@ import pytest
 import torch
 
 import unisono
+from unisono import accelerator
 from unisono.comm import lifecycle as start
 from unisono.environment import Environment
 from unisono.errors import PlatformError
 from unisono.launch import functional
-from unisono.launch import platform as devices
 from unisono.launch.context import enter_world, set_here
 from unisono.launch.request import resolve
 from unisono.launch.settings import read_configuration
@@ -18,9 +18,10 @@ from unisono.launch.settings import read_configuration
 QUIET = unisono.Logs(console="none")
 
 
-def gpus(monkeypatch, count, *, is_rank=False):
-    """Make this process believe that it sees `count` GPUs."""
-    monkeypatch.setattr(devices, "visible_gpus", lambda: count)
+def gpus(monkeypatch, count, *, is_rank=False, kind="cuda"):
+    """Make this process believe that it sees `count` GPUs of a kind."""
+    monkeypatch.setattr(accelerator, "kind", lambda: kind if count else None)
+    monkeypatch.setattr(accelerator, "count", lambda of=None: count if of in (None, kind) else 0)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     if is_rank:
         monkeypatch.setenv("LOCAL_RANK", "0")
@@ -43,6 +44,28 @@ def test_all_visible_gpus_are_taken_where_nothing_is_said(monkeypatch):
     assert place(None)[0] == "cpu"
 
 
+def test_a_gpu_is_whatever_accelerator_the_machine_has_and_a_kind_can_be_named(monkeypatch):
+    gpus(monkeypatch, 2, kind="xpu")
+    for on in (None, "gpu", "XPU"):
+        word, platform = place(on)
+        assert (word, platform.world_size) == ("gpu", 2)
+        assert platform.torch_device(1) == torch.device("xpu", 1)
+    platform = unisono.Platform(device="xpu", ranks=2)
+    assert platform.but(hosts=()).torch_device(0).type == "xpu"
+    assert platform.but(device="cpu").torch_device(0).type == "cpu"
+    assert platform.but(device="gpu").accelerator is None
+    with pytest.raises(PlatformError, match="2 ranks > 0 GPUs of the kind 'cuda'"):
+        unisono.run(print, on="cuda", ranks=2)
+    with pytest.raises(PlatformError, match="'xpu'"):
+        unisono.run(print, on="xpu", ranks=3)
+
+
+def test_an_apple_gpu_is_taken_only_where_it_is_asked_for(monkeypatch):
+    gpus(monkeypatch, 1, kind="mps")
+    assert place(None)[0] == "cpu"
+    assert place("gpu")[1].torch_device(0) == torch.device("mps", 0)
+
+
 def test_more_ranks_than_gpus_are_refused_with_both_numbers_and_a_way_out(monkeypatch):
     gpus(monkeypatch, 2)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
@@ -50,7 +73,7 @@ def test_more_ranks_than_gpus_are_refused_with_both_numbers_and_a_way_out(monkey
         unisono.run(print, on="gpu", ranks=4)
     message = str(caught.value)
     assert "4 ranks > 2 GPUs" in message
-    assert "CUDA_VISIBLE_DEVICES ='0,1'" in message
+    assert "CUDA_VISIBLE_DEVICES='0,1'" in message
     assert 'HINT: on="cpu", ranks=4' in message
     gpus(monkeypatch, 0)
     with pytest.raises(PlatformError, match="0 GPUs visible"):
@@ -90,7 +113,7 @@ def test_a_gpu_script_is_rehearsed_on_processes_unchanged(monkeypatch):
 def test_the_device_is_set_before_the_group_is_made(monkeypatch):
     gpus(monkeypatch, 2, is_rank=True)
     order = []
-    monkeypatch.setattr(torch.cuda, "set_device", lambda device: order.append(str(device)))
+    monkeypatch.setattr(accelerator, "set_device", lambda device: order.append(str(device)))
     monkeypatch.setattr(
         start,
         "start_world",
@@ -108,11 +131,11 @@ def test_the_device_is_set_before_the_group_is_made(monkeypatch):
 
 
 def test_a_machine_without_an_apple_gpu_says_so(monkeypatch):
-    monkeypatch.setattr(devices, "has_mps", lambda: False)
+    gpus(monkeypatch, 0)
     with pytest.raises(PlatformError, match="no Apple GPU") as caught:
         unisono.run(print, on="mps")
     assert "HINT" in str(caught.value)
-    monkeypatch.setattr(devices, "has_mps", lambda: True)
+    gpus(monkeypatch, 1, kind="mps")
     word, platform = place("mps")
     assert (word, platform.world_size, platform.torch_device(0).type) == ("mps", 1, "mps")
 
@@ -157,7 +180,7 @@ def test_a_module_is_moved_to_the_gpu_of_its_rank_and_synchronised():
 
 
 @pytest.mark.mps
-@pytest.mark.skipif(not devices.has_mps(), reason="no Apple GPU")
+@pytest.mark.skipif(not accelerator.count("mps"), reason="no Apple GPU")
 def test_one_rank_works_on_the_apple_gpu():
     def work():
         comm = unisono.world()

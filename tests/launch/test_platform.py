@@ -170,7 +170,7 @@ def test_the_printed_table_shows_where_ranks_meet_only_if_they_do(capsys, monkey
 
 
 def test_a_backend_that_ranks_could_not_use_is_refused_before_any_is_started(monkeypatch):
-    assert platform.BACKENDS == backends.NAMES
+    assert set(backends.NAMES) <= set(platform.BACKENDS)
     monkeypatch.setattr("importlib.util.find_spec", lambda _name: None)
     with pytest.raises(MissingExtra, match="unisono\\[mpi\\]"):
         unisono.run(print, on=Platform(device="cpu", backend="mpi"))

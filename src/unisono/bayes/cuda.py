@@ -14,6 +14,8 @@ import torch.distributed as dist
 from unisono.comm import detect
 from unisono.errors import PlatformError
 
+NAME, BACKEND = "cuda", "nccl"
+"""The words by which programs written for pytagi ask for a device and a backend."""
 _on_cpu = False
 
 

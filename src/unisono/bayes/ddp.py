@@ -13,7 +13,8 @@ from typing import Any, Literal, NoReturn
 import torch
 from torch import Tensor
 
-from unisono import launch
+from unisono import accelerator, launch
+from unisono.accelerator import is_accelerator
 from unisono.bayes import cuda
 from unisono.bayes.layers.base import same_info
 from unisono.bayes.layers.normalization import BatchNorm2d
@@ -33,7 +34,7 @@ from unisono.comm import (
 from unisono.errors import CollectiveMismatch, MissingExtra, PartitionError, PlatformError, an
 from unisono.expect import expect_choice, expect_int
 
-BACKENDS = ("nccl", "gloo", "shm", "mpi", "auto")
+BACKENDS = (cuda.BACKEND, "gloo", "shm", "mpi", "auto")
 
 
 @dataclass
@@ -45,8 +46,8 @@ class DDPConfig:
     """
 
     device_ids: list[int]
-    """CUDA devices, one per rank or one per rank of a node; may be empty on other backends."""
-    backend: str = "nccl"
+    """Numbers of devices, one per rank or one per rank of a node; may be empty."""
+    backend: str = cuda.BACKEND
     """`"nccl"`, `"gloo"`, `"shm"`, `"mpi"`, or `"auto"` for the best that is there."""
     rank: int = 0
     """Place of this process in the world."""
@@ -99,10 +100,10 @@ class DDPSequential:
                 "sync_norm_stats", sync_norm_stats, ("running", "batch"), error=PartitionError
             )
         self.model, self.config, self.average, self.cap_batch = model, config, average, cap_batch
-        if config.backend == "nccl" and cuda.is_on_cpu():
+        if config.backend == cuda.BACKEND and cuda.is_on_cpu():
             config = replace(config, backend="auto")
         self.comm = _join(config, comm, timeout_s)
-        if self.comm.device.type == "cuda":
+        if is_accelerator(self.comm.device):
             model.to(self.comm.device)
         model.preinit_layer()
         self._check_architecture()
@@ -367,9 +368,9 @@ def _join(config: DDPConfig, source: object, timeout_s: float | None) -> Communi
 def _check_config(config: DDPConfig) -> None:
     """Refuse what cannot be, alike on all ranks."""
     expect_choice("backend", config.backend, BACKENDS, error=PlatformError)
-    if config.backend == "nccl" and not torch.cuda.is_available():
+    if config.backend == cuda.BACKEND and not cuda.is_available():
         raise PlatformError.because(
-            'DDPConfig(backend="nccl")',
+            f"DDPConfig(backend={config.backend!r})",
             "no CUDA device on this machine",
             hint='backend="gloo" (or "auto"); if a program insists, unisono run --compat pytagi '
             "--as-cpu",
@@ -434,18 +435,18 @@ def _on_backend(comm: Communicator, config: DDPConfig) -> Communicator:
     if wanted in ("auto", comm.backend) or comm.size == 1:
         return comm
     entry = groups.entry_for(comm.ranks, backend=wanted)
-    device = _device_of(config, detect()) if wanted == "nccl" else torch.device("cpu")
+    device = _device_of(config, detect()) if wanted == cuda.BACKEND else torch.device("cpu")
     return Communicator(entry, device=device)
 
 
 def _device_of(config: DDPConfig, environment: Environment) -> torch.device:
-    """Return the device of this rank: its entry of `device_ids` with nccl, else the CPU."""
-    wants_cuda = config.backend == "nccl" or (
-        config.backend == "auto" and torch.cuda.device_count() >= environment.local_size > 0
-    )
-    if not wants_cuda or not torch.cuda.is_available():
+    """Return the device of this rank: with nccl, or an accelerator for all, one; else the CPU."""
+    kind = cuda.NAME if config.backend == cuda.BACKEND else None
+    if config.backend == "auto" and accelerator.count() >= environment.local_size > 0:
+        kind = accelerator.kind()
+    if kind is None:
         return torch.device("cpu")
     ids, local = config.device_ids, environment.local_rank
     if len(ids) == environment.size:
-        return torch.device("cuda", ids[environment.rank])
-    return torch.device("cuda", ids[local] if local < len(ids) else local)
+        return torch.device(kind, ids[environment.rank])
+    return torch.device(kind, ids[local] if local < len(ids) else local)

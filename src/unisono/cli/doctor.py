@@ -176,10 +176,13 @@ def check_devices() -> Finding:
     """Which accelerators torch sees."""
     import torch
 
-    found = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
-    if torch.backends.mps.is_available():
-        found.append("MPS")
-    return "ok", ", ".join(["CPU", *found])
+    from unisono import accelerator
+
+    kind = accelerator.kind() or "cpu"
+    devices = [torch.device(kind, index) for index in range(accelerator.count())]
+    return "ok", ", ".join(
+        ["CPU", *(f"{device} ({accelerator.name(device)})" for device in devices)]
+    )
 
 
 @check("backends", CHECKS)
@@ -187,9 +190,11 @@ def check_backends() -> Finding:
     """Which backends torch and unisono have."""
     import torch.distributed as dist
 
+    from unisono import accelerator
     from unisono.comm import transports
 
-    states = {"gloo": dist.is_gloo_available(), "nccl": dist.is_nccl_available()}
+    own = dist.Backend.default_device_backend_map.get(accelerator.kind() or "cpu", "gloo")
+    states = {name: dist.is_backend_available(name) for name in ("gloo", own)}
     words = {name: "ok" if there else "not in this torch" for name, there in states.items()}
     words |= transports.available()
     found = ", ".join(name if word == "ok" else f"{name} ({word})" for name, word in words.items())
@@ -217,12 +222,11 @@ def check_core() -> Finding:
 @check("choice", CHECKS)
 def check_choice() -> Finding:
     """Which backend ranks on this machine get, and why."""
-    import torch
-
+    from unisono import accelerator
     from unisono.comm import transports
     from unisono.comm.backends import choose_backend
 
-    device = "cuda" if torch.cuda.is_available() else "cpu"
+    device = accelerator.kind() or "cpu"
     try:
         choice = choose_backend(None, device=device, nodes=1, available=transports.available())
     except PlatformError as error:

@@ -61,11 +61,11 @@ def execute(args: argparse.Namespace) -> int:
 
 def _machine() -> str:
     """Return the facts of this machine, one per line."""
+    from unisono import accelerator
     from unisono.cores import usable_cores
-    from unisono.launch.platform import has_mps, visible_gpus
 
-    devices = [f"{n} GPU{'s' if n > 1 else ''}" for n in [visible_gpus()] if n]
-    devices += ["MPS"] if has_mps() else []
+    gpus = accelerator.count()
+    devices = [f"{gpus} GPU{'s' if gpus > 1 else ''} ({accelerator.kind()})"] if gpus else []
     interfaces = ", ".join(name for _, name in socket.if_nameindex()) or "none"
     rows = [
         ("host", f"{socket.gethostname()} ({platform.machine()}, {platform.system()})"),

@@ -71,14 +71,15 @@ def choose_backend(
         source = f"UNISONO_BACKEND={wanted}"
     if wanted is not None:
         return BackendChoice(_checked(wanted, source, available), f"asked for by {source}")
-    if device == "cuda":
-        return BackendChoice("cpu:gloo,cuda:nccl", "CUDA tensors travel by nccl")
-    if device != "cpu":
-        return BackendChoice("gloo", f"tensors on {device} travel through CPU memory")
+    name = dist.Backend.default_device_backend_map.get(device, "gloo")
+    if name != "gloo":
+        return BackendChoice(f"cpu:gloo,{device}:{name}", f"tensors on {device} travel by {name}")
+    through = "" if device == "cpu" else f"; tensors on {device} travel through CPU memory"
     if available.get("shm") == "ok":
         where = "one host" if nodes == 1 else f"{nodes} hosts: gloo carries what leaves a host"
-        return BackendChoice("shm", f"CPU tensors through shared memory ({where})")
-    return BackendChoice("gloo", f"no shared memory here: {available.get('shm', 'not there')}")
+        return BackendChoice("shm", f"CPU tensors through shared memory ({where}){through}")
+    missing = available.get("shm", "not there")
+    return BackendChoice("gloo", f"no shared memory here: {missing}{through}")
 
 
 def _checked(wanted: str, source: str, available: Mapping[str, str]) -> str:

@@ -68,6 +68,8 @@ class Call:
     """Time blocked in waits."""
     done: bool = False
     """Whether it has ended on this rank."""
+    is_queued: bool = False
+    """Whether a stream carries it out: the thread that looks after it says when it has ended."""
     number: int = 0
     """Number of the collective in its group, from 1; 0 for messages, which not all ranks make."""
     _site: str | None = field(default=None, repr=False)

@@ -66,7 +66,7 @@ class Collectives(Performer):
         Returns:
             The same bits on every rank; `x` is unchanged.
         """
-        check_tensor(x, self.device, "all_reduce")
+        check_tensor(x, self._device_for(x), "all_reduce")
         if self._entry.coalescer is not None:
             return self._held(self._entry.coalescer, None, x, op, timeout_s)
         out = x.detach().clone(memory_format=torch.contiguous_format)
@@ -77,7 +77,7 @@ class Collectives(Performer):
         self, x: Tensor, op: str = "sum", *, timeout_s: float | None = None
     ) -> Transfer[Tensor]:
         """Replace `x` by its reduction over all ranks; see `all_reduce`. Returns `x`."""
-        check_target(x, self.device, "all_reduce_")
+        check_target(x, self._device_for(x), "all_reduce_")
         if self._entry.coalescer is not None:
             return self._held(self._entry.coalescer, x, x, op, timeout_s)
         return self._reduced(x, x, op, timeout_s)
@@ -87,7 +87,7 @@ class Collectives(Performer):
     ) -> Transfer[Tensor]:
         """Prepare the reduction of `out`, which is `x` or a copy of it."""
         check_op(op, x.dtype)
-        engine, target = self._engine, out.detach() if out.requires_grad else out
+        engine, target = self._engine_for(x.device), out.detach() if out.requires_grad else out
         is_plain = target.is_contiguous() and target.dtype in engine.reduces and not target.is_neg()
         work = target if is_plain else dense(encode(target, op))
         leaves = out is x and leaves_graph(x, "all_reduce_")
@@ -113,7 +113,7 @@ class Collectives(Performer):
 
         Collective over the communicator. `x` is unchanged everywhere.
         """
-        check_tensor(x, self.device, "reduce")
+        check_tensor(x, self._device_for(x), "reduce")
         check_op(op, x.dtype)
         dst = check_rank(dst, self.size, "dst", "reduce")
         # A private copy: backends use the tensor as scratch space on the other ranks.
@@ -124,7 +124,7 @@ class Collectives(Performer):
         def finish() -> Tensor | None:
             return decode(work, op, x.dtype) if self.rank == dst else None
 
-        kernel = partial(self._engine.reduce_, work, dst, op)
+        kernel = partial(self._engine_for(x.device).reduce_, work, dst, op)
         return Transfer(call, kernel, finish, timeout_s)
 
     @verb
@@ -142,7 +142,7 @@ class Collectives(Performer):
         Collective over the communicator. `x` has the same shape on every rank; `sizes` are the W
         block sizes along `dim`, balanced when None.
         """
-        check_tensor(x, self.device, "reduce_scatter")
+        check_tensor(x, self._device_for(x), "reduce_scatter")
         check_op(op, x.dtype)
         dim = check_dim(dim, x, "reduce_scatter")
         lengths = self._block_sizes(sizes, x.shape[dim] if x.dim() else 1, "reduce_scatter")
@@ -168,7 +168,8 @@ class Collectives(Performer):
             return rows_back(decode(out, op, x.dtype), dim)
 
         ins = work.split_with_sizes(lengths)
-        kernel = partial(self._engine.reduce_scatter, out, ins, op, alike=alike)
+        engine = self._engine_for(x.device)
+        kernel = partial(engine.reduce_scatter, out, ins, op, alike=alike)
         return Transfer(call, kernel, finish, timeout_s)
 
     @contextlib.contextmanager
@@ -245,7 +246,7 @@ class Collectives(Performer):
     ) -> Transfer[Tensor]:
         """Replace `x` on every rank by the tensor of rank `src`; returns `x`."""
         src = check_rank(src, self.size, "src", "broadcast_")
-        check_target(x, self.device, "broadcast_")
+        check_target(x, self._device_for(x), "broadcast_")
         return self._broadcast_into(x, dense(x.detach()), x, src, timeout_s)
 
     def _broadcast_into(
@@ -263,7 +264,7 @@ class Collectives(Performer):
                 replaced(out, leaves)
             return out
 
-        kernel = partial(self._engine.broadcast_, work, src)
+        kernel = partial(self._engine_for(work.device).broadcast_, work, src)
         return Transfer(call, kernel, finish, timeout_s)
 
     @verb
@@ -280,7 +281,7 @@ class Collectives(Performer):
         Collective over the communicator. Blocks may differ along `dim` and may be empty there;
         `sizes` are their W lengths, learned by one small exchange when None.
         """
-        check_tensor(x, self.device, "all_gather")
+        check_tensor(x, self._device_for(x), "all_gather")
         dim = check_dim(dim, x, "all_gather")
         lengths = self._lengths_or(sizes, x, dim, "all_gather", timeout_s)
         return self._joined(x, dim, lengths, timeout_s)
@@ -294,7 +295,8 @@ class Collectives(Performer):
         call = self._described("all_gather", x, dim=dim, sizes=lengths)
         call.sent = rows.nbytes
         call.received = out.nbytes - call.sent
-        kernel = partial(self._engine.all_gather_rows, out, lengths, rows, alike=dim)
+        engine = self._engine_for(x.device)
+        kernel = partial(engine.all_gather_rows, out, lengths, rows, alike=dim)
         return Transfer(call, kernel, partial(rows_back, out, dim), timeout_s)
 
     @verb
@@ -312,7 +314,7 @@ class Collectives(Performer):
         Collective over the communicator; sizes as in `all_gather`.
         """
         dst = check_rank(dst, self.size, "dst", "gather")
-        check_tensor(x, self.device, "gather")
+        check_tensor(x, self._device_for(x), "gather")
         dim = check_dim(dim, x, "gather")
         lengths = self._lengths_or(sizes, x, dim, "gather", timeout_s)
         return self._joined_at(dst, x, dim, lengths, timeout_s)
@@ -327,7 +329,7 @@ class Collectives(Performer):
         call.sent = rows.nbytes
         call.received = 0 if out is None else out.nbytes
         outs = None if out is None else out.split_with_sizes(lengths)
-        kernel = partial(self._engine.gather, outs, rows, dst)
+        kernel = partial(self._engine_for(x.device).gather, outs, rows, dst)
         return Transfer(
             call, kernel, lambda: None if out is None else rows_back(out, dim), timeout_s
         )
@@ -383,7 +385,7 @@ class Collectives(Performer):
                 )
         else:
             # Shape, dtype, lengths and dim of what is scattered, and whether `src` refuses.
-            whole = rows if rows is not None else torch.empty(0)
+            whole = rows if rows is not None else torch.empty(0, device="cpu")
             mine = [refused is not None, dim, *lengths, *pack_shape(whole.shape, whole.dtype)]
             ints = self._engine.all_gather_ints
             record = self._exchange("scatter", src, timeout_s, ints, mine)[src]
@@ -429,7 +431,7 @@ class Collectives(Performer):
             send_sizes = [part.shape[0] if part.dim() else 1 for part in parts]
             rows = torch.cat([rows_first(part, 0) for part in parts])
         else:
-            rows = rows_first(check_tensor(x, self.device, "all_to_all"), 0)
+            rows = rows_first(check_tensor(x, self._device_for(x), "all_to_all"), 0)
         if send_sizes is None and rows.shape[0] % self.size:
             raise PartitionError.because(
                 f"all_to_all of {rows.shape[0]} rows in equal shares",
@@ -450,13 +452,13 @@ class Collectives(Performer):
         call.sent = rows.nbytes
         call.received = out.nbytes
         outs, ins = out.split_with_sizes(got), rows.split_with_sizes(sent)
-        kernel = partial(self._engine.all_to_all, outs, ins)
+        kernel = partial(self._engine_for(rows.device).all_to_all, outs, ins)
         return Transfer(call, kernel, lambda: list(outs) if is_list else out, timeout_s)
 
     def _one_per_rank(self, x: Sequence[Tensor]) -> list[Tensor]:
         """Return one tensor for each rank, whose rows have one shape and dtype."""
         given = list(x) if isinstance(x, Sequence) else [x]
-        parts = [check_tensor(part, self.device, "all_to_all") for part in given]
+        parts = [check_tensor(part, self._device_for(part), "all_to_all") for part in given]
         if len(parts) != self.size:
             raise PartitionError.because(
                 f"all_to_all of a list of {len(parts)} tensors",
@@ -488,8 +490,8 @@ class Collectives(Performer):
         return [tuple(row) for row in self._perform(self._told(values, timeout_s)).tolist()]
 
     def _told(self, values: Sequence[int], timeout_s: float | None) -> Transfer[Tensor]:
-        """Prepare an exchange of integers, one row per rank."""
-        mine = torch.tensor([list(values)], dtype=torch.int64, device=self.device)
+        """Prepare an exchange of integers, one row per rank; the host wants to know them."""
+        mine = torch.tensor([list(values)], dtype=torch.int64, device="cpu")
         return replace(self._joined(mine, 0, [1] * self.size, timeout_s), is_quiet=True)
 
     def block_lengths(
@@ -500,7 +502,7 @@ class Collectives(Performer):
         Raises:
             PartitionError: on all ranks, if the blocks could not be joined along `dim`.
         """
-        dim = check_dim(dim, check_tensor(x, self.device, "block_lengths"), "block_lengths")
+        dim = check_dim(dim, check_tensor(x, self._device_for(x), "block_lengths"), "block_lengths")
         return self._lengths(x, dim, "block_lengths", timeout_s)
 
     def _lengths(
@@ -587,7 +589,9 @@ class Collectives(Performer):
         src = check_rank(src, self.size, "src", "broadcast_object")
         mine = self._pickled(obj) if self.rank == src else None
         count = self._byte_counts(mine, timeout_s)[src]
-        raw = self._empty(((count,), torch.uint8), "broadcast_object") if mine is None else mine
+        raw = mine
+        if raw is None:
+            raw = torch.empty(count, dtype=torch.uint8, device="cpu")
         sent = self._broadcast_into(raw, raw, raw, src, timeout_s)
         return sent.then(lambda raw: self._unpickled(raw, [raw.numel()], src)[0])
 
@@ -608,13 +612,13 @@ class Collectives(Performer):
             signer = seal_of(self._entry.key)
             signer.check_alike(self.ranks, self.timeout_s)
             data = signer.sign(data, f"object/{self._entry.key}/{self.rank}")
-        return torch.frombuffer(bytearray(data), dtype=torch.uint8).to(self.device)
+        return torch.frombuffer(bytearray(data), dtype=torch.uint8)
 
     def _unpickled(self, raw: Tensor, sizes: Sequence[int], first: int = 0) -> list[Any]:
         """Undo `_pickled` of the ranks from `first` on; nothing unsigned is unpickled."""
         objects: list[Any] = []
         for source, part in enumerate(raw.split(list(sizes)), first):
-            data: bytes | None = part.cpu().numpy().tobytes()
+            data: bytes | None = part.numpy().tobytes()
             if self.size > 1:
                 place = f"object/{self._entry.key}/{source}"
                 data = seal_of(self._entry.key).verified(data, place)

@@ -195,7 +195,9 @@ class Communicator(Messages):
 
     def _made(self, ranks: tuple[int, ...]) -> Communicator:
         entry = groups.part_of(self._entry, ranks, wait_s=self.timeout_s)
-        return type(self)(entry, device=self.device, timeout_s=self._own_timeout_s)
+        made = type(self)(entry, device=self.device, timeout_s=self._own_timeout_s)
+        made._engine.connect(self.timeout_s)
+        return made
 
     def _identity(self) -> tuple[object, ...]:
         # Ranks of a group that stands on its own are counted elsewhere than those of the world.

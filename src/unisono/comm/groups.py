@@ -22,10 +22,12 @@ from unisono.comm import call as calls
 from unisono.comm.call import Call
 from unisono.comm.engines.base import Engine, SelfEngine
 from unisono.comm.engines.gloo import TorchEngine
-from unisono.comm.health import failures, mark_as_news, watchdog
+from unisono.comm.engines.staged import StagedEngine
+from unisono.comm.engines.stream import StreamEngine
+from unisono.comm.health import failures, mark_as_news, streams, watchdog
 from unisono.comm.health.failures import Meaning, meaning_of
 from unisono.comm.torch import private
-from unisono.errors import MeshError, RankFailed, RankTimeout
+from unisono.errors import MeshError, RankFailed, RankTimeout, UnisonoError
 
 if TYPE_CHECKING:
     from unisono.comm.collectives import Coalescer
@@ -33,6 +35,11 @@ if TYPE_CHECKING:
 
 DEFAULT_TIMEOUT_S = 600.0
 """Deadline of a wait where nothing else is said."""
+_CPU = torch.device("cpu")
+
+
+_BESIDE = "gloo"
+"""Backend of the CPU group beside a group that serves an accelerator only."""
 
 
 class Handle:
@@ -60,6 +67,8 @@ class GroupEntry:
         self.hosts: tuple[str, ...] | None = None
         self.broken: str | None = None
         """Why the group cannot be used any more."""
+        self.verdict: UnisonoError | None = None
+        """The error that says so, where it was found while no call waited: each call raises it."""
         self.is_forked = False
         """Whether that is because this process was forked from the rank that made it."""
         world = dist.group.WORLD
@@ -80,7 +89,8 @@ class GroupEntry:
         """Messages that this rank has begun to send, by world rank and tag."""
         self.awaited: dict[tuple[int, int], int] = {}
         """Messages that it has begun to receive."""
-        self._engines: dict[str, Engine] = {}
+        self._engines: dict[tuple[str, str], Engine] = {}
+        self._timeout_s: float | None = None
         self.name = self._name()
         """Name for traces and reports, the same on all members."""
         self.key = "self" if group is None else str(group.group_name)
@@ -108,6 +118,8 @@ class GroupEntry:
         """Deadline the group was made with."""
         if self.group is None:
             return DEFAULT_TIMEOUT_S
+        if self._timeout_s is not None:
+            return self._timeout_s
         backend = self.group._get_backend(torch.device(next(iter(self._devices()), "cpu")))
         options = getattr(backend, "options", None)
         timeout = getattr(options, "_timeout", None)
@@ -130,32 +142,64 @@ class GroupEntry:
             return "self"
         if self.maker is not None:
             return self.group.name()
-        for item in private.backend_config(self.group).split(","):
-            where, _, name = item.partition(":")
-            if where == device.type and name:
-                return name
-        return str(dist.get_backend(self.group))
+        config = private.backend_config(self.group).split(",")
+        names = dict(item.split(":") for item in config if ":" in item)
+        if self._has_streams(device):
+            return names[device.type]
+        # Host memory, and tensors that travel through it.
+        default = str(dist.get_backend(self.group)) if "cpu" in self._devices() else _BESIDE
+        return names.get("cpu", default)
+
+    def _has_streams(self, device: torch.device) -> bool:
+        """Whether a backend that works on streams of `device` serves the group."""
+        if self.group is None or device.type == "cpu" or device.type not in self._devices():
+            return False
+        name = self.group._get_backend(device).name()
+        return "cpu" not in dist.Backend.backend_capability.get(name, ())
+
+    def serves(self, device: torch.device) -> bool:
+        """Whether the group has a backend of its own for tensors on `device`."""
+        return self._has_streams(device) or (device.type == "cpu" and "cpu" in self._devices())
 
     def default_device(self) -> torch.device:
         """Where tensors of this group are expected unless said otherwise."""
-        if self.group is None or "cpu" in self._devices() or not torch.cuda.is_available():
-            return torch.device("cpu")
-        return torch.device("cuda", torch.cuda.current_device())
+        default, devices = torch.accelerator.current_accelerator(), self._devices()
+        if "cpu" in devices or default is None or default.type not in devices:
+            return _CPU
+        return torch.device(default.type, torch.accelerator.current_device_index())
 
     def engine(self, device: torch.device) -> Engine:
-        """Return the kernels for tensors on `device`."""
-        backend = self.backend(device)
-        engine = self._engines.get(backend)
+        """Return the kernels for tensors on `device`.
+
+        Local, except for host memory in a group that has no backend for it: the first time is
+        collective over the group.
+        """
+        key = self.backend(device), device.type
+        engine = self._engines.get(key)
         if engine is None:
-            engine = self._make_engine(backend)
-            self._engines[backend] = engine
+            engine = self._make_engine(key[0], device)
+            self._engines[key] = engine
         return engine
 
-    def _make_engine(self, backend: str) -> Engine:
+    def _make_engine(self, backend: str, device: torch.device) -> Engine:
         if self.group is None or len(self.ranks) == 1:
             return SelfEngine()
+        if self._has_streams(device):
+            self._timeout_s = self.timeout_s  # the engine changes that of the backend
+            host, report = partial(self.engine, _CPU), self._end
+            return StreamEngine(
+                self.group, backend, device, self.ranks, self._timeout_s, host, report
+            )
+        if device.type != "cpu":
+            return StagedEngine(self.engine(_CPU))
+        if "cpu" not in self._devices():
+            return entry_for(self.ranks, backend=_BESIDE).engine(_CPU)
         own = getattr(self.group, "unisono_engine", None)
         return own if isinstance(own, Engine) else TorchEngine(self.group, backend)
+
+    def _end(self, error: UnisonoError) -> None:
+        """Mark the group as unusable because of an error that was found while no call waited."""
+        self.broken, self.verdict = str(error).partition("\n")[0], error
 
 
 # -- a world that waits for its first use ---------------------------------------------------------
@@ -363,6 +407,7 @@ def forget_ended() -> None:
         _wrapped.clear()
         _generation.clear()
         calls.latest_call = None
+        streams.stop()
         for forget in _forgetting:
             forget()
         _world_seen = None if world is None else weakref.ref(world)

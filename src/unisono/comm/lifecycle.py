@@ -175,15 +175,16 @@ def start_world(
 
     Args:
         environment: the world, as `detect` tells it.
-        backend: `"gloo"`, `"nccl"`, `"shm"`, `"mpi"`, or None for a choice (`choose_backend`).
+        backend: `"gloo"`, `"shm"`, `"mpi"`, that of an accelerator, `"cpu:gloo,cuda:nccl"`, or None
+            for a choice (`choose_backend`).
         device: where this rank's tensors live; None is the CPU.
         timeout_s: deadline of each collective, and of the start itself.
         store: an open store; None opens it with `open_store`.
         name: prefix of the keys of this world, so that one store can serve several in turn.
     """
     place = torch.device("cpu" if device is None else device)
-    if place.type == "cuda":
-        torch.cuda.set_device(place)
+    if place.type != "cpu" and place.index is not None and torch.accelerator.device_count() > 1:
+        torch.accelerator.set_device_index(place)
     if not dist.is_initialized() and environment.is_world:
         if store is None:
             store = _store_through_mpi(environment, timeout_s)
@@ -206,7 +207,10 @@ def start_world(
         # What this rank starts has the same variables, and would wait for a world of its own.
         _set_for_this_world(RANK_PID, rank_mark(os.environ, os.getpid()), always=True)
     comm = world()
-    return comm if comm.device == place else comm.with_device(place)
+    if comm.device != place:
+        comm = comm.with_device(place)
+    comm._engine.connect(timeout_s)
+    return comm
 
 
 def choose_interface(environment: Environment, store: dist.Store) -> None:

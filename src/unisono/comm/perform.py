@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from unisono.comm import call as calls
-from unisono.comm.arguments import check_timeout, refuse_transformed, stored
+from unisono.comm.arguments import check_tensor, check_timeout, refuse_transformed, stored
 from unisono.comm.call import Call, call_site
 from unisono.comm.engines.base import Engine, Ticket
 from unisono.comm.groups import GroupEntry
@@ -155,7 +155,7 @@ class Started(Pending[T]):
             private.set_grad_enabled(grad_mode)
             calls.waited_call = None
         call.wait_ns = time.perf_counter_ns() - began
-        call.done = True
+        call.done = call.done or not call.is_queued
         if trace.recorder is not None or check.active:
             performer._observe_end(transfer, deadline)
         return self._value  # type: ignore[return-value]
@@ -272,7 +272,7 @@ class Performer:
             private.set_grad_enabled(grad_mode)
             if turn is not None:
                 turn.release()
-        call.done = True
+        call.done = call.done or not call.is_queued
         if recorder is not None or is_checked:
             self._observe_end(transfer, deadline)
         return result
@@ -322,8 +322,12 @@ class Performer:
         tag: int,
         finish: Callable[[], T],
         timeout_s: float | None = None,
+        engine: Engine | None = None,
     ) -> Transfer[T]:
-        """Prepare messages to and from several ranks; empty tensors make none."""
+        """Prepare messages to and from several ranks; empty tensors make none.
+
+        `engine`: that of their device; None: it is looked up, and they are compared.
+        """
         if timeout_s is not None:
             check_timeout(timeout_s)  # before anything is counted
         if private.transforms_active():
@@ -337,6 +341,8 @@ class Performer:
         is_counted = tag <= EXCHANGE_TAG
         outgoing: list[tuple[int, Tensor]] = []
         incoming: list[tuple[int, Tensor]] = []
+        if engine is None:
+            engine = self._engine_for(self._one_device(op, sends, recvs))
         for peer, x in sends.items():
             if nbytes := x.nbytes:
                 outgoing.append((peer, x))
@@ -352,8 +358,40 @@ class Performer:
                     key = ranks[peer], tag
                     entry.awaited[key] = number = entry.awaited.get(key, 0) + 1
                     call.awaits += ((*key, number),)
-        kernel = partial(self._engine.exchange, outgoing, incoming, tag)
+        kernel = partial(engine.exchange, outgoing, incoming, tag)
         return Transfer(call, kernel, finish, timeout_s, is_collective=False)
+
+    def _device_for(self, x: object) -> torch.device:
+        """Return where `x` is expected: on the communicator's device, or where `x` is if the group
+        has a backend for that. Verbs in which only some ranks bring a tensor do not ask this.
+        """
+        if not isinstance(x, Tensor) or x.device.type == self.device.type:
+            return self.device
+        return x.device if self._entry.serves(x.device) else self.device
+
+    def _engine_for(self, device: torch.device) -> Engine:
+        """Return the kernels for tensors on `device`."""
+        return self._engine if device.type == self.device.type else self._entry.engine(device)
+
+    def _one_device(
+        self, op: str, sends: Mapping[int, Tensor], recvs: Mapping[int, Tensor]
+    ) -> torch.device:
+        """Return the device of all messages; refuse several: a backend carries those of one."""
+        devices = {x.device: x for side in (sends, recvs) for x in side.values()}
+        if len(devices) > 1:
+            going, coming = (
+                ", ".join(sorted({str(x.device) for x in side.values()})) or "nothing"
+                for side in (sends, recvs)
+            )
+            raise UnisonoError.because(
+                f"{op} of messages on different devices",
+                f"sends on {going}; receives on {coming}",
+                None,
+                "one device for all of them: x.to(device), comm.with_device(x.device)",
+            )
+        for x in devices.values():
+            check_tensor(x, self._device_for(x), op)
+        return next(iter(devices), self.device)
 
     def _post(
         self, sends: Mapping[int, Tensor], recvs: dict[int, Tensor]
@@ -377,7 +415,8 @@ class Performer:
         self, sends: Mapping[int, Tensor], recvs: dict[int, Tensor]
     ) -> Transfer[dict[int, Tensor]]:
         """Prepare messages of slices, as far as the engine takes them; others are copied."""
-        moves = self._engine.moves
+        engine = self._engine_for(self._one_device("exchange", sends, recvs))
+        moves = engine.moves
         going: dict[int, Tensor] = {}
         coming: dict[int, Tensor] = {}
         has_copies = False
@@ -398,7 +437,7 @@ class Performer:
             return recvs
 
         finish = place_copies if has_copies else coming.copy
-        return self._messages("exchange", going, coming, EXCHANGE_TAG, finish)
+        return self._messages("exchange", going, coming, EXCHANGE_TAG, finish, engine=engine)
 
     def all_gather_ints(
         self, values: Sequence[int], *, timeout_s: float | None = None
@@ -433,6 +472,8 @@ class Performer:
     def _unusable(self, op: str) -> UnisonoError:
         """Return the error of a call on a group that was closed or destroyed, or has failed."""
         entry = self._entry
+        if entry.verdict is not None and not self._closed:
+            return entry.verdict.with_traceback(None)
         if self._closed:
             return UnisonoError.because(
                 f"{op} on {entry.name}",
@@ -467,6 +508,8 @@ class Performer:
 
     def _translated(self, call: Call, error: Exception, deadline: float) -> Exception:
         """Return the error to raise for what a backend raised; the group is marked as broken."""
+        if self._entry.verdict is not None:
+            return self._entry.verdict
         if isinstance(error, TimeoutError):
             told = failures.timed_out(call, self.ranks, deadline, error)
             self._entry.broken = f"{call.describe()} timed out"

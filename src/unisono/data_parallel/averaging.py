@@ -305,19 +305,20 @@ class PowerSGDAveraging(Averaging):
             wholes[name] = whole if error is None else whole.add_(error)
         left = {name: whole @ self._factor(name, whole) for name, whole in wholes.items()}
         average_tensors(left.values(), comm)
-        # An inf or NaN of one rank is in the mean, which all ranks hold: they decide alike.
-        left = {name: torch.linalg.qr(p).Q for name, p in left.items() if p.isfinite().all()}
+        # An inf or NaN of one rank is in the means, which all ranks hold: they decide alike, and
+        # on the device, since the host would have to wait for it.
+        is_good = {name: p.isfinite().all() for name, p in left.items()}
+        left = {name: torch.linalg.qr(p.nan_to_num(0, 0, 0)).Q for name, p in left.items()}
         right = {name: wholes[name].T @ p for name, p in left.items()}
         average_tensors(right.values(), comm)
         for name, slot in slots.items():
-            mean = left[name] @ right[name].T if name in left else None
-            if mean is None or not mean.isfinite().all():
-                # Everybody sees that this step is none. Kept, it would spoil every later one.
-                slot.fill_(torch.nan)
-                continue
-            slot.copy_(mean.view(slot.shape))
-            self._errors[name] = wholes[name].sub_(mean)
-            self._factors[name] = right[name]
+            whole, mean = wholes[name], left[name] @ right[name].T
+            good = is_good[name] & mean.isfinite().all()
+            # Everybody sees that a step is none. Kept, it would spoil every later one.
+            slot.copy_(torch.where(good, mean, torch.nan).view(slot.shape))
+            error = self._errors.get(name, whole.new_zeros(()))
+            self._errors[name] = torch.where(good, whole - mean, error)
+            self._factors[name] = torch.where(good, right[name], self._factor(name, whole))
 
     def _factor(self, name: str, whole: Tensor) -> Tensor:
         """Return the right factor of the last step, or a random one, the same on all ranks."""

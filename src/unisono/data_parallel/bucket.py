@@ -196,7 +196,7 @@ class GradientBucket:
                     weigh(self.slots[i], factor, self.slots[i])
         self._weighted.clear()
         if self.before:
-            self.flags.copy_(torch.tensor(self.used))
+            self.flags.copy_(torch.tensor(self.used), non_blocking=True)
         else:
             self.flags.fill_(1)
         self.used = [False] * len(self.used)

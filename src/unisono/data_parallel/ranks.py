@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from unisono.accelerator import forked_generators
 from unisono.comm import Communicator
 from unisono.comm.mpi_style import get_comm
 from unisono.errors import CollectiveMismatch, UnisonoError, explain
@@ -183,8 +184,7 @@ def reset_module(module: nn.Module, comm: Communicator) -> None:
     """
     if comm.rank != 0:
         return
-    devices = {p.device for p in module.parameters() if p.device.type == "cuda"}
-    with torch.random.fork_rng(devices=sorted(d.index for d in devices)):
+    with forked_generators({p.device for p in module.parameters()}):
         torch.manual_seed(RESET_SEED)
         module.apply(reset_layer)
 

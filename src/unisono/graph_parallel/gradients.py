@@ -143,7 +143,7 @@ class GraphParallel(nn.Module):
         """
         if self._under_way is None or self._under_way() is not None:
             return self._under_way is not None
-        if any(p.grad is not None and bool(p.grad.any()) for p, _ in self._complete):
+        if _any_gradient([p for p, _ in self._complete]):
             for p, before in self._complete:
                 p.grad = before
         self._under_way, self._complete = None, []
@@ -155,7 +155,7 @@ class GraphParallel(nn.Module):
             return
         trained = [p for p in self.module.parameters() if p.requires_grad]
         if self._is_local and not self._holds_terms:
-            if any(p.grad is not None and bool(p.grad.any()) for p in trained):
+            if _any_gradient(trained):
                 raise LayoutError.because(
                     "backward() in GraphParallel.no_sync()",
                     "gradients that are summed over ranks already would be summed again",
@@ -242,17 +242,26 @@ def _sync(
         is_whole = [id(p) in whole for p in wanted]
         if checking.active and groups.gp.size > 1:
             _compare([g for g, r in zip(grads, is_whole, strict=True) if r], groups.gp)
-        present = torch.tensor([p.grad is not None for p in wanted], device=groups.gp.device)
-        present = present.to(torch.float32)
+        has_grad = [p.grad is not None for p in wanted]
+        present = torch.ones(len(wanted), device=groups.gp.device)
+        if not all(has_grad):
+            present.copy_(torch.tensor(has_grad))
         for comm in (groups.gp, groups.dp):
             if comm.size > 1:
                 with comm.coalesce(bucket_mb):
                     for tensor in (*grads, present):
                         comm.all_reduce_(tensor)
-        seen = present.tolist()
+        # What this rank has, somebody has: the sums are read only where it lacks one.
+        seen = has_grad if all(has_grad) else present.tolist()
         for p, grad, replicate, count in zip(wanted, grads, is_whole, seen, strict=True):
             if count:
                 p.grad = grad.div_(groups.dp.size * (groups.gp.size if replicate else 1))
+
+
+def _any_gradient(parameters: Iterable[Tensor]) -> bool:
+    """Whether a gradient is not zero. The host waits for the device, once for all of them."""
+    grads = [p.grad for p in parameters if p.grad is not None]
+    return bool(grads) and bool(torch.stack([g.any() for g in grads]).any())
 
 
 def _matrix(groups: GraphGroups | None) -> GraphGroups:

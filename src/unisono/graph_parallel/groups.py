@@ -81,8 +81,9 @@ def _group(whole: Communicator, ranks: tuple[int, ...], backend: str | None) -> 
         return whole if is_whole else cast("Communicator", whole.sub(ranks))  # None outside only
     chosen = None
     if len(ranks) > 1:
-        nccl = "ok" if dist.is_nccl_available() else "this torch was built without NCCL"
-        here = {**transports.available(), "nccl": nccl}
+        here = transports.available()
+        if backend not in here and not dist.is_backend_available(backend):
+            here[backend] = f"this torch was built without {backend}"
         device = whole.device.type
         chosen = choose_backend(backend, device=device, nodes=1, available=here).name
     entry = cache.entry_for(tuple(whole.ranks[rank] for rank in ranks), backend=chosen)

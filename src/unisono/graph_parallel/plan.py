@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from unisono import operators
+from unisono.accelerator import copied_once
 from unisono.comm import Communicator
 from unisono.comm.arguments import check_tensor
 from unisono.errors import PartitionError
@@ -117,14 +118,14 @@ class GraphPlan:
         """Return the own rows of `x`, which all ranks hold equal, in the original order. R -> S."""
         nodes = self.partition.num_nodes
         self._check_rows(x, nodes, "scatter", f"a row for each of the {nodes} nodes of the graph")
-        perm = self.partition.perm.to(x.device)
+        perm = copied_once(self.partition.perm, x.device)
         return regions.scatter(x.index_select(0, perm), sizes=self.partition.sizes, comm=self.comm)
 
     def gather(self, x: Tensor, *, grad: Literal["slice", "sum"] = MISSING) -> Tensor:
         """Return the rows of all ranks in the original order; `grad` as in `regions.gather`."""
         self._compare()
         whole = regions.gather(x, grad=grad, sizes=self.partition.sizes, comm=self.comm)
-        in_order = whole.index_select(0, self.partition.inverse.to(x.device))
+        in_order = whole.index_select(0, copied_once(self.partition.inverse, x.device))
         return tagged(in_order, "replicated", is_summed=grad == "sum")
 
     def reduce(self, x: Tensor, *, grad: Literal["identity", "sum"] = MISSING) -> Tensor:

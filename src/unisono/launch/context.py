@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+from unisono import accelerator
 from unisono.environment import Environment
 
 if TYPE_CHECKING:
@@ -74,11 +75,8 @@ def enter_world(
         at_first_use: whether to leave the two groups to whoever first asks for the world, or to the
             script's own `init_process_group`; then this is not collective.
     """
-    import torch
-
     device = platform.torch_device(environment.local_rank)
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
+    accelerator.set_device(device)
     here = Here(
         rank=environment.rank,
         local_rank=environment.local_rank,
@@ -153,14 +151,11 @@ def seeded(seed: int | None, rank: int) -> Iterator[None]:
 
 @contextmanager
 def generators_kept() -> Iterator[None]:
-    """Put the generators of Python, numpy and torch, on GPUs too, back behind the block."""
-    import torch
-
+    """Restore the generators of Python, numpy and torch, on all devices, on exit."""
     numpy = sys.modules.get("numpy")
     states = random.getstate(), numpy and numpy.random.get_state()
-    gpus = range(torch.cuda.device_count() if torch.cuda.is_initialized() else 0)
     try:
-        with torch.random.fork_rng(gpus):
+        with accelerator.forked_generators():
             yield
     finally:
         random.setstate(states[0])

@@ -18,6 +18,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import Dataset, IterableDataset
 from torch.utils.data.distributed import DistributedSampler
 
+from unisono import accelerator
+from unisono.accelerator import is_accelerator
 from unisono.comm import Communicator, has_world, world
 from unisono.errors import PlatformError
 from unisono.launch.context import here
@@ -142,15 +144,15 @@ def to(
 
     Args:
         module: the model.
-        local_rank: place of this rank on its node; picks the GPU where `device` is a plain "cuda".
+        local_rank: place of this rank on its node; picks the GPU where `device` has no number.
         sync_modules: whether to synchronise.
         device: where to; None is the device of this rank.
         ddp_args: more arguments for `DistributedDataParallel`.
         ddp_kwargs: more arguments for `DistributedDataParallel`.
     """
     place = _rank_device() if device is None else torch.device(device)
-    if place.type == "cuda" and place.index is None:
-        place = torch.device("cuda", local_rank)
+    if is_accelerator(place) and place.index is None:
+        place = torch.device(place.type, local_rank % max(1, accelerator.count(place.type)))
     module = module.to(place)
     if not sync_modules or not has_world():
         return module
@@ -158,7 +160,7 @@ def to(
         module = synchronised(module, place)
     if not any(p.requires_grad for p in module.parameters()):
         return module
-    if place.type == "cuda" and not ddp_args:
+    if is_accelerator(place) and not ddp_args:
         ddp_kwargs.setdefault("device_ids", [place.index])
     return DistributedDataParallel(module, *ddp_args, **ddp_kwargs)
 
@@ -201,8 +203,8 @@ def device(module: nn.Module) -> torch.device:
 def set_default_device(local_rank: int, platform: Platform) -> None:
     """Make this rank's GPU the default for new tensors; does nothing on CPU and MPS."""
     place = platform.torch_device(local_rank)
-    if platform.kind is not Device.CPU and place.type == "cuda":
-        torch.cuda.set_device(place)
+    if platform.kind is not Device.MPS and is_accelerator(place):
+        accelerator.set_device(place)
         torch.set_default_device(place)
 
 
@@ -225,9 +227,18 @@ def has_batch_norm(module: nn.Module) -> bool:
 
 def synchronised(module: nn.Module, place: torch.device) -> nn.Module:
     """Return the module with batch norms that use the whole batch of all ranks."""
-    if place.type == "cuda":
+    if _has_batch_norm_kernels(place):
         return nn.SyncBatchNorm.convert_sync_batchnorm(module)
     return _converted(module)
+
+
+def _has_batch_norm_kernels(place: torch.device) -> bool:
+    """Whether torch's `SyncBatchNorm` runs on a device: its kernels are not there on all."""
+    try:
+        torch.batch_norm_stats(torch.zeros(1, 1, device=place), 1e-5)
+    except RuntimeError:
+        return False
+    return True
 
 
 def _converted(module: nn.Module) -> nn.Module:

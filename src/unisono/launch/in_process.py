@@ -22,6 +22,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
+from unisono.accelerator import is_accelerator
 from unisono.environment import RANK_PID, detect, rank_mark
 from unisono.errors import PlatformError, RankFailed, Requeue
 from unisono.launch import stopping
@@ -288,9 +289,10 @@ def _as_rank(platform: Platform, *, rank: int, local_rank: int, node: int) -> It
 
 def _unused(request: Request, comm: Communicator) -> list[str]:
     """Return what was asked for and is not so in this world."""
-    kinds, nodes = {Device.GPU: "cuda", Device.MPS: "mps"}, request.platform.n_nodes
+    platform, nodes = request.platform, request.platform.n_nodes
+    kinds = [platform.accelerator or comm.device.type] if is_accelerator(comm.device) else []
     words: list[str] = []
-    if kinds.get(request.platform.kind, comm.device.type) != comm.device.type:
+    if platform.kind in (Device.GPU, Device.MPS) and comm.device.type not in kinds:
         words.append(f'on="{request.place}"')
     if request.ranks != comm.size:
         words.append(f"ranks={request.ranks}")

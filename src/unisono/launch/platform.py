@@ -17,15 +17,13 @@ import resource
 import shlex
 import signal
 import socket
-import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import KW_ONLY, dataclass, field, fields
 from enum import Enum
-from pathlib import Path
-from platform import machine
 from typing import TYPE_CHECKING, Any, ClassVar, Self, TypeVar
 
+from unisono import accelerator
 from unisono.cores import threads_per_rank, usable_cores
 from unisono.errors import MissingExtra, PlatformError, UnisonoError
 from unisono.expect import is_integer
@@ -38,10 +36,6 @@ if TYPE_CHECKING:
 __all__ = ["Device", "Platform"]
 
 T = TypeVar("T", bound=type)
-
-_ALIASES = {"cuda": "gpu"}
-_DRIVER_FILES = ("/dev/nvidiactl", "/dev/dxg", "/dev/kfd")
-"""One of them is there wherever torch could see a GPU on Linux."""
 
 
 class Device(Enum):
@@ -62,7 +56,7 @@ class Device(Enum):
 
     @classmethod
     def from_str(cls, device: str | Device) -> Device:
-        """Return the device of that name; case does not matter, and `"cuda"` is the GPU.
+        """Return the device of that name; case does not matter, and a kind of accelerator is a GPU.
 
         Example:
             >>> Device.from_str("CUDA")
@@ -71,40 +65,17 @@ class Device(Enum):
         if isinstance(device, Device):
             return device
         word = device.strip().lower() if isinstance(device, str) else str(device)
-        word = _ALIASES.get(word, word)
         with suppress(ValueError):
             return cls(word)
+        if accelerator.is_kind(word):
+            return cls.GPU
         values = [member.value for member in cls]
-        near = nearest(word, [*values, *_ALIASES])
+        near = nearest(word, [*values, *accelerator.KINDS])
         raise PlatformError.because(
             f"device={device!r}",
             f"devices are {', '.join(map(repr, values))}",
             hint=f"did you mean device={near!r}?" if near else 'device="cpu"',
         )
-
-
-def visible_gpus() -> int:
-    """Return the number of CUDA devices that ranks of this process could use.
-
-    Without a driver the answer is 0 and torch is not imported for it.
-    """
-    if os.environ.get("CUDA_VISIBLE_DEVICES") == "":
-        return 0
-    if "torch" not in sys.modules and sys.platform == "linux":
-        if not any(Path(file).exists() for file in _DRIVER_FILES):
-            return 0
-    import torch
-
-    return torch.cuda.device_count()
-
-
-def has_mps() -> bool:
-    """Whether this machine has an Apple GPU that torch can use."""
-    if sys.platform != "darwin" or machine() != "arm64":
-        return False
-    import torch
-
-    return torch.backends.mps.is_available()
 
 
 def gpu_index(local_rank: int, local_size: int, visible: int, *, oversubscribe: bool) -> int | None:
@@ -119,7 +90,7 @@ def gpu_index(local_rank: int, local_size: int, visible: int, *, oversubscribe: 
     return local_rank % visible if oversubscribe and visible else None
 
 
-BACKENDS = ("gloo", "nccl", "shm", "mpi")
+BACKENDS = ("gloo", *accelerator.BACKENDS, "shm", "mpi")
 """What `backend` may say, as `unisono.comm.backends` has it; that would load torch here."""
 _AS_TOLD = (Device.SLURM, Device.RAY)
 """Places where ranks get CPUs and GPUs by what is asked for, not by what is there."""
@@ -190,6 +161,13 @@ def _is_signal(value: Any) -> bool:
     return value in signal.Signals.__members__
 
 
+def _is_torch_backend(value: Any) -> bool:
+    """Whether torch is to check it: a map of kinds of devices to backends, or one of a plugin."""
+    if not _is_text(value):
+        return False
+    return ":" in value or value == "mpi4py" or accelerator.is_backend(value)  # mpi4py is DDPW's
+
+
 def _kind(
     what: str, example: Any, fits: Callable[[Any], bool], *, is_text: bool = False
 ) -> dict[str, Kind]:
@@ -213,6 +191,7 @@ SECONDS = Kind(
     60.0,
     lambda v: (_is_integer(v) or isinstance(v, float)) and v > 0,
 )
+
 _COUNT, _COUNT_OR_ZERO = {"kind": COUNT}, {"kind": COUNT_OR_ZERO}
 _SECONDS = _kind(
     "a finite number of seconds > 0", 60.0, lambda v: SECONDS.fits(v) and v < float("inf")
@@ -226,8 +205,7 @@ _PATH = _kind("a path", "word", lambda v: isinstance(v, (str, os.PathLike)), is_
 _SIGNAL = _kind("the name of a signal", "SIGUSR1", _is_signal, is_text=True)
 _SIGNALS = _kind("names of signals", ["SIGTERM"], lambda v: _is_list(v, _is_signal))
 _STRINGS = _kind("a list of strings", ["-v", "-x"], lambda v: _is_list(v, _is_text))
-# A map such as cpu:gloo,cuda:nccl is torch's to check; mpi4py is DDPW's word.
-_BACKEND = _one_of(*BACKENDS, also=lambda v: _is_text(v) and (":" in v or v == "mpi4py"))
+_BACKEND = _one_of(*BACKENDS, also=_is_torch_backend)
 _GROUPS = _kind(
     "a list of lists of ranks",
     [[0, 1], [2, 3]],
@@ -376,10 +354,15 @@ class Platform:
 
     # Each platform has its own of these: what `device` means, and which fields were given.
     kind: ClassVar[Device] = Device.GPU
+    accelerator: ClassVar[str | None] = None
+    """The kind of accelerator that `device` names; None is whatever a rank finds."""
     _given: ClassVar[frozenset[str]] = frozenset()
 
     def __post_init__(self) -> None:
-        kind = self.device if isinstance(self.device, Device) else Device.from_str(self.device)
+        kind = Device.from_str(self.device)
+        if kind.is_here and kind is not Device.CPU and self.device not in (Device.GPU, "gpu"):
+            word = self.device.value if isinstance(self.device, Device) else self.device
+            vars(self)["accelerator"] = word.strip().lower()
         vars(self)["device"] = vars(self)["kind"] = kind
         if isinstance(self.hosts, (list, tuple)) and self.hosts and "n_nodes" not in self._given:
             vars(self)["n_nodes"] = len(self.hosts)
@@ -387,9 +370,10 @@ class Platform:
             vars(self)["n_gpus_per_node"] = 0
 
     @classmethod
-    def at(cls, place: Device, given: Mapping[str, Any]) -> Self:
+    def at(cls, place: Device | str, given: Mapping[str, Any]) -> Self:
         """Return the platform that `on="..."` means, with the fields in `given` explicit."""
-        own = {} if place in (Device.GPU, Device.MPS) else {"n_gpus_per_node": 0}
+        has_gpus = Device.from_str(place) in (Device.GPU, Device.MPS)
+        own = {} if has_gpus else {"n_gpus_per_node": 0}
         platform = cls(**{**_NATIVE_DEFAULTS, **own, **given, "device": place})
         vars(platform)["_given"] = frozenset(("device", *given))
         return platform
@@ -406,6 +390,8 @@ class Platform:
             if isinstance(value, (list, dict)):
                 vars(twin)[name] = copy.deepcopy(value)
         vars(twin).update(changes, _given=self._given.union(changes))
+        if "device" in changes:
+            vars(twin).pop("accelerator", None)
         if "device" in changes or "hosts" in changes:
             twin.__post_init__()
         return twin
@@ -459,30 +445,32 @@ class Platform:
         """Return the device of the rank at this place of its node, as that rank sees it."""
         import torch
 
-        if self._has_gpus():
-            return torch.device("cuda", self._gpu_of_rank(local_rank))
-        return torch.device("mps" if self.kind is Device.MPS else "cpu")
+        if self.kind is Device.MPS:
+            return torch.device("mps")
+        if not self._has_gpus():
+            return torch.device("cpu")
+        index = self._gpu_of_rank(local_rank)
+        return torch.device(self.accelerator or accelerator.kind() or "cpu", index)
 
     def _has_gpus(self) -> bool:
         """Whether ranks work on GPUs; by MPI and ssh if that was asked for and the node has any."""
         if self.kind in (Device.MPI, Device.SSH):
             asked = self.is_explicit("n_gpus_per_node") and self.n_gpus_per_node > 0
-            return asked and visible_gpus() > 0
+            return asked and accelerator.count() > 0
         return self.kind is Device.GPU or (self.kind in _AS_TOLD and self.n_gpus_per_node > 0)
 
     def _gpu_of_rank(self, local_rank: int) -> int:
         """Return the number of the GPU of a rank, or explain that there are too few."""
-        visible, size = visible_gpus(), self.ranks_per_node
+        visible, size = accelerator.count(self.accelerator), self.ranks_per_node
         index = gpu_index(local_rank, size, visible, oversubscribe=self.oversubscribe)
         # A rank may see one device because a scheduler bound it; a launcher that sees one has one.
         is_bound = "LOCAL_RANK" in os.environ or "SLURM_STEP_ID" in os.environ
         if index is None or (visible < size and not self.oversubscribe and not is_bound):
-            seen = os.environ.get("CUDA_VISIBLE_DEVICES")
             gpus = f"{visible} GPU{'' if visible == 1 else 's'}"
+            gpus += f" of the kind {self.accelerator!r}" if self.accelerator else ""
             raise PlatformError.because(
                 self._asked(),
-                f"{gpus} visible "
-                f"(CUDA_VISIBLE_DEVICES {'is not set' if seen is None else f'={seen!r}'})",
+                f"{gpus} visible ({accelerator.visibility()})",
                 f"{size} rank{'s' if size > 1 else ''} > {gpus}",
                 f'on="cpu", ranks={size} (or UNISONO_FORCE_ON=cpu) rehearses it on processes',
             )
@@ -490,7 +478,7 @@ class Platform:
 
     def _asked(self) -> str:
         ranks = f"{self.world_size} rank{'s' if self.world_size > 1 else ''}"
-        return f"Platform(device={self.kind.value!r}) with {ranks}"
+        return f"Platform(device={(self.accelerator or self.kind.value)!r}) with {ranks}"
 
     def validate(self) -> None:
         """Raise `PlatformError` if this platform makes no sense, or cannot be had here."""
@@ -554,7 +542,7 @@ class Platform:
             check_program()
         if self.kind is Device.RAY and importlib.util.find_spec("ray") is None:
             raise MissingExtra.of("ray", self._asked(), "no ray")
-        if self.kind is Device.MPS and not has_mps():
+        if self.kind is Device.MPS and not accelerator.count("mps"):
             raise PlatformError.because(
                 self._asked(),
                 "no Apple GPU that torch can use on this machine",
@@ -655,7 +643,7 @@ class Platform:
             told = "none" if groups is None else "all ranks together"
         rows: dict[str, object] = {
             "name": self.name,
-            "device": self.kind.value,
+            "device": self.accelerator or self.kind.value,
             "ranks": f"{size}{spread if self.n_nodes > 1 else ''}",
             "threads": f"{self.cpus_per_rank} each",
             "backend": self.backend or "chosen by the device",
@@ -674,7 +662,7 @@ class Platform:
         for rank in range(self.world_size):
             node, local_rank = divmod(rank, self.ranks_per_node)
             if self.kind in _AS_TOLD:  # not a device of this host
-                device = f"cuda:{local_rank}" if self.n_gpus_per_node else "cpu"
+                device = f"gpu:{local_rank}" if self.n_gpus_per_node else "cpu"
             else:
                 device = str(self.torch_device(local_rank))
             is_here = self.n_nodes == 1 and (self.kind.is_here or self.kind is Device.MPI)

@@ -19,9 +19,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from unisono import accelerator
 from unisono.errors import PlatformError, an
 from unisono.expect import expect_choice
-from unisono.launch import platform as platforms
 from unisono.launch.elastic.settings import Chaos, Elastic, bounds, checked
 from unisono.launch.logs import Logs, checked_logs
 from unisono.launch.platform import COUNT_OR_ZERO, KINDS, Device, Platform, nearest
@@ -240,7 +240,6 @@ PLACES = ("cpu", "gpu", "mps", "mpi", "ssh", "ray", "slurm", "inline")
 """Places where ranks can be started."""
 SCHEDULERS = ("pbs", "lsf")
 """Schedulers for which batch scripts can be written (`places/batch.py`)."""
-_OF_ONE_HOST = ("cpu", "gpu", "cuda", "mps")
 _DEFAULT_RANKS = {"cpu": 2, "mps": 1, "mpi": 2, "ray": 2, "inline": 1}
 _SIZES = frozenset(("ranks", "n_gpus_per_node", "n_cpus_per_node"))
 _TRACES = frozenset(
@@ -407,7 +406,7 @@ def resolve(
         given = {**settings, **given}
         nodes = given.get("n_nodes", 1)
         is_spread = "hosts" in given or (isinstance(nodes, int) and nodes > 1)
-        keeps_size = forced in _OF_ONE_HOST and is_spread
+        keeps_size = is_spread and forced is not None and _is_of_one_host(forced)
         place, platform = _from_word(on if keeps_size else forced or on, given, configuration)
     if forced and keeps_size:
         size = platform.world_size
@@ -431,18 +430,25 @@ def _from_word(
 ) -> tuple[str, Platform]:
     """Return the place that a word means, and its platform with these fields given."""
     if on is None or on == "auto":
-        word = "gpu" if platforms.visible_gpus() else "cpu"
+        word = "gpu" if accelerator.kind() not in (None, "mps") else "cpu"
     else:
         word = known_place(on.value if isinstance(on, Device) else on, configuration)
         if word in configuration.profiles:
-            word = Device.from_str(configuration.profiles[word]["device"]).value
-    device = Device.CPU if word == "inline" else Device(word)
+            word = configuration.profiles[word]["device"]
+    if word == "inline":
+        return word, Platform.at(Device.CPU, {"ranks": _DEFAULT_RANKS[word], **given})
+    device = Device.from_str(word)
     defaults: dict[str, Any] = {}
     if device is Device.GPU:
-        defaults["n_gpus_per_node"] = max(1, platforms.visible_gpus())
-    elif word == "inline" or (word in _DEFAULT_RANKS and _SIZES.isdisjoint(given)):
-        defaults["ranks"] = _DEFAULT_RANKS[word]
-    return word, Platform.at(device, {**defaults, **given})
+        defaults["n_gpus_per_node"] = max(1, accelerator.count(None if word == "gpu" else word))
+    elif device.value in _DEFAULT_RANKS and _SIZES.isdisjoint(given):
+        defaults["ranks"] = _DEFAULT_RANKS[device.value]
+    return device.value, Platform.at(word, {**defaults, **given})
+
+
+def _is_of_one_host(word: str) -> bool:
+    """Whether the ranks of a place are processes of one host."""
+    return word in ("cpu", "gpu") or accelerator.is_kind(word)
 
 
 def known_place(word: object, configuration: Configuration) -> str:
@@ -451,8 +457,9 @@ def known_place(word: object, configuration: Configuration) -> str:
     if isinstance(word, str):
         if word in places:
             return word
-        if word.strip().lower() in ("cuda", *PLACES):
-            return Device.from_str(word).value
+        spelled = word.strip().lower()
+        if spelled not in SCHEDULERS and (spelled in PLACES or accelerator.is_kind(spelled)):
+            return spelled
     if word in SCHEDULERS:
         raise PlatformError.because(
             f"unisono.run(..., on={word!r})",

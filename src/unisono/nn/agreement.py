@@ -32,7 +32,6 @@ from unisono.topology import Partition
 
 Mode = Literal["always", "on_change", "off"]
 _MODES: tuple[str, ...] = get_args(Mode)
-_DEVICES = ("cpu", "cuda", "mps", "meta")
 NO_GRAD, PARAMETERS, INPUTS = 0, 1, 2
 """Whose gradients are needed: nobody's, only parameters', inputs' too."""
 Cuts = tuple[tuple[int, ...], ...]
@@ -102,12 +101,14 @@ class Structure:
 
     def packed(self) -> tuple[int, ...]:
         """Return it as a fixed number of ints."""
-        return (*pack_shape(self.shape, self.dtype), _DEVICES.index(self.device))
+        kind = int.from_bytes(self.device.encode()[:7])  # seven letters fit into 64 bits
+        return (*pack_shape(self.shape, self.dtype), kind)
 
     @classmethod
     def unpacked(cls, record: Sequence[int]) -> Structure:
         """Undo `packed`."""
-        return cls(*unpack_shape(record[:-1]), _DEVICES[record[-1]])
+        kind = record[-1].to_bytes(7).lstrip(b"\0").decode()
+        return cls(*unpack_shape(record[:-1]), kind)
 
 
 @dataclass(frozen=True)

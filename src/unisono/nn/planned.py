@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cache
 from inspect import signature
@@ -234,6 +234,28 @@ def wide(x: Tensor) -> Tensor:
 def sum_dtype(x: Tensor) -> torch.dtype | None:
     """Return the dtype to sum a tensor in: float32 for 16 bits, whose means are finite then."""
     return torch.float32 if x.dtype in _NARROW else None
+
+
+def as_autocast(x: Tensor, function: Callable[..., Tensor], *args: object) -> Tensor:
+    """Return a tensor in the dtype in which torch calls a function under autocast, if it is on.
+
+    Which functions keep float32 differs between kinds of devices, so torch itself is asked, once.
+    """
+    kind = x.device.type
+    if x.is_meta or not x.is_floating_point() or not torch.is_autocast_enabled(kind):
+        return x
+    return x.to(_autocast_dtype(function, args, x.dtype, kind, torch.get_autocast_dtype(kind)))
+
+
+@cache
+def _autocast_dtype(
+    function: Callable[..., Tensor],
+    args: tuple[object, ...],
+    dtype: torch.dtype,
+    kind: str,
+    _: torch.dtype,
+) -> torch.dtype:
+    return function(torch.ones(1, 1, dtype=dtype, device=kind), *args).dtype
 
 
 def is_plain(x: object) -> bool:

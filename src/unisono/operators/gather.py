@@ -46,7 +46,7 @@ def block_plan(
     """Return the plan for joining blocks: `x` is this rank's. Collective when `sizes` is None."""
     if not isinstance(comm, Communicator):
         check_comm(comm, verb)
-    check_tensor(x, comm.device, verb)
+    check_tensor(x, comm._device_for(x), verb)
     if x.dim() == 0:
         raise PartitionError.because(
             f"{verb} of a tensor without dims", "nothing to join along", None, "x.reshape(1)"

@@ -94,7 +94,7 @@ class HaloAdd(LinearMap):
             (message, joined([gathered(x, piece) for piece in message.pieces]))
             for message in halo.recvs
         ]
-        pending = post(plan, packed, halo.sends, x.dtype)
+        pending = post(plan, packed, halo.sends, x)
         starts_here = _may_start_here(halo)
         if starts_here:
             first = halo.local[0]
@@ -250,12 +250,12 @@ def start_exchange(x: Tensor, plan: HaloOnGroup) -> Pending[dict[int, Tensor]]:
         x: own block.
         plan: the exchange.
     """
-    return plan.comm._post(outgoing(x, plan), incoming(plan, plan.halo.recvs, x.dtype))
+    return plan.comm._post(outgoing(x, plan), incoming(plan, plan.halo.recvs, x))
 
 
 def exchanged(x: Tensor, plan: HaloOnGroup) -> dict[int, Tensor]:
     """Exchange the messages of a plan at once; return what comes from each rank, flat."""
-    received = incoming(plan, plan.halo.recvs, x.dtype)
+    received = incoming(plan, plan.halo.recvs, x)
     plan.comm._move(outgoing(x, plan), received)
     return received
 
@@ -274,9 +274,9 @@ def outgoing(x: Tensor, plan: HaloOnGroup) -> dict[int, Tensor]:
     return found
 
 
-def incoming(plan: HaloOnGroup, recvs: Sequence[Message], dtype: torch.dtype) -> dict[int, Tensor]:
-    """Return memory for messages, one row for each."""
-    ranks, device = plan.ranks or range(plan.comm.size), plan.comm.device
+def incoming(plan: HaloOnGroup, recvs: Sequence[Message], like: Tensor) -> dict[int, Tensor]:
+    """Return memory for messages, one row for each, of the dtype and on the device of `like`."""
+    ranks, dtype, device = plan.ranks or range(plan.comm.size), like.dtype, like.device
     found: dict[int, Tensor] = {}
     for message in recvs:
         found[ranks[message.peer]] = torch.empty(message.numel, dtype=dtype, device=device)
@@ -292,12 +292,12 @@ def post(
     plan: HaloOnGroup,
     sends: Sequence[tuple[Message, Tensor]],
     recvs: Sequence[Message],
-    dtype: torch.dtype,
+    like: Tensor,
 ) -> Pending[dict[int, Tensor]]:
-    """Post messages at once; what comes is flat."""
+    """Post messages at once; what comes is flat, and of the kind of `like`."""
     ranks = plan.ranks or range(plan.comm.size)
     going = {ranks[message.peer]: block for message, block in sends}
-    return plan.comm._post(going, incoming(plan, recvs, dtype))
+    return plan.comm._post(going, incoming(plan, recvs, like))
 
 
 def arrived(

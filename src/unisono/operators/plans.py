@@ -48,7 +48,7 @@ def check_call(x: Tensor, comm: Communicator, verb: str) -> None:
     """Raise unless `comm` is a communicator and `x` a tensor that it can move."""
     if not isinstance(comm, Communicator):
         check_comm(comm, verb)
-    check_tensor(x, comm.device, verb)
+    check_tensor(x, comm._device_for(x), verb)
 
 
 def announce(

@@ -24,6 +24,8 @@ from unisono.expect import is_integer
 from unisono.testing.internals import (
     argument_names,
     drawn_by,
+    fixture_value,
+    is_overridden,
     is_unittest,
     plain_representation,
 )
@@ -91,7 +93,10 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 def pytest_collection_finish(session: pytest.Session) -> None:
     """Begin to import torch for the ranks while the first tests run."""
-    marked = any(item.get_closest_marker("ranks") for item in session.items)
+    marked = any(
+        item.get_closest_marker("ranks") and not is_overridden(item, "rank_pool")
+        for item in session.items
+    )
     if marked and not session.config.option.collectonly:
         session_pool(session.config).warm_up()
 
@@ -144,7 +149,10 @@ def pytest_runtest_makereport(
 
 @pytest.fixture(scope="session")
 def rank_pool(pytestconfig: pytest.Config) -> RankPool:
-    """The session's `RankPool`, the one that marked tests use."""
+    """The session's `RankPool`, the one that marked tests use.
+
+    Where a conftest.py overrides it, marked tests below use the pool that it returns.
+    """
     return session_pool(pytestconfig)
 
 
@@ -252,7 +260,7 @@ def hygiene(request: pytest.FixtureRequest) -> Iterator[None]:
     yield
     if request.node.stash.get(_FAILED, False):
         return  # its traceback may keep things alive, and one failure is enough
-    pool = request.config.stash.get(_POOL, None)
+    pool = request.node.stash.get(_POOL, request.config.stash.get(_POOL, None))
     leaks = before.new(ignore=() if pool is None else pool.owned())
     if leaks:
         raise LeakFound(f"the test left things behind\n{describe(leaks)}")
@@ -285,7 +293,9 @@ def run_on_ranks(item: pytest.Function, marker: RanksMarker) -> dict[int, dict[s
     __tracebackhide__ = True
     from unisono.testing.pool import UnanimousOutcome
 
-    pool, function = session_pool(item.config), item.obj
+    pool: RankPool = fixture_value(item, "rank_pool")
+    item.stash[_POOL] = pool
+    function = item.obj
     params: dict[str, Any] = dict(item.callspec.params) if hasattr(item, "callspec") else {}
     names = argument_names(item)
     fixtures = {n: item.funcargs[n] for n in names if n not in REMADE_FIXTURES}

@@ -1,4 +1,4 @@
-"""The random generators of this process, all together: those of torch, numpy and Python."""
+"""The random generators of this process, all together: torch's on CPU and device, numpy, Python."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from typing import Any
 
 import numpy as np
 import torch
+
+from unisono import accelerator
 
 
 def seed_of(*words: object) -> int:
@@ -19,26 +21,30 @@ def seed_of(*words: object) -> int:
 def seed_generators(seed: int) -> None:
     """Seed all generators."""
     torch.default_generator.manual_seed(seed)
-    if torch.cuda.is_initialized():
-        torch.cuda.manual_seed(seed)
+    accelerator.seed(seed)
     random.seed(seed)
     np.random.seed(seed % 2**32)
 
 
 def random_states() -> dict[str, Any]:
-    """Return the states of all generators."""
+    """Return the states of all generators; that of the device in use by its kind."""
+    device = accelerator.device_in_use()
     return {
         "torch": torch.get_rng_state(),
-        "cuda": torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None,
         "numpy": np.random.get_state(),
         "python": random.getstate(),
+        **({} if device is None else {device.type: accelerator.generator_state(device)}),
     }
 
 
 def set_random_states(states: dict[str, Any]) -> None:
-    """Put all generators into states that `random_states` gave."""
+    """Put all generators into states that `random_states` returned.
+
+    The generator of a device of another kind than theirs stays as it is.
+    """
     torch.set_rng_state(states["torch"])
-    if states["cuda"] is not None and torch.cuda.is_available():
-        torch.cuda.set_rng_state(states["cuda"])
+    device = accelerator.current()
+    if device is not None and (state := states.get(device.type)) is not None:
+        accelerator.set_generator_state(device, state)
     np.random.set_state(states["numpy"])
     random.setstate(states["python"])

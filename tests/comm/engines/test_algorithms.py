@@ -19,7 +19,7 @@ from unisono.errors import UnisonoError
     nbytes=st.integers(0, 1 << 30),
     even=st.booleans(),
     size=st.integers(1, 64),
-    backend=st.sampled_from(["gloo", "nccl", "shm", "mpi4py"]),
+    backend=st.sampled_from(["gloo", "shm", "mpi4py"]),
     rounds_once=st.booleans(),
 )
 def test_the_choice_is_one_of_the_table_and_possible(
@@ -27,7 +27,7 @@ def test_the_choice_is_one_of_the_table_and_possible(
 ):
     name = choose(verb, nbytes, even, size, backend, rounds_once=rounds_once)
     assert name in ALGORITHMS.get(verb, ("native",))
-    if size > 1 and backend in ("gloo", "nccl"):
+    if size > 1 and backend == "gloo":
         if verb == "all_gather" and not even:
             assert name != "native"
         if verb in ("all_reduce", "reduce_scatter") and rounds_once:

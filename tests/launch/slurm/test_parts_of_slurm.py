@@ -145,8 +145,8 @@ def test_a_dry_run_shows_script_and_ranks_and_writes_nothing(tmp_path, monkeypat
     assert "#SBATCH --signal=USR2@60\n" in text
     assert f"-m unisono.launch.places.slurm.driver {tmp_path}" in text
     rows = [line.split() for line in text.splitlines()[-4:]]
-    assert rows[0] == ["0", "node", "0", "cuda:0"]
-    assert rows[3] == ["3", "node", "1", "cuda:1"]
+    assert rows[0] == ["0", "node", "0", "gpu:0"]
+    assert rows[3] == ["3", "node", "1", "gpu:1"]
     assert list(tmp_path.iterdir()) == []
     assert "#SBATCH --partition" not in dry_run(print, on="slurm")
 

@@ -16,6 +16,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from unisono import accelerator
+from unisono.accelerator import is_accelerator
 from unisono.bayes import cuda
 from unisono.bayes.moments import (
     ArrayLike,
@@ -142,7 +144,7 @@ class BaseLayer(ABC):
 
     def to_cuda(self) -> Self:
         """Move the layer to the current CUDA device and return it."""
-        self.device = "cuda"
+        self.device = cuda.NAME
         return self
 
     @property
@@ -283,15 +285,11 @@ def checked_device(name: str | torch.device, what: str = "a net") -> torch.devic
         raise PlatformError.because(
             f"{what} on {name!r}", "no kind of device has that name", hint=hint
         ) from None
-    if device.type == "cuda" and cuda.is_on_cpu():
+    if device.type == cuda.NAME and cuda.is_on_cpu():
         return torch.device("cpu")
-    there = {
-        "cpu": True,
-        "cuda": torch.cuda.is_available() and (device.index or 0) < torch.cuda.device_count(),
-        "mps": torch.backends.mps.is_available(),
-    }
-    if not there.get(device.type, False):
-        found = f"{torch.cuda.device_count()} CUDA devices on this machine"
+    count = accelerator.count(device.type) if is_accelerator(device) else 1
+    if device.type == "meta" or (device.index or 0) >= count:
+        found = f"{count} {device.type} devices on this machine"
         raise PlatformError.because(f"{what} on {name}", found, hint=hint)
     return device
 

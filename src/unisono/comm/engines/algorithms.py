@@ -66,20 +66,18 @@ def choose(
     forced = forced_algorithms().get(verb)
     if forced is not None and _is_possible(forced, verb, even, rounds_once, backend):
         return forced
-    if backend not in ("gloo", "nccl"):
+    if backend != "gloo":
         return "native"
     small = nbytes_total <= measured_limits().get(verb, SMALL_BYTES)
     if verb == "reduce_scatter":
-        return "native" if backend == "nccl" and even and not rounds_once else "all_to_all"
+        return "all_to_all"
     if verb == "all_gather":
-        if backend == "nccl":
-            return "native" if even else "broadcasts"
         if small and size <= MAX_PAIRWISE_RANKS:
             return "all_to_all"
         return "native" if small and even else "broadcasts"
     if rounds_once:
         return "all_to_all" if small else "scatter_gather"
-    if backend == "gloo" and small and size <= MAX_PAIRWISE_RANKS:
+    if small and size <= MAX_PAIRWISE_RANKS:
         return "all_to_all"
     return "native"
 
@@ -88,7 +86,7 @@ def _is_possible(name: str, verb: str, even: bool, rounds_once: bool, backend: s
     if name != "native":
         return True
     if verb == "all_gather":
-        return even or backend not in ("gloo", "nccl")
+        return even or backend != "gloo"
     # A native sum of 16-bit floats rounds at each step, and gloo cuts only even blocks.
     return not rounds_once and (verb != "reduce_scatter" or even)
 

@@ -62,10 +62,11 @@ class Engine(ABC):
     0 elements. A method returns None when the transfer is complete, else a `Ticket`; with
     `async_op=False` it may do either. Tensors must stay alive until then (the caller holds them).
     Sums are the same bits on all ranks; float16 and bfloat16 are added (and divided, for `mean`) in
-    float32 and rounded once; `sum64` adds float32 in float64. `alike` is a number that all ranks
-    must pass the same, such as the dim that was asked for; an engine whose ranks compare their
-    calls anyway compares it too. Every wait ends within `timeout_s` with `RankTimeout`, or earlier
-    with `RankFailed` if a peer is known to be dead.
+    float32 and rounded once, except by the backends of accelerators (`stream.py`); `sum64` adds
+    float32 in float64. `alike` is a number that all ranks must pass the same, such as the dim that
+    was asked for; an engine whose ranks compare their calls anyway compares it too. Every wait ends
+    within `timeout_s` with `RankTimeout`, or earlier with `RankFailed` if a peer is known to be
+    dead.
     """
 
     rank: int
@@ -167,15 +168,20 @@ class Engine(ABC):
 
     def all_gather_ints(self, values: Sequence[int], *, timeout_s: float) -> list[tuple[int, ...]]:
         """Return the tuples of all ranks, in rank order; all have the same length. Blocking."""
-        mine = torch.tensor(list(values), dtype=torch.int64, device=self.ints_device)
+        mine = torch.tensor(list(values), dtype=torch.int64, device="cpu")
         everybody = mine.new_empty(self.size, len(mine))
         ticket = self.all_gather(everybody.unbind(), mine, async_op=False, timeout_s=timeout_s)
         if ticket is not None:
             ticket.wait(timeout_s)
         return [tuple(row) for row in everybody.tolist()]
 
-    ints_device: str = "cpu"
-    """Where `all_gather_ints` has its tensors."""
+    @property
+    def host(self) -> Engine:
+        """The engine of the same ranks for host memory: objects, and what ranks agree on."""
+        return self
+
+    def connect(self, timeout_s: float) -> None:
+        """Have all ranks of a new group come together, where that is not done yet. Collective."""
 
     def shared_buffer(
         self, shape: Sequence[int], dtype: torch.dtype, *, timeout_s: float
@@ -184,7 +190,7 @@ class Engine(ABC):
 
         Collective over the group. Plain memory here; engines with shared memory override it.
         """
-        return torch.zeros(tuple(shape), dtype=dtype)
+        return torch.zeros(tuple(shape), dtype=dtype, device="cpu")
 
     # -- life: a group of torch's own backends is torch's to end -----------------------------------
 

@@ -1,4 +1,4 @@
-"""The kernels over torch.distributed's own backends (gloo, nccl).
+"""The kernels over torch.distributed's own backends for host memory (gloo).
 
 Tensors travel as bytes where they are only moved, so every dtype works; reductions a backend does
 not know are done in a wider dtype or locally, in rank order. The chooser picks the algorithm.
@@ -48,7 +48,7 @@ from unisono.errors import CollectiveMismatch, UnisonoError
 _SLICE_S = 0.5
 """A blocked rank looks this often whether its wait can still end."""
 
-_NATIVE_OPS: dict[str, Any] = {
+NATIVE_OPS: dict[str, Any] = {
     "sum": dist.ReduceOp.SUM,
     "sum64": dist.ReduceOp.SUM,
     "mean": dist.ReduceOp.SUM,
@@ -146,7 +146,7 @@ class Arrival:
     def __init__(self, group: dist.ProcessGroup, x: Tensor, src: int | None, tag: int) -> None:
         self._group, self._x, self._src, self._tag = group, x, src, tag
         self.is_large = x.nbytes > SMALL_BYTES
-        self._frame = torch.empty(_HEAD.size + SMALL_BYTES, dtype=torch.uint8)
+        self._frame = torch.empty(_HEAD.size + SMALL_BYTES, dtype=torch.uint8, device="cpu")
         room = [self._frame]
         self._first = group.recv_anysource(room, tag) if src is None else group.recv(room, src, tag)
         self._refusal: UnisonoError | None = None
@@ -164,7 +164,7 @@ class Arrival:
             self._refusal = wrong_message(x, src, nbytes, self._tag, DTYPES[number])
         if nbytes > SMALL_BYTES:
             is_right = self._refusal is None
-            body = bytes_of(x) if is_right else torch.empty(nbytes, dtype=torch.uint8)
+            body = bytes_of(x) if is_right else torch.empty(nbytes, dtype=torch.uint8, device="cpu")
             self._group.recv([body], src, body_tag).wait(*timeout)
 
     def place(self) -> None:
@@ -281,7 +281,6 @@ class TorchEngine(Engine):
         self.rank = group.rank()
         self.size = group.size()
         self.backend = backend
-        self.ints_device = "cuda" if backend == "nccl" else "cpu"
         self._places = range(self.size)
         self._others = [q for q in self._places if q != self.rank]
         self._bodies = 0
@@ -383,7 +382,7 @@ class TorchEngine(Engine):
         told = self._agree(signature, how["timeout_s"])
         joined = torch.cat([block.reshape(-1) for block in ins])
         work = dist.reduce_scatter_single(
-            out.view(-1), joined, _NATIVE_OPS[op], group=self.group, async_op=True
+            out.view(-1), joined, NATIVE_OPS[op], group=self.group, async_op=True
         )
         ticket = TorchTicket([work], keep=joined, first=told)
         return ticket.then(partial(out.div_, self.size)) if op == "mean" else ticket
@@ -399,12 +398,12 @@ class TorchEngine(Engine):
 
     def _swap(self, outs: Blocks, ins: Blocks, told: TorchTicket | None = None) -> TorchTicket:
         """Exchange blocks in one flat transfer of bytes, any sizes."""
-        send = _one_block(ins)
+        send = one_block(ins)
         if send is None:
             send = torch.cat([bytes_of(block) for block in ins])
         received = [out.nbytes for out in outs]
         sent = [block.nbytes for block in ins]
-        target = _one_block(outs)
+        target = one_block(outs)
         recv = target if target is not None else send.new_empty(sum(received))
         work = self.group.alltoall_base(recv, send, received, sent, dist.AllToAllOptions())
 
@@ -445,7 +444,7 @@ class TorchEngine(Engine):
         sent = [len(head) + len(block) for block in blocks]
         sent.insert(self.rank, 0)
         room = self._rooms[others[0]]
-        recv = torch.empty(room * len(others), dtype=torch.uint8)
+        recv = torch.empty(room * len(others), dtype=torch.uint8, device="cpu")
         told = torch.frombuffer(send, dtype=torch.uint8)
         work = self.group.alltoall_base(recv, told, self._rooms, sent, dist.AllToAllOptions())
         self._latest = signature
@@ -519,21 +518,14 @@ class TorchEngine(Engine):
     def exchange(
         self, sends: Messages, recvs: Messages, tag: int, **how: Unpack[How]
     ) -> Ticket | None:
-        if self.backend != "nccl":
-            arrivals = [Arrival(self.group, x, src, tag) for src, x in recvs]
-            works: list[Any] = [*arrivals]
-            for dst, x in sends:
-                works += self._depart(x, dst, tag)
-            ticket = MessageTicket(works, how["timeout_s"], arrivals)
-            if how["async_op"] and any(arrival.is_large for arrival in arrivals):
-                ticket.done()  # a thread takes what follows the first part
-            return ticket
-        batch = [
-            dist.P2POp(op, bytes_of(x), group=self.group, tag=tag, group_peer=peer)
-            for op, side in ((dist.irecv, recvs), (dist.isend, sends))
-            for peer, x in side
-        ]
-        return TorchTicket(dist.batch_isend_irecv(batch)) if batch else None
+        arrivals = [Arrival(self.group, x, src, tag) for src, x in recvs]
+        works: list[Any] = [*arrivals]
+        for dst, x in sends:
+            works += self._depart(x, dst, tag)
+        ticket = MessageTicket(works, how["timeout_s"], arrivals)
+        if how["async_op"] and any(arrival.is_large for arrival in arrivals):
+            ticket.done()  # a thread takes what follows the first part
+        return ticket
 
     def _depart(self, x: Tensor, dst: int, tag: int) -> list[dist.Work]:
         """Send a message as an `Arrival` takes it."""
@@ -543,7 +535,7 @@ class TorchEngine(Engine):
         head = bytearray(_HEAD.pack(_MESSAGE, x.nbytes, DTYPE_NUMBERS[x.dtype], body_tag))
         first = torch.frombuffer(head, dtype=torch.uint8)
         if not is_large:
-            return [self.group.send([torch.cat([first, block.cpu()])], dst, tag)]
+            return [self.group.send([torch.cat([first, block])], dst, tag)]
         return [self.group.send([first], dst, tag), self.group.send([block], dst, body_tag)]
 
     def receive_any(self, x: Tensor, tag: int) -> SourceTicket:
@@ -551,7 +543,9 @@ class TorchEngine(Engine):
         return MessageTicket([arrival], None, [arrival])
 
     def barrier(self, **how: Unpack[How]) -> Ticket | None:
-        return TorchTicket([dist.barrier(group=self.group, async_op=True)])
+        options = dist.BarrierOptions()
+        options.device = torch.device("cpu")  # else that of an accelerator which the group serves
+        return TorchTicket([self.group.barrier(options)])
 
     def _native_reduce(
         self,
@@ -564,7 +558,7 @@ class TorchEngine(Engine):
     ) -> TorchTicket:
         """Let the backend reduce, in a dtype that it knows and that rounds once."""
         dtype = wide if wide != x.dtype else _WIDENED.get(x.dtype, x.dtype)
-        options.reduceOp = _NATIVE_OPS[BOOL_OPS.get(op, op) if x.dtype == torch.bool else op]
+        options.reduceOp = NATIVE_OPS[BOOL_OPS.get(op, op) if x.dtype == torch.bool else op]
         work = x if dtype == x.dtype else x.to(dtype)
         plain = torch.view_as_real(work) if x.is_complex() else work
         ticket = TorchTicket([start([plain], options)], first=told)
@@ -574,8 +568,8 @@ class TorchEngine(Engine):
 
 
 def _memory(x: Tensor) -> memoryview:
-    """Return the bytes of a contiguous tensor, copied to the host where they are not there."""
-    array: Any = bytes_of(x).cpu().numpy()
+    """Return the bytes of a contiguous tensor."""
+    array: Any = bytes_of(x).numpy()
     return memoryview(array)
 
 
@@ -583,11 +577,10 @@ def _shown(memory: memoryview, like: Tensor) -> Tensor:
     """Return a flat tensor over the beginning of some memory, with the elements of another."""
     if not like.numel():
         return like.view(-1)
-    flat = torch.frombuffer(memory, dtype=like.dtype, count=like.numel())
-    return flat.to(like.device)
+    return torch.frombuffer(memory, dtype=like.dtype, count=like.numel())
 
 
-def _one_block(blocks: Blocks) -> Tensor | None:
+def one_block(blocks: Blocks) -> Tensor | None:
     """Return one flat byte view over `blocks` if they follow each other in one storage."""
     first = next((b for b in blocks if b.numel()), None)
     if first is None:

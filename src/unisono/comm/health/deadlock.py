@@ -32,12 +32,15 @@ _MAKES_NO_CALLS = ("unisono", "tqdm_monitor", "pytest_timeout")
 """Starts of the names of threads that only look after things."""
 
 
-def hopeless() -> UnisonoError | None:
-    """Return why the wait that this rank is in cannot end, if that is known; asks the store.
+def hopeless(call: Call | None = None) -> UnisonoError | None:
+    """Return why `call` cannot complete on this rank, if that is known; asks the store.
 
     None, without starting anything, where the world has ended or is being closed.
+
+    Args:
+        call: a call under way; default: the one that this rank waits for.
     """
-    call = calls.waited()
+    call = call or calls.waited()
     dog = watchdog.current() if call is None else watchdog.of(call.key)
     if dog is None:
         return None

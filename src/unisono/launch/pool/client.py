@@ -27,6 +27,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, Self
 
+from unisono import accelerator
 from unisono.errors import PlatformError
 from unisono.expect import number_in
 from unisono.launch.logs import RankLog
@@ -204,9 +205,8 @@ def why_not(spawn_method: str) -> str | None:
         return "spawn_method='spawn'"
     if sys.platform != "linux":
         return "the warm server needs Linux"
-    torch = sys.modules.get("torch")
-    if torch is not None and torch.cuda.is_initialized():  # what is forked could not use CUDA
-        return "CUDA is initialised in this process"
+    if (kind := accelerator.initialised()) is not None:  # what is forked could not use it
+        return f"{kind} is initialised in this process"
     return None
 
 

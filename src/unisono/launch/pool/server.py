@@ -22,6 +22,7 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
+from unisono import accelerator
 from unisono.launch.pool.cleanup import end_group, end_processes_of, remove_left_directories
 
 PRELOAD = ("cloudpickle", "numpy.random", "torch", "torch.distributed", "unisono.comm")
@@ -74,8 +75,8 @@ def refusal() -> str | None:
     threads = len(list(Path("/proc/self/task").iterdir()))
     if threads != 1:
         return f"the warm server has {threads} threads"
-    if importlib.import_module("torch").cuda.is_initialized():
-        return "CUDA is initialised in the warm server"
+    if (kind := accelerator.initialised()) is not None:
+        return f"{kind} is initialised in the warm server"
     return None
 
 

@@ -9,6 +9,7 @@ from functools import cached_property, lru_cache, reduce
 import torch
 from torch import Tensor
 
+from unisono.accelerator import copied_once
 from unisono.errors import PartitionError
 from unisono.nn.agreement import Table
 from unisono.nn.planned import PlannedModule, index_in
@@ -55,9 +56,9 @@ class Taps:
         shape = [-1 if d == dim else 1 for d in range(x.dim())]
         parts: list[Tensor] = []
         for points, weights in self._tensors:
-            part = x.index_select(dim, points.to(x.device))
+            part = x.index_select(dim, copied_once(points, x.device))
             if len(self.points) > 1:
-                part = part * weights.to(x.device, x.dtype).view(shape)
+                part = part * copied_once(weights, x.device, x.dtype).view(shape)
             parts.append(part)
         return reduce(torch.add, parts)
 

@@ -358,7 +358,7 @@ def _by_patches(
     if needs_x:
         each = iter(home)
         sends = [(m, joined([next(each) for _ in m.pieces])) for m in exchange.halo.recvs]
-        pending = post(exchange, sends, exchange.halo.sends, x.dtype)
+        pending = post(exchange, sends, exchange.halo.sends, x)
     inside = _in_space(cover.view)
     mask = (needs_x, needs_w, needs_b)
     dx, dw, db = settings.gradients(dy, x[inside], weight, mask, cover.padding)

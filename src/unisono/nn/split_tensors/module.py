@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
+from unisono.accelerator import forked_generators
 from unisono.errors import CollectiveMismatch, UnisonoError, explain
 from unisono.expect import expect, expect_choice
 from unisono.nn.agreement import current_mode
@@ -337,7 +338,7 @@ def _one_stream(draws_alike: bool, run: Run) -> Iterator[None]:
         yield
         return
     seed = run.comm.all_gather_ints([int(torch.randint(2**31, ()))])[0][0]
-    with torch.random.fork_rng(devices=[]):
+    with forked_generators():
         torch.manual_seed(seed)
         yield
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from unisono.comm import Communicator
 from unisono.errors import UnisonoError
 from unisono.nn.parameters import summed_gradients
-from unisono.nn.planned import is_plain, wide
+from unisono.nn.planned import as_autocast, is_plain, wide
 from unisono.nn.split_tensors.blocks import fitted
 from unisono.nn.split_tensors.reductions import added
 from unisono.nn.split_tensors.tensor import (
@@ -388,7 +388,8 @@ def _group_norm(
     if ranks is None:
         return like(x, func(x.local, num_groups, *held, eps))
     count = x.numel() // x.shape[0] // num_groups
-    return like(x, by_groups(x.local, num_groups, *held, count, ranks, eps)[0])
+    local = as_autocast(x.local, torch.group_norm, 1)
+    return like(x, by_groups(local, num_groups, *held, count, ranks, eps)[0])
 
 
 def _over_last(
@@ -419,7 +420,8 @@ def _layer_norm(
     over, held = _over_last(input, normalized_shape, weight, bias)
     if over.comm is None:
         return like(input, func(input.local, normalized_shape, *held, eps))
-    return like(input, normalized(input.local, *held, over, eps)[0])
+    local = as_autocast(input.local, torch.layer_norm, (1,))
+    return like(input, normalized(local, *held, over, eps)[0])
 
 
 @rule("rms_norm")
@@ -433,4 +435,5 @@ def _rms_norm(
     over, (held, _) = _over_last(input, normalized_shape, weight, None)
     if over.comm is None:
         return like(input, func(input.local, normalized_shape, held, eps))
-    return like(input, rms_normed(input.local, held, over, eps))
+    local = as_autocast(input.local, torch.rms_norm, (1,))
+    return like(input, rms_normed(local, held, over, eps))

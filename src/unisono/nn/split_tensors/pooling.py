@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from unisono.accelerator import copied_once
 from unisono.comm import Communicator
 from unisono.comm.torch import private
 from unisono.nn.planned import is_plain
@@ -122,7 +123,7 @@ class PoolPlan:
             y = _mean(name, window, self.settings)
         if self.factor is None:
             return y, None
-        factor = self.factor.to(y)
+        factor = copied_once(self.factor, y.device, y.dtype)
         if y.is_floating_point():
             return y * factor, None
         return torch.div(y, factor, rounding_mode="trunc"), None
@@ -135,10 +136,11 @@ class PoolPlan:
         Padding wins only where all points are as low as it is; values stay, gradients move.
         """
         low = pooled == self.exchange.halo.fill
+        # To look at them is cheap on a CPU, and stops the host on an accelerator.
         is_seen = not torch.compiler.is_compiling() and not private.transforms_active()
-        if is_seen and not low.is_meta and not bool(low.any()):
+        if is_seen and low.device.type == "cpu" and not bool(low.any()):
             return pooled, indices
-        indices = torch.where(low, indices + lead.to(indices.device), indices)
+        indices = torch.where(low, indices + copied_once(lead, indices.device), indices)
         points = window.flatten(2).gather(2, indices.flatten(2)).reshape(pooled.shape)
         return torch.where(low, points, pooled), indices
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from unisono.expect import is_integer
-from unisono.nn.planned import sum_dtype, wide
+from unisono.nn.planned import as_autocast, sum_dtype, wide
 from unisono.nn.split_tensors.blocks import pointwise
 from unisono.nn.split_tensors.tensor import (
     Cut,
@@ -64,7 +64,8 @@ def reduced(
     dims = _dims(x, dim)
     if not isinstance(x, Split):
         return (torch.mean if how == "mean" else torch.sum)(x, dims, keepdim, dtype=dtype)
-    local = x.local if dtype is None else x.local.to(dtype)
+    function = torch.mean if how == "mean" else torch.sum
+    local = as_autocast(x.local, function) if dtype is None else x.local.to(dtype)
     total = local.sum(dims, keepdim, dtype=sum_dtype(local))
     total = added(total, [cut for d, cut in x.cuts.items() if d in dims], x.run)
     if how == "mean":
@@ -163,7 +164,7 @@ def _vector_norm(
         return like(x, func(x.local, ord, dims, keepdim, dtype=dtype), _left(x, dims, keepdim))
     if ord != 2 or x.is_complex():
         raise NoRule("a norm along the cut that is not Euclidean")
-    local = x.local if dtype is None else x.local.to(dtype)
+    local = as_autocast(x.local, func) if dtype is None else x.local.to(dtype)
     _check_numbers(local.dtype)
     inside = [cut for d, cut in x.cuts.items() if d in dims]
     total = added(wide(local).square().sum(dims, keepdim), inside, x.run)
@@ -216,10 +217,11 @@ def _softmax(
         raise NoRule("without a dim")
     input.local.size(dim)  # raises beyond its dims, which softmax without data does not
     dim %= input.ndim
-    local = input.local if dtype is None else input.local.to(dtype)
+    softmax = getattr(torch, name)
+    local = as_autocast(input.local, softmax, 0) if dtype is None else input.local.to(dtype)
     cut = input.cuts.get(dim)
     if cut is None:
-        return like(input, getattr(torch, name)(local, dim))
+        return like(input, softmax(local, dim))
     _check_numbers(local.dtype)
     # The largest value only keeps exp in range; it has no part in the derivative.
     with torch.no_grad():

@@ -21,6 +21,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, nn
 
+from unisono.accelerator import generator_state, is_accelerator
 from unisono.comm import Communicator
 from unisono.errors import CollectiveMismatch, PartitionError, UnisonoError
 from unisono.nn.agreement import cuts_of_blocks
@@ -353,6 +354,13 @@ class Entry:
     """Whether all ranks have given the same further numbers."""
 
 
+def _device_state(x: Tensor | None) -> bytes:
+    """Return the state of the generator of a tensor's accelerator; nothing on a CPU."""
+    if x is None or not is_accelerator(x.device):
+        return b""
+    return generator_state(x.device).numpy().tobytes()
+
+
 def entered(x: Tensor | None, partition: Partition, run: Run, numbers: Sequence[int] = ()) -> Entry:
     """Return the own block as a `Split`, and what else ranks agree on.
 
@@ -365,7 +373,7 @@ def entered(x: Tensor | None, partition: Partition, run: Run, numbers: Sequence[
         numbers: what should be equal on all ranks; 0 is equal to anything.
     """
     comm, known, dims = partition.comm, isinstance(x, Split), partition.dim
-    state = zlib.crc32(torch.get_rng_state().numpy().tobytes())
+    state = zlib.crc32(torch.get_rng_state().numpy().tobytes() + _device_state(x))
     shape, own = [0] * dims, [-1, 0, 0, 0]
     if x is not None:
         with _plainly():

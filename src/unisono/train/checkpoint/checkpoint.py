@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, TypeVar, cast
 
+from unisono import accelerator
 from unisono.comm import Communicator
 from unisono.comm.machine import own_card
 from unisono.errors import CheckpointError, Requeue, compress_ranks
@@ -373,6 +374,8 @@ class Checkpoint:
         were_alike = not any(_RANDOM in name for name in saved.manifest.versions)
         if self.comm.rank < ranks or (were_alike and ranks > 1):
             set_random_states(states)
+            if accelerator.kind() not in states:  # written on a CPU, or on another kind of device
+                accelerator.seed(seed_of(states["torch"].numpy().tobytes()))
         else:
             seed_generators(seed_of(states["torch"].numpy().tobytes(), self.comm.rank))
 

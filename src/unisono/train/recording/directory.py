@@ -23,10 +23,10 @@ from pathlib import Path
 from typing import Any
 
 import unisono
+from unisono import accelerator
 from unisono.cores import usable_cores
 from unisono.errors import PlatformError
 from unisono.launch.job_files import write_private
-from unisono.launch.platform import visible_gpus
 
 PARENT = "runs"
 """Where runs are kept, below the working directory."""
@@ -143,7 +143,7 @@ def machine() -> dict[str, str]:
         "cores": f"{usable_cores()} usable of {os.cpu_count()}",
         "memory": f"{os.sysconf('SC_PHYS_PAGES') * os.sysconf('SC_PAGE_SIZE') / 2**30:.1f} GiB",
     }
-    if gpus := visible_gpus():
+    if gpus := accelerator.count():
         facts["GPUs"] = f"{gpus} visible"
     return facts
 

@@ -27,6 +27,8 @@ from torch import Tensor
 from torch.distributed import PrefixStore
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from unisono import accelerator
+from unisono.accelerator import is_accelerator
 from unisono.comm.call import Call
 from unisono.comm.groups import store_of_world
 from unisono.comm.health import trace as tracing
@@ -345,9 +347,7 @@ def _place() -> tuple[int, int]:
 
 def _device(device: torch.device) -> str:
     """Return the name of a device; of a GPU also its model."""
-    if device.type != "cuda":
-        return str(device)
-    return f"{device} ({torch.cuda.get_device_name(device)})"
+    return f"{device} ({accelerator.name(device)})" if is_accelerator(device) else str(device)
 
 
 def _step(step: Any) -> int:

@@ -16,6 +16,7 @@ from support_package.inner import scaled
 GLOBAL_LOCK = threading.Lock()
 SEEN = []
 STARTS = []
+OPENED = []
 
 
 def rank():
@@ -198,6 +199,30 @@ class TestMethods:
 class TestMarkedClass:
     def test_method_of_marked_class(self):
         assert size() == 2
+
+
+class Forwarding:
+    """A pool that notes the worlds it opens."""
+
+    def __init__(self, pool):
+        self.pool, self.grace_s, self.owned = pool, pool.grace_s, pool.owned
+
+    def open(self, world, **options):
+        OPENED.append(world)
+        return self.pool.open(world, **options)
+
+
+class TestPoolOfAClass:
+    @pytest.fixture
+    def rank_pool(self, rank_pool):
+        return Forwarding(rank_pool)
+
+    @pytest.mark.ranks(2)
+    def test_ranks_of_the_overriding_pool(self):
+        assert size() == 2
+
+    def test_the_overriding_pool_was_used(self):
+        assert OPENED == [2]
 
 
 class TestCase(unittest.TestCase):

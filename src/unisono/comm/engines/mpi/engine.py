@@ -308,7 +308,7 @@ class MpiEngine(QueuedEngine):
         if x.numel() and x.data_ptr() == outs[self.rank].data_ptr():
             x = x.clone()  # MPI wants all ranks, or none, to work in place
         is_apart = not _is_one_stretch(outs)
-        joined = torch.empty(sum(sizes), dtype=torch.uint8) if is_apart else None
+        joined = torch.empty(sum(sizes), dtype=torch.uint8, device="cpu") if is_apart else None
         first = next((out for out in outs if out.numel()), outs[0]) if joined is None else joined
         places = list(itertools.accumulate(sizes[:-1], initial=0))
         channel.hold(outs)

@@ -285,7 +285,7 @@ class ShmEngine(TransportEngine):
         number = DTYPE_NUMBERS.get(dtype, -1)
         self._core.agree(timeout_s, number, nbytes, hash(tuple(shape)))
         if count == 0:
-            return torch.zeros(tuple(shape), dtype=dtype)
+            return torch.zeros(tuple(shape), dtype=dtype, device="cpu")
         asked = f"shared_buffer({tuple(shape)}, {dtype})"
         stride = -(-nbytes // _PAGE) * _PAGE + _STAGGER
         total = _FIRST + self.size * stride

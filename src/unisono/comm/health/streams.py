@@ -1,0 +1,270 @@
+"""Deadlines of what runs on streams: one thread looks after the transfers that are under way.
+
+The host does not wait for such a transfer, so no wait of it can run out. The thread polls whether
+the oldest transfer of each group is complete. One that has a dead, failed or missing peer, or whose
+deadline has passed, ends its group: the error names the rank and its line, the backend is aborted,
+and the next call on this rank raises. The thread starts with the first transfer and ends when none
+is left, or with the world.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import json
+import os
+import socket
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+from unisono.comm import call as calls
+from unisono.comm.call import Call
+from unisono.comm.health import failures, mark_as_news, watchdog
+from unisono.comm.health.deadlock import hopeless
+from unisono.comm.health.watchdog import Watchdog
+from unisono.comm.machine import is_card_dead
+from unisono.errors import UnisonoError
+
+TICK_S = 0.1
+"""Seconds between two looks at the oldest transfers."""
+PATIENCE_S = 0.5
+"""A transfer of this age is compared with what other ranks have said, this often."""
+_LINGER_S = 1.0
+"""The thread ends when nothing was under way for so long."""
+_MOST_QUEUED = 64
+"""Above this number the caller removes completed transfers itself."""
+_NAME = "unisono-streams"
+
+
+class Queued(Protocol):
+    """A transfer on a stream."""
+
+    call: Call
+    began: float
+    """`time.monotonic` of the call."""
+    deadline: float
+    timeout_s: float
+
+    def is_complete(self) -> bool:
+        """Whether the device has carried it out."""
+        ...
+
+
+class Lane:
+    """The transfers of one group that are under way, oldest first.
+
+    Args:
+        key: name of the group, unique in the world.
+        ranks: world ranks of the group.
+        abort: ends what the backend has under way; may block.
+        report: called with the error that has ended the group.
+    """
+
+    def __init__(
+        self,
+        key: str,
+        ranks: Sequence[int],
+        abort: Callable[[], object],
+        report: Callable[[UnisonoError], object],
+    ) -> None:
+        self.cause: UnisonoError | None = None
+        """Why the group cannot be used any more."""
+        self.key = key
+        self._ranks = tuple(ranks)
+        self._abort = abort
+        self._report = report
+        self._transfers: deque[Queued] = deque()
+        self._lock = threading.Lock()
+        self._next_question = 0.0
+        self._cards: dict[int, list[str | int]] = {}
+        _known.add(self)
+
+    def add(self, transfer: Queued) -> None:
+        """Look after a transfer until it is complete."""
+        self._transfers.append(transfer)
+        if len(self._transfers) > _MOST_QUEUED:
+            self._remove_complete()
+        _start(self)
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether a transfer is under way, as far as it is known."""
+        return bool(self._transfers)
+
+    def look(self) -> bool:
+        """Remove complete transfers, end the group if one cannot complete; whether any is left."""
+        self._remove_complete()
+        with self._lock:
+            transfers = list(self._transfers)
+        if not transfers:
+            return False
+        now, oldest = time.monotonic(), transfers[0]
+        error: UnisonoError | None = None
+        if now - oldest.began > PATIENCE_S and now >= self._next_question:
+            self._next_question = now + PATIENCE_S
+            error = self._obstacle(oldest.call)
+        late = next((t for t in transfers if t.deadline < now and not t.is_complete()), None)
+        if error is None and late is not None and self.cause is None:
+            error = failures.timed_out(late.call, self._ranks, late.timeout_s)
+        if error is not None and not (late or oldest).is_complete():
+            self._announce(error)
+            self.end(error)
+        return True
+
+    def end(self, error: UnisonoError) -> None:
+        """Give the group up because of `error`, unless that was done before."""
+        with self._lock:
+            if self.cause is not None:
+                return
+            self.cause = mark_as_news(error)
+            self._transfers.clear()
+        self._report(error)
+        # In a thread of its own: a backend may wait for its device, and other groups go on.
+        threading.Thread(target=self._abort_backend, name="unisono-abort", daemon=True).start()
+
+    def _abort_backend(self) -> None:
+        with contextlib.suppress(RuntimeError):  # not every backend can
+            self._abort()
+
+    def _remove_complete(self) -> None:
+        with self._lock:
+            while self._transfers and self._transfers[0].is_complete():
+                self._transfers.popleft().call.done = True
+
+    def _obstacle(self, call: Call) -> UnisonoError | None:
+        """Return why `call` cannot complete, from what other ranks have said; asks the store."""
+        dog = watchdog.of(call.key)
+        if dog is None:
+            return None
+        try:
+            self.hear(dog)  # a rank that has given up, and ended, is not the first to have ended
+            if self.cause is not None:
+                return None
+            return hopeless(call) or self._dead_peer(call, dog)
+        except RuntimeError:
+            return None  # the store is gone
+
+    def _dead_peer(self, call: Call, dog: Watchdog) -> UnisonoError | None:
+        returned = {item.get("returned") for item in dog.news()}
+        for rank in self._ranks:
+            if rank == dog.rank or rank in returned:
+                continue
+            if rank not in self._cards and (text := dog.find(f"process/{rank}")) is not None:
+                self._cards[rank] = json.loads(text)
+            card = self._cards.get(rank)
+            if card is not None and is_card_dead(card):
+                # A rank that raised an exception has posted it just before its end.
+                host, doing = socket.gethostname(), f"{call.describe()} at {call.site}"
+                return dog.poll_failure() or failures.peer_died(
+                    doing, dog.rank, rank, int(card[1]), host
+                )
+        return None
+
+    def _announce(self, error: UnisonoError) -> None:
+        """Tell the other ranks of the group that this one waits no longer, and for whom."""
+        dog, culprit = watchdog.of(self.key), getattr(error, "rank", None)
+        if dog is not None:
+            text = str(error).partition("\n")[0]
+            record = {"gave_up": self.key, "rank": dog.rank, "culprit": culprit, "text": text}
+            dog.publish({**record, "host": socket.gethostname()})
+
+    def hear(self, dog: Watchdog) -> None:
+        """End the group if another rank has given it up, also where nothing is under way here."""
+        if self.cause is not None or dog is not watchdog.of(self.key):
+            return
+        for item in dog.news():
+            if item.get("gave_up") == self.key and item["rank"] != dog.rank:
+                doing = calls.latest_call.describe() if calls.latest_call else "its own work"
+                teller, culprit = item["rank"], item["culprit"]
+                culprit = teller if culprit is None else culprit
+                words = doing, dog.rank, teller, culprit, item["host"], item["text"]
+                self.end(failures.peer_gave_up(*words))
+                return
+
+    def forget(self) -> None:
+        """Drop everything: after a fork, or at the end of the world."""
+        self._lock = threading.Lock()
+        self._transfers.clear()
+
+
+_known: weakref.WeakSet[Lane] = weakref.WeakSet()
+"""All lanes of this process."""
+_lanes: weakref.WeakSet[Lane] = weakref.WeakSet()
+"""Those that the thread looks at."""
+_lock = threading.Lock()
+_stop = threading.Event()
+_thread: threading.Thread | None = None
+
+
+def _start(lane: Lane) -> None:
+    """Have the thread look at `lane`."""
+    global _stop, _thread
+    if _thread is not None and lane in _lanes:
+        return
+    with _lock:
+        _lanes.add(lane)
+        if _thread is None:
+            _stop = threading.Event()
+            _thread = threading.Thread(target=_run, args=(_stop,), name=_NAME, daemon=True)
+            _thread.start()
+
+
+def _look(lane: Lane) -> bool:
+    try:
+        return lane.look()
+    except (RuntimeError, OSError):
+        return True  # the store is gone, or the backend: calls of this rank will say so
+
+
+def _run(stopped: threading.Event) -> None:
+    global _thread
+    last_busy = time.monotonic()
+    while not stopped.wait(TICK_S):
+        with _lock:
+            lanes = list(_lanes)
+        if sum(_look(lane) for lane in lanes):
+            last_busy = time.monotonic()
+        elif time.monotonic() - last_busy > _LINGER_S:
+            with _lock:
+                _thread = None  # a transfer that is added from here on starts another one
+                if not any(lane.is_busy for lane in _lanes):
+                    _lanes.clear()
+                    return
+                _thread = threading.current_thread()
+
+
+def _hear(dog: Watchdog) -> None:
+    for lane in list(_known):
+        lane.hear(dog)
+
+
+watchdog.looks.append(_hear)
+
+
+def stop() -> None:
+    """Drop all transfers and end the thread. Local, safe to repeat."""
+    global _thread
+    with _lock:
+        thread, _thread = _thread, None
+        for lane in _lanes:
+            lane.forget()
+        _lanes.clear()
+        _stop.set()
+    if thread is not None and thread is not threading.current_thread():
+        thread.join(timeout=10.0)
+
+
+def _forget_after_fork() -> None:
+    global _lock, _stop, _thread
+    for lane in list(_lanes):
+        lane.forget()
+    _lanes.clear()
+    _lock, _stop, _thread = threading.Lock(), threading.Event(), None
+
+
+atexit.register(stop)
+os.register_at_fork(after_in_child=_forget_after_fork)

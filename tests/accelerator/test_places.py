@@ -1,0 +1,151 @@
+"""Where ranks find the device: `on=`, platforms, generators, checkpoints, and `unisono doctor`."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+import torch
+from tests.accelerator.ranks import device_ranks, own_device
+from torch import nn
+
+import unisono
+from unisono import accelerator
+from unisono.data_parallel import DataParallel
+from unisono.launch.context import seeded
+from unisono.train import Checkpoint
+
+PROGRAM = """
+import json, sys
+import torch
+import unisono
+from unisono import accelerator
+from unisono.errors import PlatformError
+
+def work():
+    comm = unisono.world()
+    there = comm.all_reduce(torch.ones(2, device=comm.device))
+    here = comm.with_device("cpu").all_reduce(torch.ones(2))
+    drawn = torch.rand(1, device=comm.device)
+    current = torch.accelerator.current_device_index()
+    return str(comm.device), current, [there.tolist(), here.tolist()], drawn.item()
+
+found = {}
+for on in ("sim", "gpu", None, unisono.Platform(device="sim", ranks=2, seed=None)):
+    results = list(unisono.run(work, on=on, seed=1, logs=unisono.Logs(console="none")))
+    found[on if isinstance(on, str) else type(on).__name__] = results
+found["initialised here"] = accelerator.initialised()
+torch.ones(1, device="sim:1")
+found["initialised now"] = accelerator.initialised()
+found["after first use"] = list(
+    unisono.run(work, on="sim", seed=1, logs=unisono.Logs(console="none"))
+)
+for on, ranks in (("sim", 3), ("xpu", 1)):
+    try:
+        unisono.run(work, on=on, ranks=ranks)
+    except PlatformError as error:
+        found[f"{on} {ranks}"] = str(error)
+print(json.dumps(found))
+"""
+
+
+def test_ranks_run_on_the_device_by_any_of_its_names(device_environment, tmp_path):
+    file = tmp_path / "program.py"
+    file.write_text(PROGRAM)
+    done = subprocess.run([sys.executable, file], capture_output=True, text=True, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout.splitlines()[-1])
+    for way in ("sim", "gpu", "NoneType", "Platform", "after first use"):
+        for rank, (device, current, sums, drawn) in enumerate(found[way]):
+            assert (device, current) == (f"sim:{rank}", rank)
+            assert sums == [[2.0, 2.0], [2.0, 2.0]]
+            assert drawn == found["sim"][rank][3]  # `seed` reaches the generator of the device
+    assert found["sim"][0][3] != found["sim"][1][3]
+    assert found["initialised here"] is None  # so that ranks can be forked
+    assert found["initialised now"] == "sim"
+    assert "3 ranks > 2 GPUs" in found["sim 3"]
+    assert "0 GPUs of the kind 'xpu'" in found["xpu 1"]
+
+
+@device_ranks(1)
+def test_a_block_with_a_seed_restores_the_generators_of_all_devices():
+    own_device()
+    states = torch.sim.get_rng_state_all()
+    with seeded(7, 0):
+        first = torch.rand(2, device="sim:0")
+        torch.rand(2, device="sim:1")
+    with seeded(7, 0):
+        assert torch.equal(torch.rand(2, device="sim:0"), first)
+    for before, after in zip(states, torch.sim.get_rng_state_all(), strict=True):
+        assert torch.equal(before, after)
+
+
+def net():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.5), nn.Linear(8, 1)).double()
+
+
+def train(model, optimizer, device, steps):
+    draw = torch.Generator().manual_seed(unisono.world().rank)
+    for _ in range(steps):
+        optimizer.zero_grad()
+        x = torch.randn(8, 4, generator=draw, dtype=torch.float64).to(device)
+        model(x).square().mean().backward()
+        optimizer.step()
+    return [p.detach().cpu() for p in model.parameters()]
+
+
+@device_ranks(2)
+def test_a_restored_run_goes_on_with_the_numbers_of_the_device(schedule, tmp_path):
+    """Dropout draws on the device: it is the same again only if its generator is in the file."""
+    device = own_device()
+    model = DataParallel(net().to(device))
+    optimizer = torch.optim.Adam(model.parameters(), 0.1)
+    with Checkpoint(tmp_path) as saved:
+        train(model, optimizer, device, 2)
+        saved.save(2, model=model, optimizer=optimizer)
+        straight = train(model, optimizer, device, 2)
+        torch.manual_seed(5)
+        saved.restore(model=model, optimizer=optimizer)
+    for mine, wanted in zip(train(model, optimizer, device, 2), straight, strict=True):
+        torch.testing.assert_close(mine, wanted, rtol=0, atol=0)
+
+
+@device_ranks(2)
+@pytest.mark.parametrize(("before", "after"), [("cpu", "sim"), ("sim", "cpu")])
+def test_checkpoints_move_between_cpu_and_device(before, after, schedule, tmp_path):
+    device = {"sim": own_device(), "cpu": torch.device("cpu")}
+    models = {kind: DataParallel(net().eval().to(place)) for kind, place in device.items()}
+    optimizers = {kind: torch.optim.Adam(m.parameters(), 0.1) for kind, m in models.items()}
+    with Checkpoint(tmp_path) as saved:
+        train(models[before], optimizers[before], device[before], 2)
+        saved.save(2, model=models[before], optimizer=optimizers[before])
+        drawn = []
+        for seed in range(2):
+            torch.manual_seed(seed)
+            saved.restore(model=models[after], optimizer=optimizers[after])
+            drawn.append(torch.rand(3, device=device[after]).tolist())
+    assert drawn[0] == drawn[1]  # also where the file has no state of that kind of device
+    ends = [train(models[kind], optimizers[kind], device[kind], 2) for kind in (before, after)]
+    for one, other in zip(*ends, strict=True):
+        torch.testing.assert_close(one, other)
+
+
+@device_ranks(1)
+def test_names_memory_and_copies_of_constants():
+    device = own_device()
+    assert accelerator.kind() == "sim"
+    assert accelerator.is_kind("sim")
+    assert accelerator.is_backend("simccl")
+    assert not accelerator.is_kind("gpu")
+    assert "0" in accelerator.name(device)
+    free, total = accelerator.memory(device) or (0, 0)
+    assert 0 < free <= total
+    constant = torch.arange(3)
+    with torch.inference_mode():
+        copy = accelerator.copied_once(constant, device)
+    assert not copy.is_inference()
+    assert accelerator.copied_once(constant, device) is copy
+    assert accelerator.copied_once(constant, device, torch.float64).dtype == torch.float64

@@ -1,0 +1,157 @@
+"""Training on the device: the numbers of the CPU under every schedule, and no wait of the host."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from tests.accelerator.ranks import device_ranks, own_device
+from torch import nn
+
+import unisono
+from unisono.data_parallel import DASO, DataParallel, DataParallelMultiGPU, DataParallelOptimizer
+
+pytestmark = device_ranks(2)
+
+
+class Branches(nn.Module):
+    """A small network with a norm, and a layer that only some steps use."""
+
+    def __init__(self):
+        super().__init__()
+        self.stem, self.norm = nn.Conv2d(2, 4, 3, padding=1), nn.BatchNorm2d(4)
+        self.often, self.seldom = nn.Linear(4, 3), nn.Linear(4, 3)
+
+    def forward(self, x, way=0):
+        x = F.relu(self.norm(self.stem(x))).mean((2, 3))
+        return (self.seldom if way else self.often)(x)
+
+
+def data(step, dtype=torch.float64):
+    draw = torch.Generator().manual_seed(10 * step + unisono.world().rank)
+    return torch.randn(4, 2, 6, 6, generator=draw, dtype=dtype), torch.arange(4) % 3
+
+
+def trained(device, how):
+    """Train for some steps; return the parameters."""
+    torch.manual_seed(0)
+    net = Branches().double().to(device)
+    optimizer = torch.optim.AdamW(net.parameters(), 0.01)
+    if how == "non-blocking":
+        optimizer = DataParallelOptimizer(optimizer)
+        model = DataParallel(net, optimizer=optimizer, bucket_mb=0.001)
+    else:
+        compression = "powersgd" if how == "powersgd" else None
+        model = DataParallel(net, find_unused=how == "unused", compression=compression)
+    for step in range(4):
+        x, y = (t.to(device) for t in data(step))
+        way = int(how == "unused" and step > 1 and unisono.world().rank == 1)
+        optimizer.zero_grad()
+        if how == "accumulation":
+            with model.no_sync():
+                F.cross_entropy(model(x[:2]), y[:2]).backward()
+            F.cross_entropy(model(x[2:]), y[2:]).backward()
+        else:
+            F.cross_entropy(model(x, way), y).backward()
+        if how == "clipping":
+            nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+        optimizer.step()
+    if how == "non-blocking":
+        optimizer.finalize()
+    return [p.detach().cpu() for p in net.state_dict().values()]
+
+
+@pytest.mark.parametrize(
+    "how", ["blocking", "non-blocking", "accumulation", "clipping", "unused", "powersgd"]
+)
+def test_data_parallel_gives_the_numbers_of_the_cpu(how, schedule):
+    for here, there in zip(trained("cpu", how), trained(own_device(), how), strict=True):
+        torch.testing.assert_close(there, here)
+
+
+@pytest.mark.parametrize("is_scaled", [False, True])
+def test_autocast_gives_the_numbers_of_one_process_on_the_device(is_scaled, schedule):
+    """Each rank also trains alone on the batch of both: the mean of two equal halves."""
+    device, dtype = own_device(), torch.float16 if is_scaled else torch.bfloat16
+    torch.manual_seed(0)
+    alone = nn.Sequential(nn.Linear(6, 8), nn.LayerNorm(8), nn.ReLU(), nn.Linear(8, 3)).to(device)
+    model = DataParallel(copy.deepcopy(alone))
+    x, y = torch.randn(2, 4, 6).to(device), torch.randint(0, 3, (2, 4)).to(device)
+    for net, rows in ((alone, slice(None)), (model, unisono.world().rank)):
+        optimizer = torch.optim.SGD(net.parameters(), 0.1)
+        scaler = torch.amp.GradScaler("sim", init_scale=64.0, enabled=is_scaled)
+        for _ in range(3):
+            optimizer.zero_grad()
+            with torch.autocast("sim", dtype):
+                out = net(x[rows])
+                assert out.dtype == dtype
+                loss = F.cross_entropy(out.flatten(0, -2), y[rows].flatten())
+                assert loss.dtype == torch.float32
+            scaler.scale(loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
+    for mine, wanted in zip(model.parameters(), alone.parameters(), strict=True):
+        assert mine.dtype == torch.float32
+        torch.testing.assert_close(mine.cpu(), wanted.cpu(), rtol=2e-2, atol=2e-3)
+
+
+def daso_trained(device):
+    torch.manual_seed(0)
+    net = nn.Linear(8, 1).double().to(device)
+    sgd = torch.optim.SGD(net.parameters(), 0.05)
+    steps = DASO(sgd, 4, warmup_epochs=1, cooldown_epochs=1, ranks_per_node=1)
+    replica = DataParallelMultiGPU(net, steps)
+    draw = torch.Generator().manual_seed(unisono.world().rank)
+    steps.last_batch = 4
+    for _ in range(4):
+        for _ in range(4):
+            x = torch.randn(16, 8, generator=draw, dtype=torch.float64).to(device)
+            steps.zero_grad()
+            loss = (replica(x) - x.sum(1, keepdim=True)).square().mean()
+            loss.backward()
+            steps.step()
+        steps.epoch_loss_logic(loss.detach())
+    return [p.detach().cpu() for p in net.parameters()]
+
+
+def test_daso_gives_the_numbers_of_the_cpu(schedule):
+    for here, there in zip(daso_trained("cpu"), daso_trained(own_device()), strict=True):
+        torch.testing.assert_close(there, here)
+
+
+@pytest.mark.parametrize("how", ["blocking", "non-blocking", "powersgd"])
+def test_the_host_waits_for_no_step_of_data_parallel(how):
+    import simdev
+
+    device = own_device()
+    net = nn.Sequential(nn.Conv2d(2, 4, 3), nn.BatchNorm2d(4), nn.Flatten(), nn.Linear(64, 3))
+    net.to(device)
+    optimizer = torch.optim.SGD(net.parameters(), 0.01)
+    if how == "non-blocking":
+        optimizer = DataParallelOptimizer(optimizer)
+    model = DataParallel(
+        net,
+        optimizer=optimizer if how == "non-blocking" else None,
+        compression="powersgd" if how == "powersgd" else None,
+    )
+    x, y = (t.to(device) for t in data(0, torch.float32))
+
+    def step():
+        optimizer.zero_grad()
+        F.cross_entropy(model(x), y).backward()
+        optimizer.step()
+
+    for _ in range(3):
+        step()
+    with simdev.counters() as counted:
+        step()
+    assert counted.syncs == {}
+
+
+def test_reset_parameters_leaves_the_generator_of_the_device_alone():
+    net = Branches().to(own_device())
+    before = torch.sim.get_rng_state()
+    DataParallel(net, reset_parameters=True)
+    assert torch.equal(before, torch.sim.get_rng_state())
