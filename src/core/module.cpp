@@ -14,7 +14,10 @@
 
 #include <atomic>
 #include <cerrno>
+#include <cstdint>
 #include <cstdio>
+#include <exception>
+#include <new>
 #include <optional>
 #include <string>
 
@@ -41,15 +44,27 @@ uint8_t* address(PyObject* x) { return static_cast<uint8_t*>(PyLong_AsVoidPtr(x)
 size_t bytes(PyObject* x) { return PyLong_AsSize_t(x); }
 int number(PyObject* x) { return static_cast<int>(PyLong_AsLong(x)); }
 
-// A list of (address, bytes).
-Blocks blocks(PyObject* list) {
+// Whether nothing was raised and `fits`; else a ValueError is raised, unless something was.
+bool expect(bool fits, const char* what) {
+  if (!PyErr_Occurred() && !fits) PyErr_SetString(PyExc_ValueError, what);
+  return !PyErr_Occurred();
+}
+// A tensor may have no address if it has no elements.
+bool expect_memory(const void* at, size_t nbytes) { return expect(at || !nbytes, "a tensor without memory"); }
+
+// A list of (address, bytes), one for each rank; None where this rank has none.
+Blocks blocks(PyObject* list, int size) {
   Blocks found;
   if (list == Py_None) return found;
   const Py_ssize_t n = PyList_Size(list);
+  if (!expect(n == size, "one block for each rank of the group")) return found;
   for (Py_ssize_t i = 0; i < n; i++) {
     PyObject* pair = PyList_GetItem(list, i);
-    found.at.push_back(address(PyTuple_GetItem(pair, 0)));
-    found.nbytes.push_back(bytes(PyTuple_GetItem(pair, 1)));
+    PyObject *at = PyTuple_GetItem(pair, 0), *nbytes = PyTuple_GetItem(pair, 1);
+    if (!at || !nbytes) return found;
+    found.at.push_back(address(at));
+    found.nbytes.push_back(bytes(nbytes));
+    if (!expect_memory(found.at.back(), found.nbytes.back())) return found;
   }
   return found;
 }
@@ -72,6 +87,38 @@ PyObject* caught() {  // the exception that was raised, as an owned object
   Py_XDECREF(trace);
   return value;
 }
+// Turns an exception of C++ into one of Python; called in a handler, with the interpreter's lock.
+void translate() {
+  try {
+    throw;
+  } catch (const std::bad_alloc&) {
+    PyErr_NoMemory();
+  } catch (const std::exception& error) {
+    PyErr_SetString(PyExc_RuntimeError, error.what());
+  } catch (...) {
+    PyErr_SetString(PyExc_RuntimeError, "the core failed");
+  }
+}
+// An entry of the module that no exception of C++ leaves.
+template <PyObject* (*function)(PyObject*, Args, Py_ssize_t)>
+PyObject* guarded(PyObject* self, Args args, Py_ssize_t n) {
+  try {
+    return function(self, args, n);
+  } catch (...) {
+    translate();
+    return nullptr;
+  }
+}
+template <PyObject* (*function)(PyObject*, PyObject*)>
+PyObject* guarded(PyObject* self, PyObject* argument) {
+  try {
+    return function(self, argument);
+  } catch (...) {
+    translate();
+    return nullptr;
+  }
+}
+
 PyObject* raise(PyObject* error) {  // steals
   PyErr_SetObject(reinterpret_cast<PyObject*>(Py_TYPE(error)), error);
   Py_DECREF(error);
@@ -178,6 +225,9 @@ int rank_in(PyGroup* self, PyObject* x, int least) {
 }
 
 thread_local PyObject* looked = nullptr;  // what `look` has raised in this thread
+// What a signal handler has raised in this thread while it ran a call of others: it ends that call, and
+// the thread's own wait, too.
+thread_local PyObject* interrupted = nullptr;
 
 // One call under way: what it does, and the error it has ended with.
 struct Call {
@@ -196,11 +246,28 @@ PyObject* list_of(const std::vector<int>& ranks) {
   return list;
 }
 
-Look look_of(PyObject* look, int verb, double timeout_s) {
+// What a signal handler has raised in the thread that waits for a call: another thread may run it.
+struct Signalled {
+  std::atomic<PyObject*> error{nullptr};  // owned
+  PyObject* take() { return error.exchange(nullptr); }
+  // Whether one has; runs handlers if this is the main thread.
+  bool check() {
+    Locked locked;
+    if (!error.load() && PyErr_CheckSignals()) error = caught();
+    return error.load() != nullptr;
+  }
+};
+
+Look look_of(PyObject* look, int verb, double timeout_s, Signalled* signalled = nullptr) {
   return [=](const std::vector<int>& missing, double waited_s) {
     Locked locked;
-    PyObject* answer = PyErr_CheckSignals() ? nullptr
-                                            : PyObject_CallFunction(look, "iNdd", verb, list_of(missing), waited_s, timeout_s);
+    if (signalled && (looked = signalled->take())) return false;
+    if (PyErr_CheckSignals()) {
+      looked = caught();
+      if (!interrupted) interrupted = Py_NewRef(looked);
+      return false;
+    }
+    PyObject* answer = PyObject_CallFunction(look, "iNdd", verb, list_of(missing), waited_s, timeout_s);
     if (!answer) looked = caught();
     Py_XDECREF(answer);
     return answer != nullptr;
@@ -240,18 +307,32 @@ PyObject* run(PyGroup* self, PyObject* tensors, int verb, double timeout_s, Kern
     PyErr_SetString(PyExc_RuntimeError, "the group was closed");
     return nullptr;
   }
-  auto body = [self, verb, timeout_s, kernel](PyObject** error) {
+  auto body = [self, verb, timeout_s, kernel](PyObject** error, Signalled* signalled) {
     Group& g = *self->group;
-    g.patience.look_s = std::min(0.05, timeout_s);
-    g.look = look_of(self->look, verb, timeout_s);
-    const Status status = kernel(g);
+    Status status = kAborted;
+    if (signalled && interrupted) return;
+    try {
+      g.patience.look_s = std::min(0.05, timeout_s);
+      g.look = look_of(self->look, verb, timeout_s, signalled);
+      status = kernel(g);
+    } catch (...) {  // the other ranks are told, as of any failure
+      Locked locked;
+      translate();
+      looked = caught();
+    }
+    g.look = nullptr;
     if (status != kOk) *error = report(self, status, verb, true);
   };
   if (tensors == Py_None) {
     PyObject* error = nullptr;
+    Signalled signalled;
     {
       Unlocked unlocked;
-      self->order->perform([&] { body(&error); });
+      self->order->perform([&] { body(&error, &signalled); }, [&] { return signalled.check(); });
+    }
+    for (PyObject* signal : {signalled.take(), std::exchange(interrupted, nullptr)}) {
+      if (!error) error = std::exchange(signal, nullptr);
+      Py_XDECREF(signal);
     }
     if (error) return raise(error);
     Py_RETURN_NONE;
@@ -259,7 +340,7 @@ PyObject* run(PyGroup* self, PyObject* tensors, int verb, double timeout_s, Kern
   auto call = std::make_shared<Call>();
   {
     Unlocked unlocked;
-    call->started = self->order->start([body, call] { body(&call->error); });
+    call->started = self->order->start([body, call] { body(&call->error, nullptr); });
   }
   return started_object(self, std::move(call), tensors);
 }
@@ -315,6 +396,10 @@ int await(PyStarted* s, double timeout_s) {
       Unlocked unlocked;
       done = s->group->order->wait(call->started, std::min(left, 0.05));
     }
+    if (PyObject* signal = std::exchange(interrupted, nullptr)) {
+      raise(signal);
+      return -1;
+    }
     if (!done && PyErr_CheckSignals()) return -1;
   }
   return done;
@@ -360,10 +445,10 @@ PyObject* started_then(PyObject* self, PyObject* callback) {
 }
 
 PyMethodDef started_methods[] = {
-    {"done", started_done, METH_NOARGS, "Whether the call has ended."},
-    {"wait", started_wait, METH_O, "Wait for so many seconds; raises what the call has raised, or TimeoutError."},
-    {"ended", started_ended, METH_O, "Wait for so many seconds; whether the call has ended."},
-    {"then", started_then, METH_O, "Call a function when the call has ended; at once if it has."},
+    {"done", guarded<started_done>, METH_NOARGS, "Whether the call has ended."},
+    {"wait", guarded<started_wait>, METH_O, "Wait for so many seconds; raises what the call has raised, or TimeoutError."},
+    {"ended", guarded<started_ended>, METH_O, "Wait for so many seconds; whether the call has ended."},
+    {"then", guarded<started_then>, METH_O, "Call a function when the call has ended; at once if it has."},
     {nullptr, nullptr, 0, nullptr}};
 PyGetSetDef started_getters[] = {{"error", started_error, nullptr, "What the call has raised, None if nothing.", nullptr},
                                  {nullptr, nullptr, nullptr, nullptr, nullptr}};
@@ -439,8 +524,8 @@ PyObject* transfers_source(PyObject* self, void*) {
 }
 
 PyMethodDef transfers_methods[] = {
-    {"done", transfers_done, METH_NOARGS, "Whether all messages have gone or come."},
-    {"wait", transfers_wait, METH_O, "Wait for all messages, for so many seconds."},
+    {"done", guarded<transfers_done>, METH_NOARGS, "Whether all messages have gone or come."},
+    {"wait", guarded<transfers_wait>, METH_O, "Wait for all messages, for so many seconds."},
     {nullptr, nullptr, 0, nullptr}};
 PyGetSetDef transfers_getters[] = {{"source", transfers_source, nullptr, "Rank at the other end of the first message.", nullptr},
                                    {nullptr, nullptr, nullptr, nullptr, nullptr}};
@@ -459,7 +544,7 @@ struct Row {
   explicit Row(PyObject* row)
       : peer(number(PyTuple_GetItem(row, 0))), dtype(number(PyTuple_GetItem(row, 4))),
         extent(address(PyTuple_GetItem(row, 2)), bytes(PyTuple_GetItem(row, 3))) {
-    if (PyTuple_Size(row) < 7) return;
+    if (!expect_memory(extent.at, extent.nbytes) || PyTuple_Size(row) < 7) return;
     PyObject *shape = PyTuple_GetItem(row, 5), *strides = PyTuple_GetItem(row, 6);
     const size_t each = extent.nbytes;
     const Py_ssize_t dims = PyTuple_Size(shape);
@@ -523,15 +608,19 @@ PyObject* group_all_reduce(PyObject* self, Args a, Py_ssize_t n) {
   const size_t elements = bytes(a[3]);
   const int dtype = number(a[4]), op = number(a[5]), root = rank_in(of(self), a[6], -1);
   if (!PyErr_Occurred() && !reduction(dtype, op)) return PyErr_Format(PyExc_ValueError, "no reduction %d of dtype %d", op, dtype);
+  if (!expect_memory(x, elements)) return nullptr;
+  if (!expect(elements <= SIZE_MAX / 64, "more elements than fit into memory")) return nullptr;
   return run(of(self), a[0], root < 0 ? kAllReduce : kReduce, seconds(a[1]),
              [=](Group& g) { return g.all_reduce(x, elements, dtype, op, root); });
 }
 PyObject* group_reduce_scatter(PyObject* self, Args a, Py_ssize_t n) {
   if (!has(n, 7, "reduce_scatter")) return nullptr;
   uint8_t* out = address(a[2]);
-  Blocks ins = blocks(a[3]);
+  Blocks ins = blocks(a[3], of(self)->group->size);
   const int dtype = number(a[4]), op = number(a[5]);
   const uint64_t alike = PyLong_AsUnsignedLongLongMask(a[6]);
+  if (!expect(!ins.at.empty(), "one block for each rank of the group")) return nullptr;
+  if (!expect_memory(out, ins.nbytes[of(self)->group->rank])) return nullptr;
   if (!PyErr_Occurred() && !reduction(dtype, op)) return PyErr_Format(PyExc_ValueError, "no reduction %d of dtype %d", op, dtype);
   return run(of(self), a[0], kReduceScatter, seconds(a[1]),
              [=](Group& g) { return g.reduce_scatter(out, ins, dtype, op, alike); });
@@ -541,36 +630,47 @@ PyObject* group_broadcast(PyObject* self, Args a, Py_ssize_t n) {
   uint8_t* x = address(a[2]);
   const size_t nbytes = bytes(a[3]);
   const int dtype = number(a[4]), root = rank_in(of(self), a[5], 0);
+  if (!expect_memory(x, nbytes)) return nullptr;
   return run(of(self), a[0], kBroadcast, seconds(a[1]), [=](Group& g) { return g.broadcast(x, nbytes, dtype, root); });
 }
 PyObject* group_all_gather(PyObject* self, Args a, Py_ssize_t n) {
   if (!has(n, 6, "all_gather")) return nullptr;
-  Blocks outs = blocks(a[2]);
+  Blocks outs = blocks(a[2], of(self)->group->size);
   const uint8_t* x = address(a[3]);
   const int dtype = number(a[4]);
   const uint64_t alike = PyLong_AsUnsignedLongLongMask(a[5]);
+  if (!expect(!outs.at.empty(), "one block for each rank of the group")) return nullptr;
+  if (!expect_memory(x, outs.nbytes[of(self)->group->rank])) return nullptr;
   return run(of(self), a[0], kAllGather, seconds(a[1]), [=](Group& g) { return g.all_gather(outs, x, dtype, alike); });
 }
 PyObject* group_gather(PyObject* self, Args a, Py_ssize_t n) {
   if (!has(n, 7, "gather")) return nullptr;
-  Blocks outs = blocks(a[2]);
+  Group& group = *of(self)->group;
+  Blocks outs = blocks(a[2], group.size);
   const uint8_t* x = address(a[3]);
   const size_t nbytes = bytes(a[4]);
   const int dtype = number(a[5]), root = rank_in(of(self), a[6], 0);
+  if (!expect_memory(x, nbytes)) return nullptr;
+  if (!expect(root != group.rank || !outs.at.empty(), "blocks to gather into on the root")) return nullptr;
   return run(of(self), a[0], kGather, seconds(a[1]), [=](Group& g) { return g.gather(outs, x, nbytes, dtype, root); });
 }
 PyObject* group_all_to_all(PyObject* self, Args a, Py_ssize_t n) {
   if (!has(n, 5, "all_to_all")) return nullptr;
-  Blocks outs = blocks(a[2]), ins = blocks(a[3]);
+  const int size = of(self)->group->size;
+  Blocks outs = blocks(a[2], size), ins = blocks(a[3], size);
   const int dtype = number(a[4]);
+  if (!expect(!outs.at.empty() && !ins.at.empty(), "one block for each rank of the group")) return nullptr;
   return run(of(self), a[0], kAllToAll, seconds(a[1]), [=](Group& g) { return g.all_to_all(outs, ins, dtype); });
 }
 PyObject* group_scatter(PyObject* self, Args a, Py_ssize_t n) {
   if (!has(n, 7, "scatter")) return nullptr;
   uint8_t* out = address(a[2]);
   const size_t nbytes = bytes(a[3]);
-  Blocks ins = blocks(a[4]);
+  Group& group = *of(self)->group;
+  Blocks ins = blocks(a[4], group.size);
   const int dtype = number(a[5]), root = rank_in(of(self), a[6], 0);
+  if (!expect_memory(out, nbytes)) return nullptr;
+  if (!expect(root != group.rank || !ins.at.empty(), "blocks to scatter on the root")) return nullptr;
   return run(of(self), a[0], kScatter, seconds(a[1]), [=](Group& g) { return g.scatter(out, nbytes, ins, dtype, root); });
 }
 PyObject* group_agree(PyObject* self, Args a, Py_ssize_t n) {
@@ -644,7 +744,7 @@ PyObject* group_drop_buffer(PyObject* self, PyObject* which) {
 }
 PyObject* group_state(PyObject* self, PyObject* rank) {
   const int r = number(rank);
-  if (PyErr_Occurred()) return nullptr;
+  if (!expect(r >= 0 && r < of(self)->group->size, "no rank of the group")) return nullptr;
   if (of(self)->is_released) return Py_BuildValue("(iiy)", (int)kClosed, 0, "");
   Control& c = of(self)->group->control(r);
   const uint32_t state = c.state.load(std::memory_order_acquire);
@@ -705,7 +805,9 @@ PyObject* group_new(PyTypeObject* type, PyObject* args, PyObject*) {
     return nullptr;
   auto* m = reinterpret_cast<Memory*>(memory);
   const Layout layout{static_cast<size_t>(size), static_cast<size_t>(slot_bytes)};
-  if (m->nbytes < layout.total() || rank < 0 || rank >= size || size < 2)
+  if (!expect(size > 1 && layout.slot_bytes / (size - 1) >= kLine, "slots of less than 64 bytes for each other rank"))
+    return nullptr;
+  if (m->nbytes < layout.total() || rank < 0 || rank >= size)
     return PyErr_Format(PyExc_ValueError, "a segment of %zu bytes is too small for %zd ranks", m->nbytes, size);
   auto* self = reinterpret_cast<PyGroup*>(PyType_GenericAlloc(type, 0));
   if (!self) return nullptr;
@@ -746,7 +848,7 @@ void group_free(PyObject* self) {
   Py_DECREF(type);
 }
 
-#define FAST(function) reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)(void)>(function)), METH_FASTCALL
+#define FAST(function) reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)(void)>(&guarded<function>)), METH_FASTCALL
 PyMethodDef group_methods[] = {
     {"barrier", FAST(group_barrier), "barrier(tensors, timeout_s)"},
     {"all_reduce", FAST(group_all_reduce), "all_reduce(tensors, timeout_s, address, elements, dtype, op, root)"},
@@ -761,11 +863,11 @@ PyMethodDef group_methods[] = {
     {"texts", FAST(group_texts), "texts(timeout_s, bytes)"},
     {"post", FAST(group_post), "post(sends, recvs, tag, waits)"},
     {"add_buffer", FAST(group_add_buffer), "add_buffer(address of the first region, stride, bytes)"},
-    {"drop_buffer", group_drop_buffer, METH_O, "drop_buffer(number)"},
-    {"state", group_state, METH_O, "state(rank): (state, culprit, text)"},
+    {"drop_buffer", guarded<group_drop_buffer>, METH_O, "drop_buffer(number)"},
+    {"state", guarded<group_state>, METH_O, "state(rank): (state, culprit, text)"},
     {"fail", FAST(group_fail), "fail(state, culprit, text)"},
-    {"close", group_close, METH_NOARGS, "Leave: tell the others, and end the thread after what is queued."},
-    {"release", group_release, METH_NOARGS, "Let go of the memory."},
+    {"close", guarded<group_close>, METH_NOARGS, "Leave: tell the others, and end the thread after what is queued."},
+    {"release", guarded<group_release>, METH_NOARGS, "Let go of the memory."},
     {"fault_after", FAST(group_fault_after), "fault_after(steps, signal): for tests."},
     {nullptr, nullptr, 0, nullptr}};
 PyGetSetDef group_getters[] = {

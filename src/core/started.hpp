@@ -2,10 +2,12 @@
 // behind its back in the group's own thread. Whoever waits for a call lends a hand instead of idling.
 #pragma once
 
+#include <algorithm>
 #include <atomic>
 #include <chrono>
 #include <condition_variable>
 #include <deque>
+#include <exception>
 #include <functional>
 #include <memory>
 #include <mutex>
@@ -29,19 +31,25 @@ class Order {
   explicit Order(Group& group) : group_(group) {}
   ~Order() { close(); }
 
-  // Runs the call now, after everything issued before it.
-  void perform(const std::function<void()>& run) {
-    if (runner_.load() == std::this_thread::get_id()) return run();  // from a callback of another call
+  // Runs the call now, after everything issued before it; it does not throw. False if `interrupted()`
+  // while it waited for its turn: then it never runs. One that another thread runs has to end itself.
+  bool perform(const std::function<void()>& run, const std::function<bool()>& interrupted = [] { return false; }) {
+    if (runner_.load() == std::this_thread::get_id()) {  // from a callback of another call
+      run();
+      return true;
+    }
     if (std::unique_lock<std::mutex> turn(turn_, std::try_to_lock); turn && is_empty()) {
       runner_ = std::this_thread::get_id();
       run();
       runner_ = std::thread::id();
       turn.unlock();
       if (!is_empty()) changed_.notify_all();  // queued by another thread meanwhile
-      return;
+      return true;
     }
     StartedRef call = start(run);
-    while (!wait(call, 1.0)) continue;  // its own waits have deadlines
+    while (!wait(call, 0.05))  // its own waits have deadlines
+      if (interrupted() && take_back(call)) return false;
+    return true;
   }
 
   StartedRef start(std::function<void()> run) {
@@ -115,6 +123,15 @@ class Order {
     return queue_.empty();
   }
 
+  // Whether the call was still in the queue, from which it is gone now.
+  bool take_back(const StartedRef& call) {
+    std::lock_guard<std::mutex> held(lock_);
+    const auto place = std::find(queue_.begin(), queue_.end(), call);
+    if (place == queue_.end()) return false;
+    queue_.erase(place);
+    return true;
+  }
+
   bool run_next() {
     StartedRef call;
     {
@@ -164,7 +181,11 @@ class Order {
         group_.patience.behind = false;
         runner_ = std::thread::id();
       }
-      nap_us_ = group_.messages.progress() ? 100 : 2000;
+      try {
+        nap_us_ = group_.messages.progress() ? 100 : 2000;
+      } catch (const std::exception&) {  // no memory to put a message aside: whoever waits for one is told
+        nap_us_ = 50'000;
+      }
     }
   }
 

@@ -5,6 +5,7 @@
 #include <csignal>
 #include <cstdint>
 #include <functional>
+#include <new>
 #include <vector>
 
 #include "segment.hpp"
@@ -36,13 +37,16 @@ inline void pause_core() {
 #endif
 }
 
-// For tests: raises a signal when so many steps of collectives and messages were taken.
+// For tests: raises a signal when so many steps of collectives and messages were taken; signal 0
+// stands for a lack of memory.
 struct Fault {
   std::atomic<long> steps{0};
   std::atomic<int> signal{0};
 
   void step() {
-    if (steps.load(std::memory_order_relaxed) && --steps == 0) std::raise(signal);
+    if (!steps.load(std::memory_order_relaxed) || --steps != 0) return;
+    if (!signal) throw std::bad_alloc();
+    std::raise(signal);
   }
 };
 

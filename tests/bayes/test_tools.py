@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import struct
 import sys
 
@@ -216,6 +217,22 @@ def test_observation_noise_finds_the_truth():
     y[::3] = np.nan
     assert metric.observation_noise(0.0, own, y) == pytest.approx(noise, abs=0.03)
     assert metric.observation_noise([0.0, 0.0], [1.0, 1.0], [0.1, -0.1]) == 0.0
+    assert metric.observation_noise(np.zeros(9), np.zeros(9), [0.0, *[1.0, -1.0] * 4]) == (
+        pytest.approx(math.sqrt(8 / 9), abs=0.01)
+    )
+
+
+@pytest.mark.parametrize("std", [0.0, 1e-9])
+def test_a_row_that_is_certain_and_right_does_not_hide_the_noise_of_the_others(std):
+    own, y = np.full(40, 0.5), np.hypot(0.5, 1.0) * RNG.normal(size=40)
+    without = metric.observation_noise(0.0, own, y)
+    assert without == pytest.approx(1.0, abs=0.5)
+    own[0] = std
+    y[0] = std / 3
+    assert metric.observation_noise(0.0, own, y) == pytest.approx(without, abs=0.2)
+
+
+def test_observation_noise_needs_two_observations():
     with pytest.raises(UnisonoError, match="1 known"):
         metric.observation_noise([0.0, 0.0], [1.0, 1.0], [0.1, np.nan])
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import threading
 import time
 from collections.abc import Callable
@@ -15,6 +16,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from unisono.comm.engines.shm import core
+from unisono.comm.engines.shm.rendezvous import fitting_slot
 from unisono.comm.engines.signature import OPS
 from unisono.comm.reductions import DTYPE_NUMBERS, DTYPES, defined_ops
 from unisono.errors import UnisonoError
@@ -478,6 +480,94 @@ def test_calls_that_differ_are_told_to_all_ranks():
 
     world.run(run_rank)
     world.close()
+
+
+def test_arguments_that_would_touch_foreign_memory_are_refused_before_any_meeting():
+    world = World(2)
+    group, x = world.groups[0], torch.ones(4)
+    at, pair = x.data_ptr(), listed([x, x])
+    null = [(0, 16), (at, 16)]
+    for name, *arguments in (
+        ("all_reduce", 0, 4, 0, 0, -1),
+        ("all_reduce", at, 4, 0, 0, 2),
+        ("all_reduce", at, 1 << 62, 0, 0, -1),
+        ("reduce_scatter", at, null, 0, 0, 0),
+        ("reduce_scatter", 0, pair, 0, 0, 0),
+        ("reduce_scatter", at, None, 0, 0, 0),
+        ("broadcast", 0, 16, 0, 0),
+        ("broadcast", at, 16, 0, -1),
+        ("all_gather", pair, 0, 0, 0),
+        ("all_gather", null, at, 0, 0),
+        ("all_gather", pair[:1], at, 0, 0),
+        ("gather", None, at, 16, 0, 0),
+        ("gather", pair, 0, 16, 0, 1),
+        ("scatter", 0, 16, pair, 0, 0),
+        ("scatter", at, 16, None, 0, 0),
+        ("all_to_all", null, pair, 0),
+        ("all_to_all", pair, [*pair, *pair], 0),
+    ):
+        with pytest.raises(ValueError, match=r"memory|rank|root"):
+            getattr(group, name)(None, WAIT_S, *arguments)
+    with pytest.raises(ValueError, match="memory"):
+        group.post([(1, x, 0, 16, 0)], [], 0, True)
+    with pytest.raises(ValueError, match="rank"):
+        group.state(2)
+    world.run(lambda rank, group: group.barrier(None, WAIT_S))
+    world.close()
+
+
+@pytest.mark.parametrize("is_started", [False, True])
+def test_a_lack_of_memory_in_the_core_is_an_exception_of_the_call(is_started):
+    world = World(2)
+
+    def run_rank(rank, group):
+        x = torch.ones(20_000)
+        if rank == 0:
+            group.fault_after(5, 0)
+        arguments = (1.0, x.data_ptr(), x.numel(), 0, 0, -1)
+
+        def call():
+            started = group.all_reduce(x if is_started else None, *arguments)
+            return started and started.wait(WAIT_S)
+
+        with pytest.raises(MemoryError if rank == 0 else TimeoutError):
+            call()
+
+    world.run(run_rank)
+    world.close()
+
+
+@pytest.mark.parametrize("is_run_by_thread", [False, True])
+def test_a_call_behind_another_hears_signals(is_run_by_thread):
+    """Whoever waits runs the calls before its own; then the signal comes in the midst of those."""
+    world = World(2)
+    group, x = world.groups[0], torch.ones(4)
+    group.all_reduce(x, 10.0, x.data_ptr(), 4, 0, 0, -1)  # the other rank never comes
+    if is_run_by_thread:
+        time.sleep(0.2)
+
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGALRM, interrupt)
+    signal.setitimer(signal.ITIMER_REAL, 0.3)
+    began = time.monotonic()
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            group.barrier(None, 10.0)
+    finally:
+        signal.signal(signal.SIGALRM, before)
+    assert time.monotonic() - began < 5
+    world.errors.append(KeyboardInterrupt())  # ends what the thread waits for
+    world.close()
+
+
+def test_slots_hold_a_line_for_every_other_rank():
+    assert fitting_slot(66, 4, None) // 65 >= 64
+    module = core.load()
+    memory = shared(module.layout(66, SLOT_BYTES)[0])
+    with pytest.raises(ValueError, match="64 bytes"):
+        module.Group(memory, 66, SLOT_BYTES, 0, True, print, print)
 
 
 IDLE_S = 1.2

@@ -139,10 +139,15 @@ def _likely(square: Floats, own: Floats) -> float:
     largest = float(square.max())
     if largest == 0.0:
         return 0.0
+    # A row that claims certainty and is right would alone make no noise infinitely likely, whatever
+    # the others say: it counts as no more certain than the best of those.
+    spread = own + square
+    is_exact = spread <= 1e-8 * spread.max()
+    floor = np.where(is_exact, spread[~is_exact].min(), 1e-300)
     found = 0.0
     tried = np.concatenate([[0.0], np.geomspace(1e-10 * largest, largest, 200)])
     for _ in range(4):  # the likelihood may have several peaks: look everywhere, then closer
-        total = np.maximum(own + tried[:, None], 1e-300)
+        total = np.maximum(own + tried[:, None], floor)
         best = int(np.argmin((np.log(total) + square / total).sum(1)))
         around = tried[max(best - 1, 0)], tried[min(best + 1, len(tried) - 1)]
         found = float(tried[best])

@@ -53,7 +53,7 @@ def claim(parameters: Iterable[Tensor], wrapper: object, ranks: Iterable[int]) -
     check_unclaimed(listed, wrapper, members)
     for p in listed:
         if not any(other is wrapper for other, _ in _holders(p)):
-            _claims[p] = [*_claims.get(p, []), (weakref.ref(wrapper), members)]
+            _claims[p] = [*(_claims.get(p) or []), (weakref.ref(wrapper), members)]
 
 
 def is_claimed(p: Tensor, kind: type) -> bool:
@@ -62,5 +62,5 @@ def is_claimed(p: Tensor, kind: type) -> bool:
 
 
 def _holders(p: Tensor) -> list[tuple[object, frozenset[int]]]:
-    living = [(other(), ranks) for other, ranks in _claims.get(p, [])]
+    living = [(other(), ranks) for other, ranks in (_claims.get(p) or [])]
     return [(other, ranks) for other, ranks in living if other is not None]

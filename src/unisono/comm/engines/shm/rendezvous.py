@@ -41,6 +41,7 @@ _PAGE = 4096
 _MB = 1 << 20
 
 DEFAULT_SLOT_KB = 1024
+_LINE = 64
 MIN_SLOT_BYTES = 4096
 
 
@@ -323,17 +324,19 @@ def wanted_slot(size: int) -> int:
 
 def fitting_slot(size: int, slot_kb: int, max_mb: float | None) -> int:
     """Return the bytes of a slot for `size` ranks: `slot_kb`, made smaller to fit `max_mb`."""
-    slot_bytes = -(-slot_kb * 1024 // _PAGE) * _PAGE
+    # A slot is dealt out in shares, one cache line or more for each other rank.
+    least = max(MIN_SLOT_BYTES, -(-(size - 1) * _LINE // _PAGE) * _PAGE)
+    slot_bytes = max(-(-slot_kb * 1024 // _PAGE) * _PAGE, least)
     if max_mb is None:
         return slot_bytes
     fixed = core.load().layout(size, 0)[3]  # all but slots and rings, which cost nothing unused
     room = int((max_mb * _MB - fixed) / (2 * size)) // _PAGE * _PAGE
-    if room < MIN_SLOT_BYTES:
+    if room < least:
         raise UnisonoError.because(
             f"UNISONO_SHM_MAX_MB={max_mb:g} for a group of {size} ranks",
             "less than the smallest segment",
-            f"{fixed / _MB:.2f} MB + 2 * {size} slots * {MIN_SLOT_BYTES // 1024} KB = "
-            f"{(fixed + 2 * size * MIN_SLOT_BYTES) / _MB:.2f} MB",
+            f"{fixed / _MB:.2f} MB + 2 * {size} slots * {least // 1024} KB = "
+            f"{(fixed + 2 * size * least) / _MB:.2f} MB",
             "a larger UNISONO_SHM_MAX_MB",
         )
     return min(slot_bytes, room)
