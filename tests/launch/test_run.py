@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import linecache
 import os
 import re
 import resource
@@ -11,6 +12,8 @@ import subprocess
 import sys
 import threading
 import time
+import warnings
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -218,6 +221,22 @@ def test_a_rank_that_crashes_after_it_returned_is_a_warning_and_its_result_count
 
     with pytest.warns(RuntimeWarning, match="rank 0 returned its result, then was killed by SIGSE"):
         assert list(unisono.run(crashes_late, on="cpu", ranks=1, logs=QUIET)) == [5]
+
+
+def test_threads_at_work_are_a_warning_at_the_end_and_idle_ones_of_a_pool_are_not():
+    def leaves_threads(is_busy):
+        pool = ThreadPoolExecutor(thread_name_prefix="idle")
+        total = sum(pool.map(abs, [1, -2]))
+        linecache.pool = pool  # some module keeps it, as torch.compile does
+        if is_busy:
+            ThreadPoolExecutor(thread_name_prefix="busy").submit(time.sleep, 60)
+        return total
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", RuntimeWarning)
+        assert list(unisono.run(leaves_threads, False, on="cpu", ranks=1, logs=QUIET)) == [3]
+    with pytest.warns(RuntimeWarning, match="left with threads still running: busy_0 "):
+        assert list(unisono.run(leaves_threads, True, on="cpu", ranks=1, logs=QUIET)) == [3]
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="a shell script")

@@ -467,6 +467,15 @@ def finish_work(report_fd: int, grace_s: float) -> None:
                 print(f"unisono: {trouble}", file=sys.stderr, flush=True)
 
 
+def _dismiss_pools() -> None:
+    """Tell idle threads of pools (of torch.compile, say) to end, as an interpreter does at its end.
+
+    Blocks while one of them is busy. What Python calls then is in a list without a public name.
+    """
+    for dismiss in reversed(getattr(threading, "_threading_atexits", ())):
+        dismiss()
+
+
 def leave(report_fd: int) -> NoReturn:
     """End as an interpreter does (threads, exit functions, streams), but without unloading torch.
 
@@ -475,6 +484,8 @@ def leave(report_fd: int) -> NoReturn:
     """
     end, mine = time.monotonic() + THREADS_S, threading.current_thread()
     threads = [t for t in threading.enumerate() if t is not mine and not t.daemon]
+    if threads:
+        threading.Thread(target=_dismiss_pools, daemon=True).start()
     for thread in threads:
         thread.join(max(0.0, end - time.monotonic()))
     if lingering := [thread for thread in threads if thread.is_alive()]:

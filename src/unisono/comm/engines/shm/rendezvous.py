@@ -156,7 +156,7 @@ class Rendezvous:
         try:
             if len(local) > 1:
                 segment, report = self._map(f"segment/{attempt}/{local[0]}", kind, local)
-            reports = self.share(f"mapped/{attempt}", report)
+            reports = self.share(f"mapped/{self._members[0].nonce}/{attempt}", report)
         finally:
             if segment is not None:
                 segment.seal()
@@ -201,8 +201,8 @@ class Rendezvous:
         """Return the texts of all ranks.
 
         The first rank collects them and passes them on in one piece, so the store is asked in
-        proportion to the number of ranks, and not to its square. It also passes on who is dead or
-        late.
+        proportion to the number of ranks, and not to its square. Once all know each other, it also
+        passes on who is dead or late; `what` then has a word of this meeting, for that stays.
         """
         own, whole = [f"{what}/{rank}" for rank in range(self._size)], f"{what}/whole"
         self._set(own[self._rank], text)
@@ -215,15 +215,19 @@ class Rendezvous:
         try:
             self._await(own, range(self._size))
         except RankTimeout as error:
-            self._store.set(whole, json.dumps({"absent": list(error.missing)}))
+            self._pass_on(whole, absent=list(error.missing))
             raise
         except RankFailed as error:
             if error.rank is not None:
-                self._store.set(whole, json.dumps({"rank": error.rank, "host": error.host}))
+                self._pass_on(whole, rank=error.rank, host=error.host)
             raise
         texts = [raw.decode() for raw in self._store.multi_get(own)]
         self._set(whole, json.dumps(texts))
         return texts
+
+    def _pass_on(self, key: str, **news: object) -> None:
+        if self._members:
+            self._store.set(key, json.dumps(news))  # not cleaned away: others have to read it
 
     def wait_for_all(self, nonce: str) -> None:
         """Return when all ranks have come here; `nonce` is a word of this group alone."""
