@@ -59,6 +59,8 @@ def measure(quick: bool, total: int, models: list[str]) -> list[Row]:
     for model in models:
         steps = {
             "DDP, gloo": variant("ddp", model, gloo),
+            "compiled DDP, gloo": variant("compiled ddp", model, gloo),
+            "compiled DDP, shm": variant("compiled ddp", model, shm),
             "blocking, gloo": variant("blocking", model, gloo),
             "non-blocking, gloo": variant("non-blocking", model, gloo),
             "blocking, shm": variant("blocking", model, shm),

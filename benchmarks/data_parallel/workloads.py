@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from typing import cast
 from unittest import mock
 
 import torch
@@ -82,13 +83,18 @@ def training_step(
 
 
 def variant(kind: str, model_name: str, comm: Communicator | None) -> Step:
-    """Return a step of the model: `alone`, `ddp`, `blocking` or `non-blocking`. Collective."""
+    """Return a step of the model: `alone`, `ddp`, `compiled ddp`, `blocking` or `non-blocking`.
+
+    Collective. The compiled one is traced, and runs torch's own kernels.
+    """
     torch.manual_seed(0)
     make, shape = MODELS[model_name]
     model = make()
     optimizer: torch.optim.Optimizer = torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9)
-    if kind == "ddp" and comm is not None:
+    if kind.endswith("ddp") and comm is not None:
         model = DistributedDataParallel(model, process_group=comm.process_group())
+        if kind.startswith("compiled"):
+            model = cast("nn.Module", torch.compile(model, backend="aot_eager"))
     elif kind != "alone":
         optimizer = DataParallelOptimizer(optimizer)
         model = DataParallel(model, comm, optimizer, kind == "blocking")

@@ -22,6 +22,7 @@ OWN = ("kernels", "verbs", "trouble", "worlds")
 BORROWED = {
     "engines/test_shm_kernels.py": "shm",
     "engines/test_torch_on_shm.py": "shm",
+    "torch/test_entry.py": "shm",
     "test_mpi_style.py": ["gloo", "shm"],
     "test_verbs.py": ["gloo", "shm"],
 }
