@@ -967,9 +967,9 @@ def _gather_all(
     return with_tensors(result, known)
 
 
-def _dense(grad: Tensor) -> Tensor:
+def _dense(grad: Tensor | None) -> Tensor | None:
     """Return the gradient of a table (`sparse=True`) in a form of which ranks take their part."""
-    return grad if grad.layout is torch.strided else grad.to_dense()
+    return grad if grad is None or grad.layout is torch.strided else grad.to_dense()
 
 
 def _refuse_memory(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
