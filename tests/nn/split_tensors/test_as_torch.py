@@ -228,3 +228,11 @@ def test_a_function_of_what_got_its_gradient_in_place_is_refused():
     for value in (y, view):
         with pytest.raises(UnisonoError, match="autograd"):
             Twice.apply(value) + 1
+
+
+@pytest.mark.ranks(2)
+def test_a_function_of_a_view_that_moved_has_its_gradient():
+    leaf = X.clone().requires_grad_()
+    column = Split.cut(leaf, Partition([1, 2]))[:, 3]
+    (Twice.apply(column) + column).sum().backward()
+    assert torch.equal(leaf.grad, F.one_hot(torch.tensor(3), 8).expand(2, 8) * 3.0)

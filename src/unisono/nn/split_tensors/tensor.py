@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from unisono.comm import Communicator
 from unisono.errors import CollectiveMismatch, PartitionError, UnisonoError
 from unisono.nn.agreement import cuts_of_blocks
-from unisono.nn.split_tensors.memory import Memory, address
+from unisono.nn.split_tensors.memory import Memory, address, changed_in_place
 from unisono.nn.split_tensors.preview import (
     UNKNOWN,
     Preview,
@@ -243,6 +243,8 @@ class Split(Tensor):
 
     def __repr__(self, *, tensor_contents: object = None) -> str:
         cuts = {dim: list(cut.sizes) for dim, cut in self.cuts.items()}
+        if not cuts:
+            return f"Split(whole on every rank: {self.local!r})"
         with _plainly():
             return f"Split({list(self.shape)}, cut {cuts}, own block {list(self.local.shape)})"
 
@@ -309,9 +311,32 @@ def _made(
     return self
 
 
+class _Show(torch.autograd.Function):
+    """Show a whole tensor as a `Split` without cuts; an autograd.Function may take that."""
+
+    @staticmethod
+    def forward(_: Any, whole: Tensor, run: Run, strides: Sequence[int] | None) -> Split:
+        """Return the `Split`."""
+        return _made(whole, whole.shape, {}, run, strides)
+
+    @staticmethod
+    def backward(_: Any, grad: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
+        """Return the gradient of the tensor."""
+        return grad, None, None
+
+
+def _moved_view(whole: Tensor, run: Run, strides: Sequence[int] | None) -> Split:
+    """Return a view that all ranks have whole, so that changes of it are seen, and refused."""
+    view = _Show.apply(whole, run, strides)
+    view.local = whole
+    return view
+
+
 def in_run(x: Split, run: Run) -> Split:
     """Return a split tensor as one of another forward."""
     with _plainly():
+        if not x.cuts:
+            return _in_memory_of(x, _moved_view(x.local, run, x.stride()))
         return _in_memory_of(x, _made(x.local, x.shape, x.cuts, run, x.stride()))
 
 
@@ -330,8 +355,8 @@ def _in_memory_of(base: Split, view: Split) -> Split:
 
 
 def _refuse_change(x: Tensor) -> None:
-    if isinstance(x, Split) and x.memory is not None:
-        x.memory.refuse_change()
+    if isinstance(x, Split) and (not x.cuts or (x.memory is not None and x.memory.is_linked)):
+        raise changed_in_place()
 
 
 def _show_gradient(x: Split) -> None:
@@ -717,9 +742,7 @@ def _dispatch(
     for x in tensors:
         if isinstance(x, Split):
             is_cut = is_cut or bool(x.cuts)
-            node = x.grad_fn
-            if node is not None:
-                raise _passed_by(node)
+            refuse_passed_by(x)
     changed = [tensors[i] for i in seen.changes]
     if seen is UNKNOWN and (known.changes or kwargs.get("inplace") is True):
         changed = tensors[:1]
@@ -805,7 +828,10 @@ def _shown(y: Tensor, shown: Shown, tensors: Sequence[Tensor]) -> Tensor:
     view: Any = y
     if not shown.is_contiguous or block is not vars(y).get("local") or any(y is x for x in tensors):
         strides = None if shown.is_contiguous else shown.stride
-        view = _made(block, shown.shape, cuts, run, strides)
+        if cuts:
+            view = _made(block, shown.shape, cuts, run, strides)
+        else:
+            view = _moved_view(block, run, strides)
     if base is None:
         return view
     if address(base.local) == place:
@@ -861,12 +887,9 @@ def refuse_passed_by(x: Split) -> None:
     """Raise for a split tensor that an autograd.Function has made: rules make leaves only."""
     with _plainly():
         node = x.grad_fn
-    if node is not None:
-        raise _passed_by(node)
-
-
-def _passed_by(node: Any) -> UnisonoError:
-    return UnisonoError.because(
+    if node is None or (not x.cuts and node.name() == f"{_Show.__name__}Backward"):
+        return
+    raise UnisonoError.because(
         f"a split tensor out of {node.name()}",
         "an autograd.Function, or re-entrant checkpointing, has passed by the rules: its backward "
         "would lose gradients",
@@ -956,7 +979,7 @@ def _gather_all(
         x = places.get(address(y)) if y.layout is torch.strided else None
         if x is None:
             return y
-        view = _made(y, y.shape, {}, x.run, y.stride())
+        view = _moved_view(y, x.run, y.stride())
         if address(y) == address(x.local):
             return _in_memory_of(x, view)
         _memory_of(x).link(_memory_of(view))
