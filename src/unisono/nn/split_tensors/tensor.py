@@ -945,9 +945,8 @@ def _gather_all(
         if x.cuts:
             x.run.note(name, reason, x)
     wholes = {key: joined(x, x.cuts) for key, x in found.items()}
-    for key, whole in wholes.items():
-        if found[key].cuts and whole.requires_grad:
-            whole.register_hook(_dense)
+    if name.startswith("embedding"):
+        wholes = {key: _DenseGradient.apply(whole) for key, whole in wholes.items()}
     for x in changed:
         if isinstance(x, Split):
             wholes[id(x)] = wholes[id(x)].clone()
@@ -990,9 +989,18 @@ def _gather_all(
     return with_tensors(result, known)
 
 
-def _dense(grad: Tensor | None) -> Tensor | None:
-    """Return the gradient of a table (`sparse=True`) in a form of which ranks take their part."""
-    return grad if grad is None or grad.layout is torch.strided else grad.to_dense()
+class _DenseGradient(torch.autograd.Function):
+    """Take the gradient of a table (`sparse=True`) in a form of which ranks take their part."""
+
+    @staticmethod
+    def forward(_: Any, table: Tensor) -> Tensor:
+        """Return a copy."""
+        return table.clone()
+
+    @staticmethod
+    def backward(_: Any, grad: Tensor) -> Tensor:  # type: ignore[override]
+        """Return the gradient, with all its zeros."""
+        return grad if grad.layout is torch.strided else grad.to_dense()
 
 
 def _refuse_memory(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
