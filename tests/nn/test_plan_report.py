@@ -134,6 +134,12 @@ def test_a_plan_of_a_large_network_needs_neither_its_memory_nor_its_data():
     assert not math.isinf(sum(sent))
 
 
+def test_pooling_with_padding_has_a_plan():
+    report = plan_report(nn.MaxPool2d(3, 2, 1), (1, 1, 16, 16), [1, 1, 2, 1])
+    assert report.ranks[0].bytes("forward") + report.ranks[1].bytes("forward") > 0
+    assert report.gathered == ()
+
+
 def test_what_cannot_be_planned_is_refused():
     class Looks(nn.Module):
         def forward(self, x: Tensor) -> Tensor:

@@ -46,16 +46,16 @@ class Memory:
         """Whether linked memory lives."""
         return any(other() is not None for other in self._links)
 
-    def refuse_change(self) -> None:
-        """Raise if linked memory lives, which would not show a change."""
-        if self.is_linked:
-            raise UnisonoError.because(
-                "an in-place change of a split tensor or of a view of it",
-                "the view had to be moved between ranks, so the other one does not see the change",
-                None,
-                "the function without the underscore (x = x.mul(2)), or view.clone() first; "
-                "x[...] = value for a part of x",
-            )
+
+def changed_in_place() -> UnisonoError:
+    """Return the error for a change that linked memory would not show."""
+    return UnisonoError.because(
+        "an in-place change of a split tensor or of a view of it",
+        "the view had to be moved between ranks, so the other one does not see the change",
+        None,
+        "the function without the underscore (x = x.mul(2)), or view.clone() first; "
+        "x[...] = value for a part of x",
+    )
 
 
 def address(x: Tensor) -> int:

@@ -201,12 +201,6 @@ def _attention(
     enable_gqa: bool = False,
 ) -> Tensor:
     expect("is_causal", is_causal, bool)
-    if key.shape[-2] != value.shape[-2]:  # torch's kernels read beyond the shorter one
-        raise UnisonoError.because(
-            f"attention of keys {list(key.shape)} and values {list(value.shape)}",
-            arithmetic=f"{key.shape[-2]} keys != {value.shape[-2]} values",
-            hint="as many values as keys",
-        )
     if not isinstance(query, Split):
         raise NoRule("queries that all ranks have")
     q, tokens = query, query.ndim - 2

@@ -25,7 +25,7 @@ from unisono.accelerator import generator_state, is_accelerator
 from unisono.comm import Communicator
 from unisono.errors import CollectiveMismatch, PartitionError, UnisonoError
 from unisono.nn.agreement import cuts_of_blocks
-from unisono.nn.split_tensors.memory import Memory, address
+from unisono.nn.split_tensors.memory import Memory, address, changed_in_place
 from unisono.nn.split_tensors.preview import (
     UNKNOWN,
     Preview,
@@ -244,6 +244,8 @@ class Split(Tensor):
 
     def __repr__(self, *, tensor_contents: object = None) -> str:
         cuts = {dim: list(cut.sizes) for dim, cut in self.cuts.items()}
+        if not cuts:
+            return f"Split(whole on every rank: {self.local!r})"
         with _plainly():
             return f"Split({list(self.shape)}, cut {cuts}, own block {list(self.local.shape)})"
 
@@ -310,9 +312,32 @@ def _made(
     return self
 
 
+class _Show(torch.autograd.Function):
+    """Show a whole tensor as a `Split` without cuts; an autograd.Function may take that."""
+
+    @staticmethod
+    def forward(_: Any, whole: Tensor, run: Run, strides: Sequence[int] | None) -> Split:
+        """Return the `Split`."""
+        return _made(whole, whole.shape, {}, run, strides)
+
+    @staticmethod
+    def backward(_: Any, grad: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
+        """Return the gradient of the tensor."""
+        return grad, None, None
+
+
+def _moved_view(whole: Tensor, run: Run, strides: Sequence[int] | None) -> Split:
+    """Return a view that all ranks have whole, so that changes of it are seen, and refused."""
+    view = _Show.apply(whole, run, strides)
+    view.local = whole
+    return view
+
+
 def in_run(x: Split, run: Run) -> Split:
     """Return a split tensor as one of another forward."""
     with _plainly():
+        if not x.cuts:
+            return _in_memory_of(x, _moved_view(x.local, run, x.stride()))
         return _in_memory_of(x, _made(x.local, x.shape, x.cuts, run, x.stride()))
 
 
@@ -331,8 +356,8 @@ def _in_memory_of(base: Split, view: Split) -> Split:
 
 
 def _refuse_change(x: Tensor) -> None:
-    if isinstance(x, Split) and x.memory is not None:
-        x.memory.refuse_change()
+    if isinstance(x, Split) and (not x.cuts or (x.memory is not None and x.memory.is_linked)):
+        raise changed_in_place()
 
 
 def _show_gradient(x: Split) -> None:
@@ -725,9 +750,7 @@ def _dispatch(
     for x in tensors:
         if isinstance(x, Split):
             is_cut = is_cut or bool(x.cuts)
-            node = x.grad_fn
-            if node is not None:
-                raise _passed_by(node)
+            refuse_passed_by(x)
     changed = [tensors[i] for i in seen.changes]
     if seen is UNKNOWN and (known.changes or kwargs.get("inplace") is True):
         changed = tensors[:1]
@@ -813,7 +836,10 @@ def _shown(y: Tensor, shown: Shown, tensors: Sequence[Tensor]) -> Tensor:
     view: Any = y
     if not shown.is_contiguous or block is not vars(y).get("local") or any(y is x for x in tensors):
         strides = None if shown.is_contiguous else shown.stride
-        view = _made(block, shown.shape, cuts, run, strides)
+        if cuts:
+            view = _made(block, shown.shape, cuts, run, strides)
+        else:
+            view = _moved_view(block, run, strides)
     if base is None:
         return view
     if address(base.local) == place:
@@ -869,12 +895,9 @@ def refuse_passed_by(x: Split) -> None:
     """Raise for a split tensor that an autograd.Function has made: rules make leaves only."""
     with _plainly():
         node = x.grad_fn
-    if node is not None:
-        raise _passed_by(node)
-
-
-def _passed_by(node: Any) -> UnisonoError:
-    return UnisonoError.because(
+    if node is None or (not x.cuts and node.name() == f"{_Show.__name__}Backward"):
+        return
+    raise UnisonoError.because(
         f"a split tensor out of {node.name()}",
         "an autograd.Function, or re-entrant checkpointing, has passed by the rules: its backward "
         "would lose gradients",
@@ -930,9 +953,8 @@ def _gather_all(
         if x.cuts:
             x.run.note(name, reason, x)
     wholes = {key: joined(x, x.cuts) for key, x in found.items()}
-    for key, whole in wholes.items():
-        if found[key].cuts and whole.requires_grad:
-            whole.register_hook(_dense)
+    if name.startswith("embedding"):
+        wholes = {key: _DenseGradient.apply(whole) for key, whole in wholes.items()}
     for x in changed:
         if isinstance(x, Split):
             wholes[id(x)] = wholes[id(x)].clone()
@@ -964,7 +986,7 @@ def _gather_all(
         x = places.get(address(y)) if y.layout is torch.strided else None
         if x is None:
             return y
-        view = _made(y, y.shape, {}, x.run, y.stride())
+        view = _moved_view(y, x.run, y.stride())
         if address(y) == address(x.local):
             return _in_memory_of(x, view)
         _memory_of(x).link(_memory_of(view))
@@ -975,9 +997,18 @@ def _gather_all(
     return with_tensors(result, known)
 
 
-def _dense(grad: Tensor) -> Tensor:
-    """Return the gradient of a table (`sparse=True`) in a form of which ranks take their part."""
-    return grad if grad.layout is torch.strided else grad.to_dense()
+class _DenseGradient(torch.autograd.Function):
+    """Take the gradient of a table (`sparse=True`) in a form of which ranks take their part."""
+
+    @staticmethod
+    def forward(_: Any, table: Tensor) -> Tensor:
+        """Return a copy."""
+        return table.clone()
+
+    @staticmethod
+    def backward(_: Any, grad: Tensor) -> Tensor:  # type: ignore[override]
+        """Return the gradient, with all its zeros."""
+        return grad if grad.layout is torch.strided else grad.to_dense()
 
 
 def _refuse_memory(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
