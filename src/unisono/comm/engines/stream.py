@@ -138,6 +138,8 @@ class StreamEngine(Engine):
         report: called with the error that has ended the group.
     """
 
+    has_tags = False
+
     def __init__(
         self,
         group: dist.ProcessGroup,
