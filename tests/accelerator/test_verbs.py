@@ -174,9 +174,11 @@ def test_what_one_stream_started_another_may_wait_for(schedule):
     with side:
         doubled = pending.wait() * 2
     del pending
-    torch.full((1000, 2), -1.0, device=comm.device)  # the memory of the result, if it were free
+    # One of them would get the memory of the result, if that were free.
+    scratch = [torch.full((1000, 2), -1.0, device=comm.device) for _ in range(8)]
     side.synchronize()
     assert doubled.unique().tolist() == [6.0]
+    assert scratch[0].unique().tolist() == [-1.0]
 
 
 # -- groups --------------------------------------------------------------------------------------
