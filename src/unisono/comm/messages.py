@@ -24,7 +24,7 @@ from unisono.comm.collectives import (
     replaced,
 )
 from unisono.comm.perform import EXCHANGE_TAG, Transfer, started, verb
-from unisono.errors import MeshError, PartitionError
+from unisono.errors import MeshError, PartitionError, UnisonoError
 
 
 class Messages(Collectives):
@@ -37,7 +37,7 @@ class Messages(Collectives):
         """Send `x` to rank `dst`, which calls `recv`. Not collective."""
         check_tensor(x, self.device, "send")
         self._check_peer(dst, "dst", "send")
-        check_tag(tag, "send")
+        self._check_tag(tag, "send")
         sends = {dst: dense(x.detach())}
         return self._messages("send", sends, {}, tag, lambda: None, timeout_s)
 
@@ -47,7 +47,7 @@ class Messages(Collectives):
     ) -> Transfer[Tensor]:
         """Return the tensor that rank `src` sends; `like` gives its shape and dtype."""
         self._check_peer(src, "src", "recv")
-        check_tag(tag, "recv")
+        self._check_tag(tag, "recv")
         out = self._empty(like, "recv")
         return self._messages("recv", {}, {src: out}, tag, lambda: out, timeout_s)
 
@@ -58,7 +58,7 @@ class Messages(Collectives):
         """Fill `out` with the tensor that rank `src` sends, and return it."""
         check_target(out, self.device, "recv_")
         self._check_peer(src, "src", "recv_")
-        check_tag(tag, "recv_")
+        self._check_tag(tag, "recv_")
         leaves = leaves_graph(out, "recv_")
         work = dense(out.detach())
 
@@ -126,6 +126,15 @@ class Messages(Collectives):
         make = self._engine.shared_buffer
         buffer = self._exchange("shared_buffer", None, timeout_s, make, sizes, dtype)
         return buffer if buffer.device.type == self.device.type else buffer.to(self.device)
+
+    def _check_tag(self, tag: int, verb: str) -> None:
+        if check_tag(tag, verb) and not self._engine.has_tags:
+            raise UnisonoError.because(
+                f"{verb}(tag={tag}) of a tensor on {self.device}",
+                f"{self._engine.backend} delivers messages between two ranks in their order, without tags",
+                None,
+                f"{verb}(...) without a tag, in the same order on both ranks",
+            )
 
     def _check_peer(self, peer: int, what: str, verb: str) -> None:
         check_rank(peer, self.size, what, verb)

@@ -77,6 +77,8 @@ class Engine(ABC):
     """Name of the backend, as the chooser and traces spell it."""
     reduces: frozenset[torch.dtype] = PLAIN_DTYPES
     """Dtypes that it reduces as they are; others stand in for the rest (`reductions.encode`)."""
+    has_tags: bool = True
+    """Whether messages between two ranks are told apart by their tags."""
     waited_ns: int | None = None
     """Time this rank has spent waiting for others in blocking calls so far; None: not known."""
     last_algorithm: str = "native"

@@ -57,7 +57,7 @@ class StagedEngine(Engine):
     def __init__(self, host: Engine) -> None:
         self._host = host
         self.rank, self.size = host.rank, host.size
-        self.backend, self.reduces = host.backend, host.reduces
+        self.backend, self.reduces, self.has_tags = host.backend, host.reduces, host.has_tags
 
     @property
     def host(self) -> Engine:

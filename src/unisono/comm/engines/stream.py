@@ -72,6 +72,8 @@ class StreamTicket:
         self.timeout_s = timeout_s
         self.deadline = self.began + timeout_s
         self._works = [work for work in works if work is not None]
+        self._passed: torch.Event | None = None
+        """Set where a stream that waits for it goes on."""
         self._lane = engine.lane
         self._tensors = list(tensors)
         self._finish = [] if finish is None else [finish]
@@ -80,6 +82,8 @@ class StreamTicket:
 
     def is_complete(self) -> bool:
         """Whether the device has carried it out."""
+        if self._passed is not None:
+            return self._passed.query()
         return all(work.is_completed() for work in self._works)
 
     def done(self) -> bool:
@@ -96,12 +100,17 @@ class StreamTicket:
         if self._lane.cause is not None:
             raise self._lane.cause
         self.timeout_s, self.deadline = timeout_s, time.monotonic() + timeout_s
-        for work in self._works:
-            work.wait()
-        if self._tensors and self._stream != (stream := _current_stream(self._tensors)):
-            for x in self._tensors:
-                x.record_stream(stream)
-        self._tensors.clear()  # what is freed now is used again behind the wait
+        if self._works:
+            for work in self._works:
+                work.wait()
+            stream = _current_stream(self._tensors)
+            self._passed = stream.record_event()
+            if stream != self._stream:
+                for x in self._tensors:
+                    x.record_stream(stream)
+            # What is freed from here on is used again behind the wait; a work holds its tensors.
+            self._works.clear()
+            self._tensors.clear()
         while self._finish:
             self._finish.pop(0)()
 
@@ -137,6 +146,8 @@ class StreamEngine(Engine):
         host: returns the engine of a CPU group of the same ranks; collective when it makes one.
         report: called with the error that has ended the group.
     """
+
+    has_tags = False
 
     def __init__(
         self,

@@ -1,0 +1,190 @@
+"""Streams that cannot go on: who is to blame is named in time, and nothing is left behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from tests.accelerator.ranks import device_ranks, own_device
+
+from unisono.comm import Communicator, world
+from unisono.comm.health import streams
+from unisono.errors import RankFailed, RankTimeout, UnisonoError
+
+DEADLINE_S = 1.0
+
+
+def on_device() -> Communicator:
+    comm = world().with_device(own_device())
+    comm.barrier()
+    return comm.with_timeout(DEADLINE_S)
+
+
+def until_raised(call, limit_s: float = 10.0) -> tuple[UnisonoError, float]:
+    """Return the first error of repeated calls, and after how long it came."""
+    began = time.monotonic()
+    while time.monotonic() - began < limit_s:
+        try:
+            call()
+        except UnisonoError as error:
+            return error, time.monotonic() - began
+        time.sleep(0.02)
+    pytest.fail(f"nothing was raised within {limit_s} s")
+
+
+def come_too_late() -> None:
+    time.sleep(DEADLINE_S + 2.5)
+
+
+@device_ranks(3)
+def test_the_late_rank_is_named_with_its_line_and_all_raise_in_their_next_call():
+    comm = on_device()
+    x = torch.ones(3, device=comm.device)
+    if comm.rank == 1:
+        come_too_late()
+        began = time.monotonic()
+        with pytest.raises(RankTimeout, match="waited for this rank and has given up"):
+            comm.all_reduce(x)
+        assert time.monotonic() - began < 0.5
+        return
+    began = time.monotonic()
+    comm.all_reduce(x)
+    assert time.monotonic() - began < 0.5
+    error, waited_s = until_raised(lambda: comm.all_reduce(x))
+    assert DEADLINE_S < waited_s < DEADLINE_S + 2.0
+    assert error.rank == 1
+    assert "all_reduce(sum) #2" in str(error)
+    if isinstance(error, RankTimeout):  # else another rank was faster to say so
+        assert error.missing == (1,)
+        assert "come_too_late" in error.stacks[1]
+        assert "test_deadlines.py" in error.site
+    with pytest.raises(type(error)):
+        comm.all_gather_object("over the CPU group of the same ranks")
+
+
+@device_ranks(2)
+def test_a_host_that_waits_for_its_device_is_set_free_at_the_deadline():
+    comm = on_device()
+    if comm.rank == 1:
+        come_too_late()
+        return
+    began = time.monotonic()
+    comm.all_reduce(torch.ones(3, device=comm.device)).tolist()
+    assert DEADLINE_S < time.monotonic() - began < DEADLINE_S + 2.0
+    with pytest.raises(RankTimeout):
+        comm.all_reduce(torch.ones(3, device=comm.device))
+
+
+@device_ranks(2)
+@pytest.mark.parametrize("verb", ["barrier", "wait"])
+def test_waits_of_the_host_end_with_the_error_itself(verb):
+    comm = on_device()
+    if comm.rank == 1:
+        come_too_late()
+        return
+    pending = comm.start.all_reduce(torch.ones(3, device=comm.device))
+    began = time.monotonic()
+    while verb == "wait" and not pending.done():
+        time.sleep(0.02)
+    with pytest.raises(RankTimeout, match="not arrived: rank 1"):
+        comm.barrier() if verb == "barrier" else pending.wait()
+    assert DEADLINE_S < time.monotonic() - began < DEADLINE_S + 2.0
+
+
+@device_ranks(2)
+def test_a_message_that_never_comes_names_its_sender():
+    comm = on_device()
+    if comm.rank == 1:
+        come_too_late()
+        return
+    error, waited_s = until_raised(lambda: comm.recv(((3,), torch.float32), 1))
+    assert isinstance(error, RankTimeout)
+    assert error.missing == (1,)
+    assert "no message came from: rank 1" in str(error)
+    assert waited_s < DEADLINE_S + 2.0
+
+
+@device_ranks(2)
+def test_the_thread_costs_nothing_when_nothing_is_under_way_and_dies_in_a_fork():
+    def names():
+        return [thread.name for thread in threading.enumerate()]
+
+    comm = on_device()
+    comm.all_reduce(torch.ones(3, device=comm.device)).tolist()
+    assert "unisono-streams" in names()
+    began = time.monotonic()
+    child = os.fork()
+    if child == 0:
+        os._exit(int(streams._thread is not None or "unisono-streams" in names()))
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    while "unisono-streams" in names():
+        assert time.monotonic() - began < 5.0
+        time.sleep(0.05)
+    assert comm.all_reduce(torch.ones(3, device=comm.device)).tolist() == [2.0] * 3
+    assert "unisono-streams" in names()
+    streams.stop()
+    assert "unisono-streams" not in names()
+
+
+MORTAL = """
+import json, os, signal, sys, time
+import torch, torch.distributed as dist
+from unisono.comm import world
+from unisono.errors import UnisonoError
+
+rank, store, how = int(sys.argv[1]), sys.argv[2], sys.argv[3]
+backend, store = "cpu:gloo,sim:simccl", f"file://{store}"
+dist.init_process_group(backend, init_method=store, rank=rank, world_size=3)
+torch.accelerator.set_device_index(rank % torch.accelerator.device_count())
+comm = world().with_device(torch.device("sim", rank % torch.accelerator.device_count()))
+x = torch.ones(2, device=comm.device)
+comm.all_reduce(x)
+comm.barrier()
+if rank == 1:
+    time.sleep(0.8)
+    print(json.dumps(time.time()), flush=True)
+    os.kill(os.getpid(), signal.SIGKILL)
+try:
+    comm.all_reduce(x)
+    if how == "synchronize":
+        torch.accelerator.synchronize()
+    while True:
+        time.sleep(0.02)
+        comm.all_reduce(x)
+except UnisonoError as error:
+    print(json.dumps([type(error).__name__, error.rank, str(error), time.time()]), flush=True)
+time.sleep(1.0)
+os._exit(0)
+"""
+
+
+@pytest.mark.parametrize("how", ["calls", "synchronize"])
+def test_a_rank_that_dies_while_others_have_work_queued_is_named_in_time(
+    how, tmp_path, device_environment
+):
+    script = tmp_path / "mortal.py"
+    script.write_text(MORTAL)
+    arguments = [str(tmp_path / "store"), how]
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, str(script), str(rank), *arguments],
+            stdout=subprocess.PIPE,
+            cwd=Path(__file__).parents[2],
+            text=True,
+        )
+        for rank in range(3)
+    ]
+    told = [json.loads(rank.communicate(timeout=100)[0]) for rank in ranks]
+    died_at = told[1]
+    for survivor in (told[0], told[2]):
+        kind, rank, text, raised_at = survivor
+        assert (kind, rank) == (RankFailed.__name__, 1), text
+        assert "all_reduce" in text
+        assert raised_at - died_at < 2.0
