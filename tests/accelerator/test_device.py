@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from tests.accelerator.ranks import device_ranks
 from torch import nn
 
-pytestmark = device_ranks(1)
+pytestmark = device_ranks(1, timeout=100)
 
 
 def convolutional():
@@ -337,7 +337,7 @@ def test_a_process_forked_after_first_use_cannot_use_the_device():
 def script(text, device_path, **variables):
     environ = {**os.environ, "PYTHONPATH": str(device_path), **variables}
     words = [sys.executable, "-c", text]
-    return subprocess.run(words, env=environ, capture_output=True, text=True, timeout=60)
+    return subprocess.run(words, env=environ, capture_output=True, text=True, timeout=90)
 
 
 def test_host_code_that_reads_the_memory_is_stopped_with_a_sentence(device_path):

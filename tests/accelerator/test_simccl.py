@@ -181,11 +181,13 @@ def test_futures_run_callbacks_on_a_stream_that_has_waited(schedule):
 
 def test_memory_of_a_tensor_that_was_dropped_is_not_used_again_too_early(schedule):
     device = own_device()
-    works = [dist.all_reduce(torch.ones(256, device=device), async_op=True) for _ in range(3)]
-    torch.full((256,), 5.0, device=device)
-    for work in works:
-        work.wait()
-    assert [work.result()[0][0].item() for work in works] == [2.0] * 3
+    if dist.get_rank() == 0:
+        dist.broadcast(torch.ones(256, device=device), 0, async_op=True)
+        torch.full((256,), 5.0, device=device).sum().item()  # would get the memory
+    else:
+        x = torch.empty(256, device=device)
+        dist.broadcast(x, 0)
+        assert x.eq(1).all().item()
 
 
 # -- time limits, aborts, ranks that are missing -------------------------------------------------
@@ -267,7 +269,7 @@ def test_groups_and_streams_leave_nothing_behind(hygiene):
     assert x.tolist() == [4.0] * 4
 
 
-@device_ranks(1)
+@device_ranks(1, timeout=100)
 def test_a_process_ends_although_a_collective_waits_for_ever(device_path, tmp_path):
     text = """
 import os, torch, torch.distributed as dist
@@ -280,4 +282,4 @@ if rank == 0:
     environ = {**os.environ, "PYTHONPATH": str(device_path), "STORE": str(tmp_path / "store")}
     words = [sys.executable, "-W", "ignore", "-c", text]
     ranks = [subprocess.Popen(words, env={**environ, "RANK": rank}) for rank in "01"]
-    assert [rank.wait(40) for rank in ranks] == [0, 0]
+    assert [rank.wait(90) for rank in ranks] == [0, 0]
