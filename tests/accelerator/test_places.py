@@ -13,6 +13,7 @@ from torch import nn
 
 import unisono
 from unisono import accelerator
+from unisono.cli import self_test
 from unisono.data_parallel import DataParallel
 from unisono.launch.context import seeded
 from unisono.train import Checkpoint
@@ -149,3 +150,21 @@ def test_names_memory_and_copies_of_constants():
     assert not copy.is_inference()
     assert accelerator.copied_once(constant, device) is copy
     assert accelerator.copied_once(constant, device, torch.float64).dtype == torch.float64
+
+
+def test_the_doctor_compares_programs_on_the_device_with_the_cpu(device_environment, monkeypatch):
+    monkeypatch.setenv("SIM_PATIENCE_MS", "50,50")
+    command = [sys.executable, "-m", "unisono", "doctor", "--on", "gpu", "--json"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    checks = {check["name"]: check for check in json.loads(done.stdout)["checks"]}
+    for name in ("rank 0", "rank 1", *self_test.PROGRAMS):
+        assert checks[name]["status"] == "ok", checks[name]
+    assert "sim:1" in checks["rank 1"]["found"]
+    seconds = float(checks["late rank"]["found"].split()[-2])
+    assert seconds < self_test.LATE_S / 2  # the host of the rank that was there went on
+
+
+def test_the_doctor_names_the_result_that_is_not_that_of_the_cpu():
+    x = torch.ones(3)
+    assert self_test.difference([x, x], [x, x + 1e-4]) == ""
+    assert "result 1" in self_test.difference([x, x], [x, x + 1])

@@ -7,7 +7,7 @@ between a net and its updater.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -15,6 +15,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from unisono.accelerator import is_accelerator
 from unisono.errors import PartitionError, UnisonoError
 from unisono.expect import expect_int
 
@@ -24,12 +25,23 @@ Output = NDArray[Any] | Tensor
 """numpy for numpy, torch for torch."""
 
 
-def to_tensor(data: ArrayLike, device: torch.device, dtype: torch.dtype) -> Tensor:
-    """Return `data` as a contiguous tensor that later changes of it do not reach."""
+def to_tensor(
+    data: ArrayLike,
+    device: torch.device,
+    dtype: torch.dtype,
+    check: Callable[[Tensor], object] | None = None,
+) -> Tensor:
+    """Return `data` as a contiguous tensor that later changes of it do not reach.
+
+    `check` raises if its values will not do. It is called where these are, before they go to an
+    accelerator, for which the host would have to wait; not for values that are there already.
+    """
     if isinstance(data, Tensor):
         if data.is_complex():
             raise _not_numbers(f"complex ones, {data.dtype}")
         form = torch.contiguous_format
+        if check is not None and not is_accelerator(data.device):
+            check(data.detach().to(dtype))
         return data.detach().to(device=device, dtype=dtype, copy=True, memory_format=form)
     try:
         array = np.asarray(data)
@@ -40,7 +52,10 @@ def to_tensor(data: ArrayLike, device: torch.device, dtype: torch.dtype) -> Tens
         raise _not_numbers(f"objects of type {type(first).__name__}, the first is {first!r}")
     # numpy arrays of any stride, byte order and writability: one copy settles them all
     plain = np.array(array, dtype=np.float64 if dtype == torch.float64 else np.float32, order="C")
-    return torch.from_numpy(plain).to(device=device, dtype=dtype)
+    values = torch.from_numpy(plain).to(dtype)
+    if check is not None:
+        check(values)
+    return values.to(device, non_blocking=True)
 
 
 def _not_numbers(found: str) -> UnisonoError:

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from unisono.accelerator import is_accelerator
 from unisono.errors import PartitionError
 from unisono.expect import expect_choice
 
@@ -143,7 +144,7 @@ class Arena:
         self.mean = torch.zeros(self.size, device=device, dtype=dtype)
         self.var = torch.ones(self.size, device=device, dtype=dtype)
         self.bucket = torch.zeros(2 * self.size + TAIL, device=device, dtype=dtype)
-        self.floored = torch.zeros(len(self.members), dtype=torch.int64)
+        self.floored = torch.zeros(len(self.members), dtype=torch.int64, device=device)
         self._starts = [0, *itertools.accumulate(padded)][:-1]
         for p, kind, start in self._places():
             for name, flat in ((f"mean_{kind}", self.mean), (f"var_{kind}", self.var)):
@@ -177,12 +178,20 @@ class Arena:
         for p in self.members:
             p.deltas_written = False
 
-    def scale_deltas(self) -> bool:
+    def scale_deltas(self) -> bool | Tensor:
         """Turn sums over the batch into deltas: times the variance, and its square.
 
         Returns:
             Whether there may be a NaN among them: one product of both, while they are in the cache.
+            On an accelerator a tensor that says so, and all deltas are 0 then.
         """
+        if is_accelerator(self.mean.device):
+            self.delta_mean.mul_(self.var)
+            self.delta_var.mul_(self.var).mul_(self.var)
+            bad = torch.isnan(self.delta_mean).any() | torch.isnan(self.delta_var).any()
+            self.delta_mean.masked_fill_(bad, 0.0)
+            self.delta_var.masked_fill_(bad, 0.0)
+            return bad
         product = 0.0
         for mean, var, v in self._pieces(self.delta_mean, self.delta_var, self.var):
             mean.mul_(v)
@@ -193,20 +202,20 @@ class Arena:
     def step(self, cap: float) -> None:
         """Add the deltas, each at most `sqrt(var) / cap`, and floor the variances."""
         self.floored.zero_()
-        needs_floor = False
+        needs_floor = is_accelerator(self.mean.device)  # where the host does not look
         for mean, v, dm, dv in self._pieces(self.mean, self.var, self.delta_mean, self.delta_var):
             bar = v.sqrt().div_(cap)
             low = bar.neg()
             mean.add_(dm.clamp(low, bar))
             v.add_(dv.clamp(low, bar))
-            needs_floor |= not float(v.amin()) > 0  # a NaN too, which min() would pass over
+            needs_floor = needs_floor or not float(v.amin()) > 0  # a NaN too
         if needs_floor:
             self._floor()
 
     def _floor(self) -> None:
         for i, p in enumerate(self.members):
             bad = p.var_w <= 0
-            self.floored[i] = int(bad.sum())
+            self.floored[i] = bad.sum()
             p.var_w.masked_fill_(bad, FLOOR)
             p.var_b.masked_fill_(p.var_b <= 0, FLOOR)
 

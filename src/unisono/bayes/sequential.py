@@ -5,15 +5,19 @@ from __future__ import annotations
 import contextlib
 import math
 import operator
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any, Self, TypeVar
+from typing import Any, Self, TypeVar, cast
 
+import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from unisono.accelerator import is_accelerator
 from unisono.bayes import files
 from unisono.bayes.layers.attention import MultiheadAttention
 from unisono.bayes.layers.base import (
@@ -144,6 +148,8 @@ class Sequential:
         """Rows behind the deltas that wait for a step."""
         self._problem = ""
         """Where a NaN was met that nobody has been told of yet."""
+        self._doubts: deque[tuple[str, Tensor, torch.Event]] = deque()
+        """Passes of which an accelerator has still to say whether they met a NaN."""
         self._trace: Trace | None = None
         self._smoothed: tuple[NDArray[Any], NDArray[Any]] | None = None
         self._leaves = [leaf for n, layer in enumerate(layers) for leaf in layer.leaves(str(n))]
@@ -179,7 +185,7 @@ class Sequential:
 
     def __getstate__(self) -> dict[str, Any]:
         """Travel without the arena: copies of tensors do not share their memory."""
-        return {**vars(self), "_arena": self._arena.floored}
+        return {**vars(self), "_arena": self._arena.floored, "_doubts": deque()}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
@@ -204,13 +210,16 @@ class Sequential:
             else:
                 x = self._read(mu_x, var_x)
             out = forward_through(self.layers, x)
-            self._check_output(x, out)
+            arrays = None
+            if not isinstance(mu_x, Tensor):
+                arrays = to_array(out.mean), to_array(out.spread())
+            self._check_output(x, out, arrays)
         self._input, self._batch, self._remembers = x, x.mean.shape[0], self._training
         self._output_shape = tuple(out.mean.shape[1:])
         self.output_z_buffer.hold(out)
         self.input_delta_z_buffer.expect(out.mean, self._batch)
         if not isinstance(mu_x, Tensor):
-            return to_array(out.mean), to_array(out.spread())
+            return cast("tuple[Output, Output]", arrays)
         shape = (self._batch, math.prod(self._output_shape)) if mu_x.dim() >= 2 else (-1,)
         mean, var = (t.reshape(shape).clone().to(mu_x.device) for t in (out.mean, out.spread()))
         return mean, var
@@ -236,14 +245,14 @@ class Sequential:
 
     def _read(self, mu_x: ArrayLike, var_x: ArrayLike | None) -> Moments:
         """Check the input and plan for its shape."""
-        mean = to_tensor(mu_x, self._device, self._dtype)
-        check_finite(mean, "mu_x", "fill or leave out such rows; a missing target may be NaN")
+        hint = "fill or leave out such rows; a missing target may be NaN"
+        check = partial(check_finite, what="mu_x", hint=hint)
+        mean = to_tensor(mu_x, self._device, self._dtype, check)
         var = None
         if var_x is not None:
-            var = to_tensor(var_x, self._device, self._dtype)
+            var = to_tensor(var_x, self._device, self._dtype, partial(check_variance, what="var_x"))
             asked = f"an input of {mean.numel()} means and {var.numel()} variances"
             check_count(asked, mean.numel(), var.numel(), "var_x of the shape of mu_x")
-            check_variance(var, "var_x")
         return self._shaped(Moments(mean, var))
 
     def _continued(self, states: BaseHiddenStates) -> Moments:
@@ -298,12 +307,22 @@ class Sequential:
             )
         return mean.numel() // size, (size,)
 
-    def _check_output(self, x: Moments, out: Moments) -> None:
+    def _check_output(
+        self, x: Moments, out: Moments, arrays: tuple[NDArray[Any], NDArray[Any]] | None
+    ) -> None:
         """Refuse a NaN in the output, with the layer that it comes from.
 
-        Later it would be taken for a missing observation, or spread to all parameters.
+        Later it would be taken for a missing observation, or spread to all parameters. On an
+        accelerator the host looks at what it has anyway; else the device tells it later.
         """
+        self._settle()
         var = out.mean if out.var is None else out.var
+        if is_accelerator(out.mean.device):
+            if arrays is None:
+                self._doubt("forward", torch.isnan(out.mean).any() | torch.isnan(var).any())
+                return
+            if not any(np.isnan(array).any() for array in arrays):
+                return
         # the usual end: one product of both; infinities may make it NaN too
         product = float(torch.dot(out.mean.reshape(-1), var.reshape(-1)))
         if not math.isnan(product) or not nan_in(out.mean, out.var):
@@ -314,6 +333,20 @@ class Sequential:
                     layer.sum_over_ranks = None  # other ranks may be elsewhere meanwhile
             found = first_nan(self.layers, x)
         self._tell("forward", found or "the output of the net is NaN")
+
+    def _doubt(self, where: str, is_nan: Tensor) -> None:
+        """Have the device say later whether something was NaN; the host does not wait for it."""
+        flag = is_nan.to("cpu", non_blocking=True)
+        stream = torch.accelerator.current_stream(is_nan.device)
+        self._doubts.append((where, flag, stream.record_event()))
+
+    def _settle(self) -> None:
+        """Refuse a NaN that the device has reported since. Its step has changed nothing."""
+        while self._doubts and self._doubts[0][2].query():
+            where, flag, _ = self._doubts.popleft()
+            if bool(flag):
+                self._doubts.clear()
+                self._tell(where, f"a NaN in an earlier pass, told by {self._device} since")
 
     def _tell(self, where: str, found: str) -> None:
         if self.tells_at_step and self._training:
@@ -329,7 +362,10 @@ class Sequential:
         shape = (self._batch, *(self._output_shape or ()))
         to_input = self.input_state_update
         back = backward_through(self.layers, delta.reshaped(*shape), to_input=to_input)
-        if arena.scale_deltas() and (found := self._nan_in_deltas(delta)):
+        is_nan = arena.scale_deltas()
+        if isinstance(is_nan, Tensor):
+            self._doubt("backward", is_nan)
+        elif is_nan and (found := self._nan_in_deltas(delta)):
             arena.delta_mean.zero_()
             arena.delta_var.zero_()
             self._tell("backward", found)
@@ -397,6 +433,7 @@ class Sequential:
             The rows behind the deltas that wait to be applied; deltas that were written by hand
             count as those of one row at least. And where a NaN was met since the last step.
         """
+        self._settle()
         rows, problem = self._pending, self._problem
         arena = self.arena
         if arena.deltas_written:
@@ -473,8 +510,11 @@ class Sequential:
             pieces = whole.mean.split(batch_size or max(whole.mean.shape[0], 1))
             outs: list[Moments] = []
             for piece in map(Moments, pieces):
-                outs.append(forward_through(self.layers, piece))
-                self._check_output(piece, outs[-1])
+                out = forward_through(self.layers, piece)
+                is_read = not isinstance(x, Tensor) and is_accelerator(self._device)
+                arrays = (to_array(out.mean), to_array(out.spread())) if is_read else None
+                self._check_output(piece, out, arrays)
+                outs.append(out)
         mean = torch.cat([out.mean.flatten(1) for out in outs])
         std = torch.cat([out.spread().flatten(1) for out in outs]).clamp_min(0).sqrt()
         if isinstance(x, Tensor):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from unisono.accelerator import is_accelerator
 from unisono.bayes.moments import (
     ArrayLike,
     BaseDeltaStates,
@@ -56,7 +57,8 @@ class OutputUpdater:
         mean, var, slope = output_states.live.values()
         y = _observations(mu_obs, mean, mean.numel())
         noise = _noise(var_obs, y)
-        delta_states.hold(_conditioned(mean, var, slope, y, noise), output_states.block_size)
+        delta = _conditioned(mean, var, slope, y, noise)
+        delta_states.hold(_told(delta, y, noise), output_states.block_size)
 
     @torch.no_grad()
     def update_using_indices(
@@ -78,7 +80,7 @@ class OutputUpdater:
         """
         mean, var, slope = output_states.live.values()
         batch, outputs = max(output_states.block_size, 1), output_states.actual_size
-        given = to_tensor(selected_idx, mean.device, torch.float64).reshape(-1)
+        given = to_tensor(selected_idx, torch.device("cpu"), torch.float64).reshape(-1)
         index = integers(given, "selected_idx")
         y = _observations(mu_obs, mean, index.numel())
         noise = _noise(var_obs, y)
@@ -97,9 +99,10 @@ class OutputUpdater:
                 f"indices count from 1 to {outputs}",
                 f"a last layer of {max(high, 1)} outputs, or indices as label_to_obs gives them",
             )
+        index = index.to(mean.device, non_blocking=True)
         rows = torch.arange(batch, device=mean.device).repeat_interleave(index.numel() // batch)
         at = rows * outputs + index - 1
-        chosen = _conditioned(mean[at], var[at], slope[at], y, noise)
+        chosen = _told(_conditioned(mean[at], var[at], slope[at], y, noise), y, noise)
         delta = Delta(torch.zeros_like(mean), torch.zeros_like(mean))
         delta.mean[at] = chosen.mean
         delta.var[at] = chosen.var
@@ -156,24 +159,40 @@ def _conditioned(mean: Tensor, var: Tensor, slope: Tensor, y: Tensor, noise: Ten
     return Delta(torch.where(known, delta, 0.0), torch.where(known, -gain * slope, 0.0))
 
 
+def _told(delta: Delta, y: Tensor, noise: Tensor) -> Delta:
+    """Return NaN for bad values that are on an accelerator: `backward` refuses it.
+
+    The host looks at values that it has before they go there, and does not wait for others.
+    """
+    if not is_accelerator(y.device):
+        return delta
+    bad = torch.isinf(y).any() | ~(noise >= 0).all()
+    return Delta(*(t.masked_fill(bad, torch.nan) for t in delta))
+
+
 def _observations(data: ArrayLike, like: Tensor, count: int, *, finite: bool = True) -> Tensor:
     """Return one observation per output to condition; NaN is missing."""
-    y = to_tensor(data, like.device, like.dtype).reshape(-1)
+
+    def check(values: Tensor) -> None:
+        hint = "a missing observation is float('nan')"
+        check_finite(values.reshape(-1), "mu_obs", hint, missing=True)
+
+    y = to_tensor(data, like.device, like.dtype, check if finite else None).reshape(-1)
     hint = f"{count} observations, one per output; a missing one is float('nan')"
     check_count(f"{y.numel()} observations", y.numel(), count, hint)
-    if finite:
-        check_finite(y, "mu_obs", "a missing observation is float('nan')", missing=True)
     return y
 
 
 def _noise(data: ArrayLike, y: Tensor) -> Tensor:
-    noise = to_tensor(data, y.device, y.dtype).reshape(-1)
+
+    def check(values: Tensor) -> None:
+        check_variance(values.reshape(-1)[: y.numel()], "var_obs")
+
+    noise = to_tensor(data, y.device, y.dtype, check).reshape(-1)
     if noise.numel() == 1 and y.numel() != 1:
         noise = noise.expand(y.numel())
     elif noise.numel() < y.numel():
         asked, wrong = f"var_obs of {noise.numel()} numbers", f"{noise.numel()} < {y.numel()}"
         hint = "one number for all, or one per observation"
         raise PartitionError.because(asked, arithmetic=wrong, hint=hint)
-    noise = noise[: y.numel()]
-    check_variance(noise, "var_obs")
-    return noise
+    return noise[: y.numel()]

@@ -100,7 +100,8 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     parser.add_argument(
         "--on",
         metavar="PLACE",
-        help="also check this place: gpu, mps, mpi, ray, slurm, inline, or a profile",
+        help="also check this place: gpu, mps, mpi, ray, slurm, inline, or a profile; "
+        "on gpu, or a kind such as xpu, programs are compared with the CPU",
     )
     parser.set_defaults(execute=execute)
 
@@ -122,12 +123,50 @@ def execute(args: argparse.Namespace) -> int:
         checks.append(run_check())
         if not args.json:
             print(checks[-1], flush=True)
+    if place is not None and checks[-1].status == "ok" and _names_accelerator(place):
+        for further in device_checks(place):
+            checks.append(further)
+            if not args.json:
+                print(further, flush=True)
     failed = any(check.status == "FAIL" for check in checks)
     if args.json:
         print(json.dumps({"ok": not failed, "checks": [asdict(check) for check in checks]}))
     else:
         print("Something is wrong, see FAIL." if failed else "This machine is ready.")
     return int(failed)
+
+
+def _names_accelerator(place: str) -> bool:
+    from unisono import accelerator
+
+    return place == "gpu" or accelerator.is_kind(place)
+
+
+def device_checks(place: str) -> list[Check]:
+    """Run the programs of `self_test` on two ranks, or one where there is one device."""
+    from unisono import accelerator
+    from unisono.cli import self_test
+    from unisono.launch import Logs, Platform, run
+
+    devices = accelerator.count(None if place == "gpu" else place)
+    platform = Platform(device=place, ranks=min(2, devices), comm_timeout_s=20.0, verbose=False)
+    try:
+        ranks = list(run(self_test.on_rank, on=platform, timeout_s=60, logs=Logs(console="none")))
+    except Exception as error:
+        fix = "report this, with all lines above and the traceback in the log"
+        return [Check("self-test", "FAIL", f"{type(error).__name__}: {error}", fix)]
+    checks = [Check(f"rank {rank}", "ok", device) for rank, (device, _) in enumerate(ranks)]
+    for name in self_test.PROGRAMS:
+        outcomes = [by_program[name] for _, by_program in ranks]
+        wrong = [f"rank {rank}: {o.wrong}" for rank, o in enumerate(outcomes) if o.wrong]
+        if wrong:
+            fix = "report this, with all lines above"
+            checks.append(Check(name, "FAIL", "; ".join(wrong), fix))
+            continue
+        took, host = max(o.total_s for o in outcomes), min(o.host_s for o in outcomes)
+        found = f"as on the CPU, in {took:.2f} s; the host was free after {host:.2f} s"
+        checks.append(Check(name, "ok", found))
+    return checks
 
 
 def _found(error: Exception) -> str:

@@ -174,12 +174,13 @@ class BatchNorm2d(_Norm):
     def _observe(self, x: Moments) -> None:
         """Take the statistics of this batch, over all ranks if asked to."""
         together = self.sum_over_ranks or (lambda t: t)
-        rows = x.mean.new_tensor([x.mean.shape[0] * x.mean.shape[2]])
-        sums = together(torch.cat([x.mean.sum((0, 2)), rows]))
-        n = float(sums[-1])
+        sums, n = x.mean.sum((0, 2)), float(x.mean.shape[0] * x.mean.shape[2])
+        if self.sum_over_ranks is not None:
+            *_, n_all = sums = together(torch.cat([sums, sums.new_tensor([n])]))
+            sums, n = sums[:-1], float(n_all)
         if n == 0:
             return
-        mean = sums[:-1] / n
+        mean = sums / n
         squares = (x.mean - mean.view(1, -1, 1)).square_().sum((0, 2))
         if x.var is not None:
             squares = squares + x.var.sum((0, 2))
