@@ -131,7 +131,7 @@ class Messages(Collectives):
         if check_tag(tag, verb) and not self._engine.has_tags:
             raise UnisonoError.because(
                 f"{verb}(tag={tag}) of a tensor on {self.device}",
-                f"{self._engine.backend} delivers messages between two ranks in their order, without tags",
+                f"{self._engine.backend} has no tags: two ranks get messages in their order",
                 None,
                 f"{verb}(...) without a tag, in the same order on both ranks",
             )
