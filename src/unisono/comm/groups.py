@@ -492,7 +492,5 @@ def _new_group(
     with being_made(name, ranks, backend, wait_s):
         group = private.new_group(name, ranks, backend, timedelta(seconds=wait_s))
     if wait_s != timeout_s:
-        is_ours = getattr(group, "unisono_engine", None) is not None
-        change = group.set_timeout if is_ours else partial(private.set_timeout, group)
-        change(timedelta(seconds=timeout_s))
+        group.set_timeout(timedelta(seconds=timeout_s))
     return group

@@ -40,7 +40,6 @@ __all__ = [
     "register_group",
     "runs_uncompiled",
     "set_grad_enabled",
-    "set_timeout",
     "transforms_active",
     "unregister_group",
     "unwrap_if_dead",
@@ -146,11 +145,6 @@ def new_group(
     made = cast("dist.ProcessGroup", group)
     c10d._world.pg_group_ranks[made] = {rank: place for place, rank in enumerate(ranks)}
     return made
-
-
-def set_timeout(group: dist.ProcessGroup, timeout: timedelta) -> None:
-    """Change the deadline of a group of torch's own backends."""
-    c10d._set_pg_timeout(timeout, group)
 
 
 def register_group(name: str, group: dist.ProcessGroup) -> None:
