@@ -81,7 +81,7 @@ def _group(whole: Communicator, ranks: tuple[int, ...], backend: str | None) -> 
         return whole if is_whole else cast("Communicator", whole.sub(ranks))  # None outside only
     chosen = None
     if len(ranks) > 1:
-        here = transports.available()
+        here = dict(transports.available())
         if backend not in here and not dist.is_backend_available(backend):
             here[backend] = f"this torch was built without {backend}"
         device = whole.device.type

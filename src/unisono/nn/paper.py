@@ -382,5 +382,5 @@ def on_paper(
     entry = GroupEntry(None, tuple(ranks), made_by_us=False)
     entry.rank = rank
     entry.name = entry.key = " ".join(map(str, ranks))
-    entry._engines["self"] = PaperEngine(rank, len(ranks))
+    entry._engines["self", "cpu"] = PaperEngine(rank, len(ranks))
     return PaperCommunicator(entry, torch.device(device))

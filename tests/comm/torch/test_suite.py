@@ -15,7 +15,6 @@ SAMPLE = (
     "test_all_reduce_coalesced_group_max",
     "test_all_reduce_sum_cuda_async",
     "test_all_to_all_single_unequal_split_full_group",
-    "test_backend_group",
     "test_barrier_timeout_full_group",
     "test_batch_isend_irecv_gloo",
     "test_broadcast_group",
@@ -30,30 +29,23 @@ SAMPLE = (
     "test_get_future",
     "test_irecv",
     "test_isend_torch_profiler",
-    "test_monitored_barrier",
+    "test_monitored_barrier_gloo",
     "test_new_subgroups_group_size_exceeds_world_size",
     "test_reduce_group_product",
-    "test_reduce_scatter_group_max",
     "test_scatter_object_list",
     "test_send_recv_any_source",
     "test_sparse_all_reduce_sum",
-    "test_sync_bn",
-    "test_verify_model_across_rank",
+    "test_verify_model_across_rank_without_logger",
 )
-"""Beginnings of names, one or two of each family."""
+"""Parts of names, one or two of each family."""
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(400)
 def test_a_sample_of_torchs_own_tests_holds_on_shm(tmp_path):
     found = outcomes("shm", SAMPLE, tmp_path / "log.txt")
-    needs_gpu = ("SyncBatchNorm", "NCCL", "skipped", "accelerator")
-    problems = {
-        name: text
-        for name, text in found.items()
-        if text != "holds" and not any(word in text for word in needs_gpu)
-    }
-    assert problems == {}
-    assert len(found) > 40
+    assert {name: text for name, text in found.items() if text != "holds"} == {}
+    assert len(found) >= len(SAMPLE)
 
 
 def test_what_holds_on_the_reference_alone_is_lost():

@@ -328,9 +328,10 @@ def difference(found: Any, expected: Any, only_shapes: bool = False) -> str:
             continue
         if (x.shape, x.dtype) != (y.shape, y.dtype):
             return f"{x.dtype} {list(x.shape)}, not {y.dtype} {list(y.shape)}"
-        if only_shapes or x.layout != torch.strided:
+        if only_shapes:
             continue
-        p, q = (t.detach().resolve_conj().resolve_neg() for t in (x, y))
+        p, q = (t.detach() if t.layout == torch.strided else t.detach().to_dense() for t in (x, y))
+        p, q = (t.resolve_conj().resolve_neg() for t in (p, q))
         if q.is_floating_point() and q.itemsize == 1:
             p, q = p.float(), q.float()
         scale = float(q.abs().nan_to_num(0, 0, 0).max()) if q.numel() and is_number(q) else 0.0

@@ -270,27 +270,51 @@ class DistributedLinear(StoredParameters, ours.DistributedLinear, Module):
 class DistributedBatchNorm(StoredParameters, ours.DistributedBatchNorm, Module):
     """`torch.nn.BatchNorm1d/2d/3d` of a tensor split in any dims.
 
-    `gamma` and `beta` are the parameters `weight` and `bias`, seen in shape `[1, C, 1, ...]`.
+    The parameters have DistDL's shape `[1, C, 1, ...]`, under torch's names and DistDL's (`gamma`
+    and `beta`). States hold them in the shape that torch gives them.
     """
+
+    def _set_aside(self) -> None:
+        super()._set_aside()
+        self._shape_parameters(*self._over_channels)
 
     @property
     def gamma(self) -> Tensor | None:
-        """The scale; what is written into it, or its gradient, is the parameter's."""
-        return self._over_channels(self.weight)
+        """The scale."""
+        return self.weight
 
     @property
     def beta(self) -> Tensor | None:
-        """The shift; likewise."""
-        return self._over_channels(self.bias)
+        """The shift."""
+        return self.bias
 
-    def _over_channels(self, parameter: Tensor | None) -> Tensor | None:
-        if parameter is None:
-            return None
-        shape = (1, parameter.numel(), *(1,) * (self.P_x.dim - 2))
-        seen = parameter.view(shape)
-        if parameter.grad is not None:
-            seen.grad = parameter.grad.view(shape)
-        return seen
+    @contextmanager
+    def _shaped_as_by_torch(self) -> Iterator[None]:
+        self._shape_parameters(-1)
+        try:
+            yield
+        finally:
+            self._shape_parameters(*self._over_channels)
+
+    @property
+    def _over_channels(self) -> tuple[int, ...]:
+        return 1, -1, *(1,) * (self.P_x.dim - 2)
+
+    def _shape_parameters(self, *shape: int) -> None:
+        for p in self._parameters.values():
+            if p is not None:
+                p.data = p.data.view(shape)
+
+    def _save_to_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        with self._shaped_as_by_torch():
+            super()._save_to_state_dict(*args, **kwargs)
+
+    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        with self._shaped_as_by_torch():
+            super()._load_from_state_dict(*args, **kwargs)
+
+    def _used(self, names: Sequence[str], shapes: Sequence[tuple[int, ...]]) -> list[Tensor]:
+        return [x.flatten() for x in super()._used(names, shapes)]
 
 
 class _Conv(StoredParameters):

@@ -1,5 +1,5 @@
-// Operators that a device has to have itself: memory, views, copies, and those that the CPU does not
-// have under the same name. All others are in fallback.cpp.
+// Operators that a device has to have itself: memory, views, copies, and those that the CPU does
+// not have under the same name. All others are in fallback.cpp.
 #include "ops.hpp"
 
 #include <ATen/ATen.h>

@@ -27,7 +27,7 @@ std::set<Wire*>& wires() {
 sockaddr_un address_named(const std::string& name) {
   sockaddr_un address = {};
   address.sun_family = AF_UNIX;
-  std::memcpy(address.sun_path + 1, name.data(), std::min(name.size(), sizeof(address.sun_path) - 1));
+  name.copy(address.sun_path + 1, sizeof(address.sun_path) - 1);
   return address;
 }
 
@@ -176,7 +176,8 @@ void Wire::exchange(const std::vector<Part>& sends, const std::vector<Part>& rec
   for (const Part& part : receives)
     part.peer == rank ? from_self.push_back(part) : flows[size + part.peer].add(part);
   for (size_t i = 0; i < std::min(to_self.size(), from_self.size()); ++i)
-    std::memmove(from_self[i].data, to_self[i].data, std::min(to_self[i].bytes, from_self[i].bytes));
+    std::memmove(from_self[i].data, to_self[i].data,
+                 std::min(to_self[i].bytes, from_self[i].bytes));
 
   for (;;) {
     if (is_aborted_) throw Aborted();

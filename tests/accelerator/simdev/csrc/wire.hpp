@@ -1,5 +1,5 @@
-// Carries bytes between the ranks of one group, by sockets of this host. Blocks its caller, which is
-// the thread of a stream.
+// Carries bytes between the ranks of one group, by sockets of this host. Blocks its caller, which
+// is the thread of a stream.
 #pragma once
 
 #include <torch/csrc/distributed/c10d/Store.hpp>
