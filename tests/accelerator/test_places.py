@@ -15,6 +15,7 @@ import unisono
 from unisono import accelerator
 from unisono.cli import self_test
 from unisono.data_parallel import DataParallel
+from unisono.launch import functional
 from unisono.launch.context import seeded
 from unisono.train import Checkpoint
 
@@ -168,3 +169,19 @@ def test_the_doctor_names_the_result_that_is_not_that_of_the_cpu():
     x = torch.ones(3)
     assert self_test.difference([x, x], [x, x + 1e-4]) == ""
     assert "result 1" in self_test.difference([x, x], [x, x + 1])
+
+
+@device_ranks(2)
+def test_a_module_on_the_device_is_synchronised_with_its_batch_norms():
+    rank, found = unisono.world().rank, []
+    x = torch.randn(4, 3, 6, 6, generator=torch.Generator().manual_seed(rank))
+    for device in (torch.device("cpu"), own_device()):
+        torch.manual_seed(0)
+        plain = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4))
+        model = functional.to(plain, rank, device=device)
+        assert functional.device(model) == device
+        model(x.to(device)).square().sum().backward()
+        tensors = *(p.grad for p in model.parameters()), *model.buffers()
+        found.append([t.cpu() for t in tensors])
+    for here, there in zip(*found, strict=True):
+        torch.testing.assert_close(there, here, rtol=1e-4, atol=1e-4)
