@@ -38,6 +38,12 @@ def test_the_environment_is_heard_unless_the_caller_says_otherwise():
     assert choice.name == "mpi4py"
 
 
+def test_a_backend_of_another_accelerator_is_chosen_by_device_and_taken_by_name():
+    for asked, expected in ((None, "cpu:gloo,xpu:xccl"), ("xccl", "xccl")):
+        choice = choose_backend(asked, device="xpu", nodes=1, available=ALL, environ={})
+        assert choice.name == expected
+
+
 def test_without_shared_memory_gloo_is_taken_and_the_reason_told():
     available = {"shm": "/dev/shm is not writable"}
     choice = choose_backend(None, device="cpu", nodes=1, available=available, environ={})

@@ -87,7 +87,7 @@ def _checked(wanted: str, source: str, available: Mapping[str, str]) -> str:
     if ":" in wanted:
         return wanted  # a device map such as cpu:gloo,cuda:nccl, which torch checks itself
     name = "mpi" if wanted == "mpi4py" else wanted
-    if name not in NAMES:
+    if name not in NAMES and name not in dist.Backend.backend_list:
         near = difflib.get_close_matches(name, NAMES, n=1)
         raise PlatformError.because(
             source,
