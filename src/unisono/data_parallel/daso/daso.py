@@ -421,7 +421,8 @@ class DASO(Optimizer):
         expect("loss_globally_averaged", loss_globally_averaged, bool)
         if self.must_agree and self.batches_done:
             self._agree()
-        report = torch.tensor([[float(loss)]], dtype=torch.float64, device=self.communicator.device)
+        number = float(loss.detach() if isinstance(loss, Tensor) else loss)
+        report = torch.tensor([[number]], dtype=torch.float64, device=self.communicator.device)
         sizes = [1] * self.communicator.size
         losses = self.communicator.all_gather(report, sizes=sizes).flatten().tolist()
         mean = losses[0] if loss_globally_averaged else sum(losses) / len(losses)
