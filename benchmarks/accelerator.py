@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -102,11 +103,11 @@ ALLOWED = {"TAGI step, arrays in (it returns two)": 2}
 
 def count() -> dict[str, tuple[int, int]]:
     """Return, for each step, the waits of the host and the pageable bytes that it copied."""
-    import simdev
     import torch
 
     import unisono
 
+    simdev = import_module("simdev")
     found: dict[str, tuple[int, int]] = {}
     for name, step in steps(torch.device("sim", unisono.world().rank)).items():
         for _ in range(3):
@@ -140,8 +141,7 @@ def main() -> None:
 if __name__ == "__main__":
     if find_spec("simdev") is None:
         sys.path.insert(0, str(ROOT))
-        from tests.accelerator import build
-
+        build = import_module("tests.accelerator.build")
         if build.compiler() is None:
             sys.exit("the simulated accelerator needs a C++ compiler (CXX)")
         os.environ["PYTHONPATH"] = str(build.ensure())  # torch loads the device when it is imported

@@ -276,5 +276,5 @@ def test_messages_of_one_exchange_lie_on_one_device():
 @device_ranks(2)
 def test_a_tag_is_refused_where_the_backend_has_none():
     comm = on_device()
-    with pytest.raises(UnisonoError, match="has no tags"):
+    with pytest.raises(UnisonoError, match="without tags"):
         comm.send(rows(comm), 1 - comm.rank, tag=5)

@@ -459,7 +459,7 @@ def test_messages_that_do_not_fit_are_refused_and_the_next_one_arrives():
 @pytest.mark.ranks(2, backend=BACKENDS)
 def test_a_receive_that_nobody_serves_ends_with_a_report():
     MPI_WORLD.send("its mailbox is there", MPI_WORLD.rank)
-    assert MPI_WORLD.recv(MPI_WORLD.rank)
+    assert MPI_WORLD.recv(source=MPI_WORLD.rank)
     comm = MPICommunication(world(timeout_s=0.5))  # the same mailbox, another deadline
     if comm.rank == 0:
         request = comm.Irecv(torch.zeros(1), 1)

@@ -46,7 +46,7 @@ def test_a_forged_envelope_is_not_unpickled(tmp_path):
     mpi = MPICommunication()
     trap = tmp_path / "unpickled"
     mpi.send({"rank": mpi.rank}, 1 - mpi.rank)
-    assert mpi.recv(1 - mpi.rank) == {"rank": 1 - mpi.rank}  # the box is there and works
+    assert mpi.recv(source=1 - mpi.rank) == {"rank": 1 - mpi.rank}  # the box is there and works
     box, values = mpi._mailbox, _evil_values(trap)
     forged = Envelope(1 - mpi.rank, 99, values=values, nbytes=values.numel())
     place = _stranger(box._place).add(f"{mpi.rank}", 1)
@@ -70,9 +70,9 @@ def test_an_envelope_is_good_at_its_own_place_only():
     for place in (1, 2):  # the second one is a copy of the first
         assert store.add(f"{mpi.rank}", 1) == place
         store.set(f"{mpi.rank}/{place}", sealed)
-    assert mpi.recv(other) == 1
+    assert mpi.recv(source=other) == 1
     with pytest.raises(UnisonoError, match="not unpickled"):
-        mpi.recv(other)
+        mpi.recv(source=other)
     mpi._comm.barrier()
 
 
@@ -86,10 +86,10 @@ def test_an_object_that_was_changed_on_its_way_is_not_unpickled(tmp_path, monkey
         monkeypatch.setattr("unisono.comm.mpi_style.messages.digest_of", lambda _x: real[::-1])
         mpi.send("x" * 9000, 1)
         monkeypatch.undo()
-        assert mpi.recv(1) == "refused"
+        assert mpi.recv(source=1) == "refused"
     else:
         with pytest.raises(UnisonoError, match="not unpickled"):
-            mpi.recv(0)
+            mpi.recv(source=0)
         mpi.send("refused", 0)
     mpi._comm.barrier()
 

@@ -140,10 +140,10 @@ def _likely(square: Floats, own: Floats) -> float:
     if largest == 0.0:
         return 0.0
     # A row that claims certainty and is right would alone make no noise infinitely likely, whatever
-    # the others say: it counts as no more certain than the best of those.
+    # the others say: its variance counts as a hundredth of the best of those, at least.
     spread = own + square
     is_exact = spread <= 1e-8 * spread.max()
-    floor = np.where(is_exact, spread[~is_exact].min(), 1e-300)
+    floor = np.where(is_exact, 0.01 * spread[~is_exact].min(), 1e-300)
     found = 0.0
     tried = np.concatenate([[0.0], np.geomspace(1e-10 * largest, largest, 200)])
     for _ in range(4):  # the likelihood may have several peaks: look everywhere, then closer

@@ -76,7 +76,7 @@ def test_tensors_of_other_devices_go_to_an_inner_group(monkeypatch):
 @pytest.mark.ranks(2, backend="shm")
 def test_bad_arguments_are_refused_before_anything_is_sent():
     with pytest.raises(UnisonoError, match="only dense tensors"):
-        dist.group.WORLD.allreduce([torch.eye(3).to_sparse()], dist.AllreduceOptions())
+        dist.group.WORLD.broadcast([torch.eye(3).to_sparse()], dist.BroadcastOptions())
     with pytest.raises(PartitionError, match="5 % 2 = 1"):
         dist.group.WORLD.reduce_scatter_single(torch.empty(2), torch.ones(5))
     with pytest.raises(PartitionError, match="different sizes"):
