@@ -7,6 +7,7 @@ raises the signal at that step. Each line of output is a list of `{"step", "hit"
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import select
@@ -148,6 +149,7 @@ def end_world(victim: int, ranks: list[tuple[int, int, int]]) -> list[dict[str, 
 
 def main() -> None:
     torch.set_num_threads(1)
+    gc.freeze()  # else each fork may collect all that is loaded, which takes as long as a death
     print("ready", flush=True)
     for line in sys.stdin:
         request = json.loads(line)
