@@ -118,7 +118,8 @@ def _without_data(asked: str) -> UnisonoError:
 def check_target(x: object, device: torch.device, verb: str) -> Tensor:
     """Return `x` if it is a tensor as `check_tensor` wants it, whose elements can be written."""
     target = check_tensor(x, device, verb)
-    check_writable(target, verb)
+    if not target.is_contiguous() or is_zero_tensor(target):
+        check_writable(target, verb)
     if write_listener is not None:
         write_listener(target)
     return target

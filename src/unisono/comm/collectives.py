@@ -87,7 +87,9 @@ class Collectives(Performer):
     ) -> Transfer[Tensor]:
         """Prepare the reduction of `out`, which is `x` or a copy of it."""
         check_op(op, x.dtype)
-        engine, target = self._engine_for(x.device), out.detach() if out.requires_grad else out
+        is_usual = x.device.type == self.device.type
+        engine = self._engine if is_usual else self._engine_for(x.device)
+        target = out.detach() if out.requires_grad else out
         is_plain = target.is_contiguous() and target.dtype in engine.reduces and not target.is_neg()
         work = target if is_plain else dense(encode(target, op))
         leaves = out is x and leaves_graph(x, "all_reduce_")

@@ -415,13 +415,18 @@ class Performer:
         self, sends: Mapping[int, Tensor], recvs: dict[int, Tensor]
     ) -> Transfer[dict[int, Tensor]]:
         """Prepare messages of slices, as far as the engine takes them; others are copied."""
-        engine = self._engine_for(self._one_device("exchange", sends, recvs))
+        engine, device = self._engine, self.device
+        for x in (*sends.values(), *recvs.values()):
+            if x.device != device:
+                engine = self._engine_for(self._one_device("exchange", sends, recvs))
+                break
         moves = engine.moves
         going: dict[int, Tensor] = {}
         coming: dict[int, Tensor] = {}
         has_copies = False
         for peer, x in sends.items():
-            x = stored(x)
+            if x.is_conj() or x.is_neg() or private.is_zero_tensor(x):
+                x = stored(x)
             going[peer] = x if x.is_contiguous() or moves(x) else x.contiguous()
         for peer, x in recvs.items():
             if x.is_contiguous() or moves(x):
