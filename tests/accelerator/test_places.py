@@ -71,6 +71,55 @@ def test_ranks_run_on_the_device_by_any_of_its_names(device_environment, tmp_pat
     assert "0 GPUs of the kind 'xpu'" in found["xpu 1"]
 
 
+OUT_OF_MEMORY = """
+import json, sys, time
+from pathlib import Path
+import torch
+import unisono
+
+began = Path("began")
+
+def work(waits_by):
+    comm = unisono.world()
+    x = torch.zeros(4, device=comm.device)
+    for step in range(10**6):
+        if comm.rank == 1 and step == 3:
+            began.write_text(str(time.time()))
+            kept = [torch.empty(1 << 20, device=comm.device) for _ in range(1000)]
+        if waits_by == "barrier":
+            comm.barrier()
+        else:
+            comm.all_reduce_(x).sum().item()
+
+found = {}
+for waits_by in ("barrier", "item"):
+    try:
+        unisono.run(work, waits_by, on="sim", logs=unisono.Logs(console="none"))
+    except unisono.errors.RankFailed as error:
+        seconds = time.time() - float(began.read_text())
+        found[waits_by] = [error.rank, type(error.__cause__).__name__, str(error), seconds]
+print(json.dumps(found))
+"""
+
+
+def test_a_rank_whose_device_is_full_is_named_and_the_others_stop(
+    device_environment, monkeypatch, tmp_path
+):
+    monkeypatch.setenv("SIM_MEMORY_MB", "64")
+    file = tmp_path / "program.py"
+    file.write_text(OUT_OF_MEMORY)
+    done = subprocess.run([sys.executable, file], capture_output=True, text=True, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout.splitlines()[-1])
+    for waits_by in ("barrier", "item"):
+        rank, cause, message, seconds = found[waits_by]
+        assert (rank, cause) == (1, "OutOfMemoryError")
+        assert f"Tried to allocate {4 << 20} bytes" in message
+        assert "program.py" in message
+        assert "consequence: rank 0" in message
+        assert seconds < 2
+
+
 @device_ranks(1)
 def test_a_block_with_a_seed_restores_the_generators_of_all_devices():
     own_device()
@@ -142,7 +191,7 @@ def test_names_memory_and_copies_of_constants():
     assert accelerator.is_kind("sim")
     assert accelerator.is_backend("simccl")
     assert not accelerator.is_kind("gpu")
-    assert "0" in accelerator.name(device)
+    assert accelerator.name(device) == torch.sim.get_device_name(1)  # that of the model
     free, total = accelerator.memory(device) or (0, 0)
     assert 0 < free <= total
     constant = torch.arange(3)
