@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ import unisono
 from unisono import accelerator
 from unisono.cli import self_test
 from unisono.data_parallel import DataParallel
+from unisono.errors import PlatformError
 from unisono.launch import functional
 from unisono.launch.context import seeded
 from unisono.train import Checkpoint
@@ -234,3 +236,23 @@ def test_a_module_on_the_device_is_synchronised_with_its_batch_norms():
         found.append([t.cpu() for t in tensors])
     for here, there in zip(*found, strict=True):
         torch.testing.assert_close(there, here, rtol=1e-4, atol=1e-4)
+
+
+def places_of(count):
+    """Return where ranks of a node with `count` devices put a module without saying which."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(accelerator, "count", lambda of=None: count)
+        patch.setattr(functional, "detect", lambda: SimpleNamespace(local_size=3))
+        return functional.device(functional.to(nn.Linear(1, 1), unisono.world().rank, False, "sim"))
+
+
+@device_ranks(3)
+def test_a_module_gets_a_device_of_its_own_or_the_one_that_its_rank_sees():
+    rank = unisono.world().rank
+    with pytest.raises(PlatformError, match="3 ranks of this node > 2"):  # on all of them
+        places_of(2)
+    with pytest.raises(PlatformError, match="0 visible"):
+        places_of(0)
+    assert places_of(1) == torch.device("sim", 0)  # each was bound to one
+    if rank < 2:
+        assert places_of(3) == torch.device("sim", rank)
