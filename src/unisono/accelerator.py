@@ -155,6 +155,29 @@ def forked_generators(devices: Iterable[torch.device] | None = None) -> Iterator
                 set_generator_state(device, state)
 
 
+@contextmanager
+def repeatable(device: torch.device) -> Iterator[None]:
+    """Make a device the current one, and use only kernels of it that give the same bits again.
+
+    Nothing on the CPU.
+    """
+    import torch
+
+    if not is_accelerator(device):
+        yield
+        return
+    cudnn: Any = torch.backends.cudnn
+    mode, benchmark = torch.get_deterministic_debug_mode(), cudnn.benchmark
+    try:
+        torch.set_deterministic_debug_mode("error")
+        cudnn.benchmark = False  # it chooses by the time that kernels take
+        with torch.accelerator.device_index(device.index):
+            yield
+    finally:
+        torch.set_deterministic_debug_mode(mode)
+        cudnn.benchmark = benchmark
+
+
 def copied_once(
     constant: torch.Tensor, device: torch.device, dtype: torch.dtype | None = None
 ) -> torch.Tensor:

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import json
+import socket
+import subprocess
+import sys
+
 import numpy as np
 import pytest
 import torch
@@ -9,7 +14,7 @@ from tests.accelerator.ranks import device_ranks, own_device
 
 import unisono
 from unisono import bayes
-from unisono.errors import PartitionError, UnisonoError
+from unisono.errors import PartitionError, PlatformError, UnisonoError
 
 
 def net_on(device):
@@ -114,12 +119,14 @@ def test_bad_numbers_on_the_device_change_nothing_and_are_told_later(bad):
 
 
 @device_ranks(2)
-def test_ranks_learn_together_as_on_the_cpu(schedule):
+@pytest.mark.parametrize("statistics", [False, "running"])
+def test_ranks_learn_together_as_on_the_cpu(statistics, schedule):
     rank, results = unisono.world().rank, []
     for device in (torch.device("cpu"), own_device()):
         net, updater = net_on(device)
         comm = unisono.world().with_device(device)
-        ddp = bayes.DDPSequential(net, bayes.DDPConfig([], "auto"), comm=comm)
+        config = bayes.DDPConfig([], "auto")
+        ddp = bayes.DDPSequential(net, config, comm=comm, sync_norm_stats=statistics)
         assert net.device == str(device)
         for step in range(2):
             x, y, var = data(10 * step + rank)
@@ -130,3 +137,111 @@ def test_ranks_learn_together_as_on_the_cpu(schedule):
         results.append(values(net))
     for name, found in results[1].items():
         np.testing.assert_allclose(found, results[0][name], rtol=1e-3, atol=1e-4)
+
+
+def together(device):
+    net, updater = net_on(device)
+    comm = unisono.world().with_device(device)
+    ddp = bayes.DDPSequential(net, bayes.DDPConfig([], "auto"), comm=comm)
+
+    def step(x, y, var):
+        ddp(x)
+        updater.update(ddp.output_z_buffer, y, var, ddp.input_delta_z_buffer)
+        ddp.backward()
+        ddp.step()
+
+    return ddp, step
+
+
+@device_ranks(2)
+def test_the_host_waits_for_no_step_of_ranks_that_learn_together():
+    import simdev
+
+    device = own_device()
+    numbers = [torch.tensor(a, dtype=torch.float32).to(device) for a in data(0)]
+    _, step = together(device)
+    for _ in range(3):
+        step(*numbers)
+    with simdev.counters() as counted:
+        step(*numbers)
+    assert counted.syncs == {}
+
+
+@device_ranks(2)
+def test_a_nan_on_the_device_of_one_rank_is_told_on_all():
+    device = own_device()
+    numbers = [torch.tensor(a, dtype=torch.float32).to(device) for a in data(0)]
+    ddp, step = together(device)
+    step(*numbers)
+    if unisono.world().rank == 1:
+        numbers[1] = numbers[1] * torch.inf
+
+    def go_on():
+        for _ in range(4):
+            step(*numbers)
+            torch.sim.synchronize()
+
+    with pytest.raises(UnisonoError, match="rank 1: "):
+        go_on()
+    ddp.check_sync()
+
+
+REPLICA = """
+import json, sys
+import torch
+from unisono import bayes
+from unisono.errors import PlatformError
+
+rank, ids = int(sys.argv[1]), json.loads(sys.argv[2])
+bayes.manual_seed(rank)
+net = bayes.Sequential(bayes.Linear(2, 4), bayes.ReLU(), bayes.Linear(4, 1))
+try:
+    ddp = bayes.DDPSequential(net, bayes.DDPConfig(ids, "auto", rank, 2))
+except PlatformError as error:
+    print(error)
+else:
+    ddp.check_sync()
+    print(ddp.get_device_with_index(), torch.accelerator.current_device_index())
+"""
+
+
+@pytest.mark.parametrize(
+    ("ids", "found"),
+    [
+        ([1, 0], ["sim:1 1", "sim:0 0"]),
+        ([], ["sim:0 0", "sim:1 1"]),
+        ([1], ["1 of 2", "1 of 2"]),
+        ([0, 5], ["1 of 2", "1 of 2"]),
+        ([1, 1], ["1 of 2", "1 of 2"]),
+    ],
+)
+def test_device_ids_choose_the_device_of_each_rank(ids, found, device_environment, monkeypatch):
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", str(port))
+    started = [
+        subprocess.Popen(
+            [sys.executable, "-c", REPLICA, str(rank), json.dumps(ids)],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    for process, wanted in zip(started, found, strict=True):
+        out, err = process.communicate(timeout=60)
+        assert wanted in out, err
+
+
+@device_ranks(2)
+def test_device_ids_that_contradict_the_running_world_are_refused_on_all_ranks():
+    own_device()
+    net = bayes.Sequential(bayes.Linear(2, 4))
+    with pytest.MonkeyPatch.context() as patch:
+        world = unisono.world().with_device(own_device())
+        patch.setattr("unisono.launch.world", lambda: world)
+        bayes.DDPSequential(net, bayes.DDPConfig([0, 1], "auto"))
+        with pytest.raises(PlatformError, match=r"\[1, 0\] != \[0, 1\]"):
+            bayes.DDPSequential(net, bayes.DDPConfig([1, 0], "auto"))

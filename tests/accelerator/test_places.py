@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ import unisono
 from unisono import accelerator
 from unisono.cli import self_test
 from unisono.data_parallel import DataParallel
+from unisono.errors import PlatformError
 from unisono.launch import functional
 from unisono.launch.context import seeded
 from unisono.train import Checkpoint
@@ -69,6 +71,55 @@ def test_ranks_run_on_the_device_by_any_of_its_names(device_environment, tmp_pat
     assert found["initialised now"] == "sim"
     assert "3 ranks > 2 GPUs" in found["sim 3"]
     assert "0 GPUs of the kind 'xpu'" in found["xpu 1"]
+
+
+OUT_OF_MEMORY = """
+import json, sys, time
+from pathlib import Path
+import torch
+import unisono
+
+began = Path("began")
+
+def work(waits_by):
+    comm = unisono.world()
+    x = torch.zeros(4, device=comm.device)
+    for step in range(10**6):
+        if comm.rank == 1 and step == 3:
+            began.write_text(str(time.time()))
+            kept = [torch.empty(1 << 20, device=comm.device) for _ in range(1000)]
+        if waits_by == "barrier":
+            comm.barrier()
+        else:
+            comm.all_reduce_(x).sum().item()
+
+found = {}
+for waits_by in ("barrier", "item"):
+    try:
+        unisono.run(work, waits_by, on="sim", logs=unisono.Logs(console="none"))
+    except unisono.errors.RankFailed as error:
+        seconds = time.time() - float(began.read_text())
+        found[waits_by] = [error.rank, type(error.__cause__).__name__, str(error), seconds]
+print(json.dumps(found))
+"""
+
+
+def test_a_rank_whose_device_is_full_is_named_and_the_others_stop(
+    device_environment, monkeypatch, tmp_path
+):
+    monkeypatch.setenv("SIM_MEMORY_MB", "64")
+    file = tmp_path / "program.py"
+    file.write_text(OUT_OF_MEMORY)
+    done = subprocess.run([sys.executable, file], capture_output=True, text=True, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout.splitlines()[-1])
+    for waits_by in ("barrier", "item"):
+        rank, cause, message, seconds = found[waits_by]
+        assert (rank, cause) == (1, "OutOfMemoryError")
+        assert f"Tried to allocate {4 << 20} bytes" in message
+        assert "program.py" in message
+        assert "consequence: rank 0" in message
+        assert seconds < 2
 
 
 @device_ranks(1)
@@ -142,7 +193,7 @@ def test_names_memory_and_copies_of_constants():
     assert accelerator.is_kind("sim")
     assert accelerator.is_backend("simccl")
     assert not accelerator.is_kind("gpu")
-    assert "0" in accelerator.name(device)
+    assert accelerator.name(device) == torch.sim.get_device_name(1)  # that of the model
     free, total = accelerator.memory(device) or (0, 0)
     assert 0 < free <= total
     constant = torch.arange(3)
@@ -185,3 +236,23 @@ def test_a_module_on_the_device_is_synchronised_with_its_batch_norms():
         found.append([t.cpu() for t in tensors])
     for here, there in zip(*found, strict=True):
         torch.testing.assert_close(there, here, rtol=1e-4, atol=1e-4)
+
+
+def places_of(count):
+    """Return where ranks of a node with `count` devices put a module without saying which."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(accelerator, "count", lambda of=None: count)
+        patch.setattr(functional, "detect", lambda: SimpleNamespace(local_size=3))
+        return functional.device(functional.to(nn.Linear(1, 1), unisono.world().rank, False, "sim"))
+
+
+@device_ranks(3)
+def test_a_module_gets_a_device_of_its_own_or_the_one_that_its_rank_sees():
+    rank = unisono.world().rank
+    with pytest.raises(PlatformError, match="3 ranks of this node > 2"):  # on all of them
+        places_of(2)
+    with pytest.raises(PlatformError, match="0 visible"):
+        places_of(0)
+    assert places_of(1) == torch.device("sim", 0)  # each was bound to one
+    if rank < 2:
+        assert places_of(3) == torch.device("sim", rank)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import csv
+import json
 
 import pytest
 import torch
@@ -12,6 +15,8 @@ from torch import nn
 
 import unisono
 from unisono.data_parallel import DASO, DataParallel, DataParallelMultiGPU, DataParallelOptimizer
+from unisono.nn import clip_grad_norm_
+from unisono.train import log, record
 
 pytestmark = device_ranks(2)
 
@@ -43,29 +48,43 @@ def trained(device, how):
         optimizer = DataParallelOptimizer(optimizer)
         model = DataParallel(net, optimizer=optimizer, bucket_mb=0.001)
     else:
-        compression = "powersgd" if how == "powersgd" else None
+        compression = how if how in ("bf16", "fp16", "powersgd") else None
         model = DataParallel(net, find_unused=how == "unused", compression=compression)
-    for step in range(4):
-        x, y = (t.to(device) for t in data(step))
-        way = int(how == "unused" and step > 1 and unisono.world().rank == 1)
-        optimizer.zero_grad()
-        if how == "accumulation":
-            with model.no_sync():
-                F.cross_entropy(model(x[:2]), y[:2]).backward()
-            F.cross_entropy(model(x[2:]), y[2:]).backward()
-        else:
-            F.cross_entropy(model(x, way), y).backward()
-        if how == "clipping":
-            nn.utils.clip_grad_norm_(model.parameters(), 0.1)
-        optimizer.step()
+    uneven = how.startswith("join")
+    steps = 2 + 2 * unisono.world().rank if uneven else 4
+    divide_by = "world" if how == "join of all" else "active"
+    with model.join(divide_by=divide_by) if uneven else contextlib.nullcontext():
+        for step in range(steps):
+            one_step(model, optimizer, how, step, device)
     if how == "non-blocking":
         optimizer.finalize()
     return [p.detach().cpu() for p in net.state_dict().values()]
 
 
-@pytest.mark.parametrize(
-    "how", ["blocking", "non-blocking", "accumulation", "clipping", "unused", "powersgd"]
+def one_step(model, optimizer, how, step, device):
+    x, y = (t.to(device) for t in data(step))
+    way = int(how == "unused" and step > 1 and unisono.world().rank == 1)
+    optimizer.zero_grad()
+    if how == "accumulation":
+        with model.no_sync():
+            F.cross_entropy(model(x[:2]), y[:2]).backward()
+        F.cross_entropy(model(x[2:]), y[2:]).backward()
+    else:
+        F.cross_entropy(model(x, way), y).backward()
+    if how == "clipping":
+        model.clip_grad_norm(0.1)
+    elif how == "clipping of parts":
+        clip_grad_norm_(model.parameters(), 0.1)
+    optimizer.step()
+
+
+HOW = (
+    *("blocking", "non-blocking", "accumulation", "unused", "join", "join of all"),
+    *("bf16", "fp16", "powersgd", "clipping", "clipping of parts"),
 )
+
+
+@pytest.mark.parametrize("how", HOW)
 def test_data_parallel_gives_the_numbers_of_the_cpu(how, schedule):
     for here, there in zip(trained("cpu", how), trained(own_device(), how), strict=True):
         torch.testing.assert_close(there, here)
@@ -155,3 +174,26 @@ def test_reset_parameters_leaves_the_generator_of_the_device_alone():
     before = torch.sim.get_rng_state()
     DataParallel(net, reset_parameters=True)
     assert torch.equal(before, torch.sim.get_rng_state())
+
+
+def test_what_is_logged_is_not_waited_for_and_the_report_names_the_device(tmp_path, monkeypatch):
+    import simdev
+
+    monkeypatch.setattr("unisono.train.recording.run.FLUSH_NS", 10**12)
+    device, rank = own_device(), unisono.world().rank
+    with record(f"{tmp_path}/run") as run, simdev.patience(default_stream_s=0.2):
+        log(step=0, loss=0.0)  # the first one is written at once
+        x = torch.ones(1, device=device, requires_grad=True)
+        with simdev.counters() as counted:
+            for step in range(1, 4):
+                loss = (x * (step + rank)).sum()
+                log(step=step, loss=loss, rows=torch.tensor(step))
+                loss.detach().zero_()  # what was logged does not change with it
+        assert counted.syncs == {}
+    unisono.world().barrier()
+    with (run.dir / "metrics.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert [float(row["loss"]) for row in rows] == [0.0, 1.5, 2.5, 3.5]
+    part = json.loads((run.dir / f"rank-{rank}.json").read_text())
+    assert part["device"] == f"{device} (Simulated accelerator)"
+    assert "Simulated accelerator" in (run.dir / "report.html").read_text()

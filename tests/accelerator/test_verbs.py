@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import time
+from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
+from tests.accelerator.conftest import SCHEDULES
 from tests.accelerator.ranks import device_ranks, own_device
 from tests.comm import test_verbs as on_cpu
 
@@ -64,6 +68,30 @@ def test_a_verb_gives_what_it_gives_on_the_cpu(name, schedule, monkeypatch):
 @pytest.mark.ranks(2, backend=["gloo", "shm"])
 def test_a_group_without_a_backend_for_the_device_goes_through_host_memory(name, monkeypatch):
     run_on_device(name, monkeypatch)
+
+
+ON_MPI = """
+import pytest
+from tests.accelerator.test_verbs import AS_ON_THE_CPU, on_device, run_on_device
+from unisono.comm import detect, start_world
+
+start_world(detect(), backend="mpi", timeout_s=20)
+for name in AS_ON_THE_CPU:
+    with pytest.MonkeyPatch.context() as patch:
+        run_on_device(name, patch)
+print(f"{on_device().device} {on_device().backend}\\n", end="", flush=True)
+"""
+
+
+@pytest.mark.mpi
+def test_a_group_of_mpi_goes_through_host_memory(device_environment, mpiexec, monkeypatch):
+    monkeypatch.setenv("SIM_PATIENCE_MS", SCHEDULES["all_late"])
+    words = [mpiexec, "-n", "2", sys.executable, "-W", "ignore", "-c", ON_MPI]
+    root = Path(__file__).parents[2]
+    done = subprocess.run(words, capture_output=True, text=True, cwd=root, timeout=120)
+    assert done.returncode == 0, done.stderr
+    for rank in range(2):
+        assert f"sim:{rank} mpi4py" in done.stdout
 
 
 # -- the host ------------------------------------------------------------------------------------

@@ -6,6 +6,8 @@ import hashlib
 import itertools
 import operator
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, NoReturn
@@ -46,7 +48,8 @@ class DDPConfig:
     """
 
     device_ids: list[int]
-    """Numbers of devices, one per rank or one per rank of a node; may be empty."""
+    """Numbers of devices, one per rank or one per rank of a node. Empty: by the place on the node.
+    Ranks whose world is running have theirs already, and these must not contradict."""
     backend: str = cuda.BACKEND
     """`"nccl"`, `"gloo"`, `"shm"`, `"mpi"`, or `"auto"` for the best that is there."""
     rank: int = 0
@@ -206,9 +209,15 @@ class DDPSequential:
         if self._shares_batches:  # each time: the norms of a copied net have forgotten it
             for norm in self._norms:
                 norm.sum_over_ranks = self.comm.all_reduce
-        self.model.tells_at_step = True  # a NaN of this rank alone must not leave others waiting
-        try:
+        with self._told_at_step():
             return self.model.forward(mu_x, var_x)
+
+    @contextmanager
+    def _told_at_step(self) -> Iterator[None]:
+        """Keep a NaN for `step`: one of this rank alone must not leave others waiting."""
+        self.model.tells_at_step = True
+        try:
+            yield
         finally:
             self.model.tells_at_step = False
 
@@ -218,28 +227,37 @@ class DDPSequential:
 
     def backward(self) -> None:
         """Carry this rank's deltas to all layers. Local."""
-        self.model.tells_at_step = True
-        try:
+        with self._told_at_step():
             self.model.backward()
-        finally:
-            self.model.tells_at_step = False
 
     @torch.no_grad()
     def step(self) -> None:
         """Add up the deltas of all ranks in one all-reduce and apply them. Collective.
 
-        A rank that had no rows since the last step calls it all the same and adds zeros.
+        A rank that had no rows since the last step calls it all the same and adds zeros. On an
+        accelerator the ranks tell each other their rows over a CPU group, and no host waits for its
+        device.
         """
         arena = self.model.arena
         if arena.bucket is not self._bucket:
             self._place_deltas()
-        rows, problem = self.model.take_pending()
+        with self._told_at_step():
+            rows, problem = self.model.take_pending()
         deltas, rest = arena.bucket[: 2 * arena.size], arena.bucket[2 * arena.size :]
         if not rows:
             deltas.zero_()
-        rest.copy_(self._tail(rows, rest, problem))
-        self.comm.all_reduce_(arena.bucket)
-        total, *classes, problems = rest[:TAIL].tolist()
+        if self._averages_running:
+            values = [t for norm in self._norms for t in (norm.running_mean, norm.running_var)]
+            rest[TAIL:] = torch.cat(values) * rows
+        if is_accelerator(rest.device):  # where reading what lies behind the deltas would wait
+            heard = self.comm.all_gather_ints([rows, int(bool(problem))])
+            sums = [sum(n) for n in zip(*(_tail(*record) for record in heard), strict=True)]
+            self.comm.all_reduce_(arena.bucket)
+        else:
+            rest[:TAIL] = torch.tensor(_tail(rows, bool(problem)))
+            self.comm.all_reduce_(arena.bucket)
+            sums = rest[:TAIL].tolist()
+        total, *classes, problems = sums
         if problems:
             self._refuse_nan(problem)
         if not total:
@@ -259,19 +277,6 @@ class DDPSequential:
         everybody: list[str] = self.comm.all_gather_object(problem)
         told = [f"rank {rank}: {found}" for rank, found in enumerate(everybody) if found]
         raise not_a_number("step", "\n".join(told))
-
-    def _tail(self, rows: int, like: Tensor, problem: str) -> Tensor:
-        """Return what goes behind the deltas: rows, cap class, NaN met, weighted running values."""
-        tail = [0.0] * TAIL
-        if rows:
-            tail[0] = rows
-            tail[1 + cap_class(rows)] = 1.0
-        tail[TAIL - 1] = float(bool(problem))
-        parts = [like.new_tensor(tail)]
-        if self._averages_running:
-            for norm in self._norms:
-                parts += [norm.running_mean * rows, norm.running_var * rows]
-        return torch.cat(parts)
 
     def _take_running(self, averages: Tensor) -> None:
         sizes = [norm.num_features for norm in self._norms for _ in range(2)]
@@ -337,6 +342,16 @@ class DDPSequential:
                 )
 
 
+def _tail(rows: int, has_nan: int) -> list[float]:
+    """Return what goes behind the deltas: rows, cap class, whether a NaN was met."""
+    tail = [0.0] * TAIL
+    if rows:
+        tail[0] = rows
+        tail[1 + cap_class(rows)] = 1.0
+    tail[TAIL - 1] = float(has_nan)
+    return tail
+
+
 def _same_layer(one: Any, other: Any) -> bool:
     """Compare key, info and shapes of two ranks' layers; None is no layer."""
     if one is None or other is None:
@@ -360,6 +375,7 @@ def _join(config: DDPConfig, source: object, timeout_s: float | None) -> Communi
         comm = launch.world()
         _check_agrees(config, comm.rank, comm.size, "the running world")
         comm = _on_backend(comm, config)
+        _check_devices(config, comm)
     else:
         comm = _started(config)
     return comm if timeout_s is None else comm.with_timeout(timeout_s)
@@ -389,6 +405,20 @@ def _check_agrees(config: DDPConfig, rank: int, size: int, who: str) -> None:
             f"{who} says rank {rank} of {size}",
             f"{place} != ({rank}, {size})",
             "leave rank and world_size out",
+        )
+
+
+def _check_devices(config: DDPConfig, comm: Communicator) -> None:
+    """Refuse devices that contradict those which the ranks of a running world have."""
+    if not is_accelerator(comm.device) or len(config.device_ids) != comm.size:
+        return
+    indices = [index for (index,) in comm.all_gather_ints([comm.device.index or 0])]
+    if indices != config.device_ids and accelerator.count() > 1:
+        raise PlatformError.because(
+            f"DDPConfig(device_ids={config.device_ids})",
+            f"the ranks of the running world are on the devices {indices}",
+            f"{config.device_ids} != {indices}",
+            f"device_ids=[], or {indices}",
         )
 
 
@@ -446,7 +476,19 @@ def _device_of(config: DDPConfig, environment: Environment) -> torch.device:
         kind = accelerator.kind()
     if kind is None:
         return torch.device("cpu")
-    ids, local = config.device_ids, environment.local_rank
-    if len(ids) == environment.size:
-        return torch.device(kind, ids[environment.rank])
-    return torch.device(kind, ids[local] if local < len(ids) else local)
+    size, visible = max(environment.local_size, 1), accelerator.count(kind)
+    if visible == 1 < size:  # that a scheduler has bound this rank to
+        return torch.device(kind, 0)
+    ids, place = config.device_ids or list(range(size)), environment.local_rank
+    if len(ids) == environment.size > size:  # of ranks on several nodes
+        ids, place, size = [ids[environment.rank]], 0, 1
+    ids = ids[:size]
+    if len(set(ids)) < size or not all(0 <= n < visible for n in ids):
+        raise PlatformError.because(
+            f"DDPConfig(device_ids={config.device_ids})",
+            f"{visible} devices of the kind {kind!r}, and {size} ranks on this node, each of which "
+            "needs one of its own",
+            f"{len(set(ids).intersection(range(visible)))} of {size}",
+            f"device_ids={list(range(size))}" if size <= visible else 'backend="gloo"',
+        )
+    return torch.device(kind, ids[place])

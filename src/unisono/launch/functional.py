@@ -20,10 +20,10 @@ from torch.utils.data.distributed import DistributedSampler
 
 from unisono import accelerator
 from unisono.accelerator import is_accelerator
-from unisono.comm import Communicator, has_world, world
+from unisono.comm import Communicator, detect, has_world, world
 from unisono.errors import PlatformError
 from unisono.launch.context import here
-from unisono.launch.platform import Device, Platform
+from unisono.launch.platform import Device, Platform, gpu_index
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
@@ -145,6 +145,7 @@ def to(
     Args:
         module: the model.
         local_rank: place of this rank on its node; picks the GPU where `device` has no number.
+            Fewer GPUs than ranks are refused, unless the platform says `oversubscribe`.
         sync_modules: whether to synchronise.
         device: where to; None is the device of this rank.
         ddp_args: more arguments for `DistributedDataParallel`.
@@ -152,7 +153,7 @@ def to(
     """
     place = _rank_device() if device is None else torch.device(device)
     if is_accelerator(place) and place.index is None:
-        place = torch.device(place.type, local_rank % max(1, accelerator.count(place.type)))
+        place = torch.device(place.type, _index_of(local_rank, place.type))
     module = module.to(place)
     if not sync_modules or not has_world():
         return module
@@ -163,6 +164,22 @@ def to(
     if is_accelerator(place) and not ddp_args:
         ddp_kwargs.setdefault("device_ids", [place.index])
     return DistributedDataParallel(module, *ddp_args, **ddp_kwargs)
+
+
+def _index_of(local_rank: int, kind: str) -> int:
+    """Return the number of the device of a rank, or explain that its node has too few."""
+    me, visible = here(), accelerator.count(kind)
+    size = max(detect().local_size, local_rank + 1)
+    shares = me is not None and me.platform.oversubscribe
+    index = gpu_index(local_rank, size, visible, oversubscribe=shares)
+    if index is None:
+        raise PlatformError.because(
+            f"functional.to(module, local_rank={local_rank}, device={kind!r})",
+            f"{visible} visible ({accelerator.visibility()}), and each rank needs its own",
+            f"{size} ranks of this node > {visible}",
+            f'device="{kind}:0", or Platform(oversubscribe=True), to share one; device="cpu"',
+        )
+    return index
 
 
 def get_dataset_sampler(

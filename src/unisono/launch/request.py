@@ -351,8 +351,9 @@ def checked_request(
         grows = checked(place, platform, least, chaos, invite, join)
     if grows is not None:
         # Members meet at their coordinator, and nowhere else. MKL is to take the same way through
-        # a sum at any address.
-        variables = {"MKL_CBWR": "AUTO", **(platform.env or {})}
+        # a sum at any address, and cuBLAS at any time.
+        variables = {"MKL_CBWR": "AUTO", "CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
+        variables |= platform.env or {}
         platform = platform.but(ipc_groups=None, env=variables)
     decided = ""
     if configuration.path is not None:

@@ -60,7 +60,7 @@ class device_of(device):
 
 
 def get_device_name(device: Any = None) -> str:
-    return f"Simulated accelerator {_index(device)}"
+    return "Simulated accelerator"
 
 
 def get_device_capability(device: Any = None) -> tuple[int, int]:

@@ -145,16 +145,16 @@ def checked(
                 None,
                 "scancel --signal=KILL, or kill -9 on a node; the options without on",
             )
-    elif place != "cpu" or platform.n_nodes > 1:
+    elif place not in ("cpu", "gpu") or platform.n_nodes > 1:
         raise PlatformError.because(
             asked,
             "ranks of MPI end together: mpiexec ends all with the first that dies, and none can "
             "join its world later"
             if place == "mpi"
-            else "members are processes of this host that compute on its CPU, and those that other "
+            else "members are processes of this host, on its CPU or its GPUs, and those that other "
             "hosts send to it",
             None,
-            f'on="cpu" on one host; {by_hosts}; on="slurm" for the nodes of a cluster',
+            f'on="cpu" or "gpu" on one host; {by_hosts}; on="slurm" for the nodes of a cluster',
         )
     return Elastic(
         least=least,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import io
+import itertools
 import json
 import os
 import platform
@@ -16,7 +17,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.serialization import default_restore_location
 
+from unisono import accelerator
+from unisono.accelerator import is_accelerator
 from unisono.comm import Communicator
 from unisono.comm import call as calls
 from unisono.errors import (
@@ -74,7 +78,8 @@ def elastic(
     closure is seeded by seed, step and shard.
 
     Args:
-        model: holds all parameters of the optimizer.
+        model: holds all parameters of the optimizer; on the CPU, or whole on the device of the
+            rank. There, only deterministic kernels are used while a step computes.
         optimizer: steps once for each batch, on all members alike.
         data: a dataset with a length, a tensor, or a tuple of tensors; samples that fill no batch
             at the end of an epoch are left out.
@@ -183,7 +188,10 @@ class Step:
                 "no shard that it could be about",
                 hint="unisono.train.log after the step",
             )
-        self.logged |= {name: float(value) for name, value in values.items()}
+        self.logged |= {
+            name: float(value.detach() if isinstance(value, Tensor) else value)
+            for name, value in values.items()
+        }
 
 
 class ElasticRun:
@@ -223,12 +231,14 @@ class ElasticRun:
         trained = {name: p for name, p in named.items() if p.requires_grad}
         self._parameters = list(trained.values())
         self._buffers = list(model.buffers())
+        self._device = _device_of(model)
         self._layout = Layout(self._parameters, self._buffers, len(shards.cuts))
         buffers = [name for name, _ in model.named_buffers()]
         self._facts = {
             "batch_size": shards.batch_size,
             "clip": clip,
             "cpu": f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()}",
+            "device": accelerator.name(self._device),
             "model": self._layout.digest([*trained, *buffers]),
             "optimizer": type(optimizer).__name__,
             "samples": shards.samples,
@@ -238,7 +248,12 @@ class ElasticRun:
             "threads": threads,
             "torch": str(torch.__version__),
         }
-        self._result = torch.empty(self._layout.bytes, dtype=torch.uint8)
+        self._total = torch.empty(self._layout.bytes, dtype=torch.uint8)
+        """Where the sum of all shards arrives."""
+        self._result, self._staged = self._total, None
+        """The same where the model is; and what a shard gives before it is copied to the board."""
+        if is_accelerator(self._device):
+            self._result, self._staged = (self._total.to(self._device) for _ in range(2))
         self._scratch: list[Tensor] = []
         self._views: dict[int, list[Tensor]] = {}
         """Parts of vectors by their addresses, which stay."""
@@ -284,10 +299,11 @@ class ElasticRun:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from a state; one of other settings is refused, unless `strict=False`."""
+        facts = {"device": "cpu", **state["facts"]}  # of all that were saved before devices could
         unlike = [
-            f"{name}: {state['facts'].get(name)} there, {value} here"
+            f"{name}: {facts.get(name)} there, {value} here"
             for name, value in self._facts.items()
-            if state["facts"].get(name) != value
+            if facts.get(name) != value
         ]
         if unlike:
             found = "it was trained with other settings: the bits will differ\n" + "\n".join(unlike)
@@ -358,7 +374,7 @@ class ElasticRun:
         order = link.order()
         if order["kind"] == "load":
             data = io.BytesIO(link.get_state(order["bytes"]))
-            given = torch.load(data, weights_only=False)
+            given = torch.load(data, map_location=self._own_place, weights_only=False)
             self.load_state_dict(given["state"])
             self._changed = given["changed"]
             link.tell("loaded", step=order["step"])
@@ -368,13 +384,17 @@ class ElasticRun:
             self._is_logger = True
         self._versions = [tensor._version for tensor in self._watched]
 
+    def _own_place(self, storage: Any, place: str) -> Any:
+        """Return memory of a member's device as memory of ours; step counters stay on the CPU."""
+        return storage if place == "cpu" else default_restore_location(storage, str(self._device))
+
     def take(self, step: Step, closure: Closure) -> None:
         """Follow orders until the step has happened."""
         if (link := self._link) is None:
             raise UnisonoError("a step of an elastic training outside of its loop")
         link.follower.step = step.number
         word = self._since_last_step() << 1
-        with undisturbed(self._threads):
+        with undisturbed(self._threads, self._device):
             while (due := link.next()) != "commit":
                 if due == "compute":
                     with suppress(_InVain):
@@ -405,7 +425,8 @@ class ElasticRun:
         if self._versions != [tensor._version for tensor in self._watched]:
             bits = hashlib.sha256()
             for tensor in self._watched:
-                bits.update(tensor.detach().contiguous().flatten().view(torch.uint8).numpy())
+                flat = tensor.detach().cpu().contiguous().flatten()
+                bits.update(flat.view(torch.uint8).numpy())
             self._changed = bits.hexdigest()
         settings = [
             sorted((name, value) for name, value in group.items() if name != "params")
@@ -457,7 +478,7 @@ class ElasticRun:
             gradients = torch.autograd.grad(share, self._parameters, allow_unused=True)
         finally:
             logged, step.logged = step.logged, None
-        views, used = self._views_of(out), 0
+        views, used = self._views_of(out if self._staged is None else self._staged), 0
         with torch.no_grad():
             for place, (view, gradient) in enumerate(zip(views, gradients, strict=False)):
                 if gradient is None:
@@ -475,6 +496,8 @@ class ElasticRun:
                 else:
                     view.copy_(buffer)
                 buffer.copy_(old)
+        if self._staged is not None:
+            out.copy_(self._staged)  # the host waits: others will read it
         note = {"step": step.number, "loss": loss.item(), "log": logged, "used": f"{used:x}"}
         self._write_note(link, shard, note)
         return out
@@ -521,10 +544,12 @@ class ElasticRun:
         self._agree(link, step, order)
         if link.follower.adds_up_alone:
             layout.reduce(
-                step.number, order["runs"], 0, 1, link.view, lambda a, b: self._result[a:b]
+                step.number, order["runs"], 0, 1, link.view, lambda a, b: self._total[a:b]
             )
         else:
-            self._result.copy_(link.view(layout.result, layout.result + layout.bytes))
+            self._total.copy_(link.view(layout.result, layout.result + layout.bytes))
+        if self._result is not self._total:
+            self._result.copy_(self._total)
         room = layout.note_bytes
         begin = layout.notes(step.number)
         raw = bytes(link.view(begin, begin + layout.shards * room).numpy())
@@ -677,6 +702,12 @@ def _check_world(shards: int) -> None:
         )
 
 
+def _device_of(model: nn.Module) -> torch.device:
+    """Return where the tensors of a model are."""
+    tensors = itertools.chain(model.parameters(), model.buffers())
+    return next((tensor.device for tensor in tensors), torch.device("cpu"))
+
+
 def _check_model(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     """Refuse what cannot be the same for any number of members."""
     expect("model", model, nn.Module)
@@ -689,13 +720,15 @@ def _check_model(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
                 f"{name or 'the model'} is {an(type(module).__name__)}, which talks to other ranks",
                 hint="the plain module: elastic adds up gradients and averages buffers itself",
             )
+    device = _device_of(model)
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
-        if isinstance(tensor, DTensor) or tensor.device.type != "cpu":
+        if isinstance(tensor, DTensor) or tensor.device != device or tensor.is_meta:
             where = "split over ranks" if isinstance(tensor, DTensor) else f"on {tensor.device}"
             raise PlatformError.because(
                 asked,
-                f"{name} is {where}: nothing is promised about the bits of other devices",
-                hint="whole tensors on the CPU",
+                f"{name} is {where}",
+                None if tensor.device == device else f"{tensor.device} != {device}, of the others",
+                "whole tensors, all on the CPU or all on the device of this rank",
             )
     mine = {id(p) for p in model.parameters()}
     stray = sum(id(p) not in mine for group in optimizer.param_groups for p in group["params"])

@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from unisono.accelerator import repeatable
 from unisono.errors import UnisonoError
 from unisono.launch.elastic.coordinator import LINE, MOST, Run, split
 from unisono.train.generators import random_states, set_random_states
@@ -63,17 +64,21 @@ def tree_sum(
 
 
 @contextmanager
-def undisturbed(threads: int) -> Iterator[None]:
-    """Compute with so many threads inside; afterwards they and all generators are as before."""
-    states, before = random_states(), torch.get_num_threads()
-    if before != threads:
-        torch.set_num_threads(threads)
-    try:
-        yield
-    finally:
+def undisturbed(threads: int, device: torch.device) -> Iterator[None]:
+    """Compute with so many threads inside; afterwards they and all generators are as before.
+
+    An accelerator is the current one inside, and uses only kernels that give the same bits again.
+    """
+    with repeatable(device):
+        states, before = random_states(), torch.get_num_threads()
         if before != threads:
-            torch.set_num_threads(before)
-        set_random_states(states)
+            torch.set_num_threads(threads)
+        try:
+            yield
+        finally:
+            if before != threads:
+                torch.set_num_threads(before)
+            set_random_states(states)
 
 
 @dataclass(frozen=True)

@@ -44,6 +44,7 @@ from unisono.train.recording.report import Report, check_trackers, conclude
 if TYPE_CHECKING:
     from unisono.topology.fanout import Layout
 
+_CPU = torch.device("cpu")
 FLUSH_NS = 200_000_000
 """What was logged is written after so long at the next call."""
 KEPT_SPANS = 5_000
@@ -302,7 +303,7 @@ class Run:
             "size": self._size,
             "host": socket.gethostname(),
             "pid": os.getpid(),
-            "device": "cpu" if place is None else _device(place.device),
+            "device": _device_name(None if place is None else place.device),
             "backend": dist.get_backend() if dist.is_initialized() else "none",
             "threads": torch.get_num_threads(),
             "attempt": self._attempt,
@@ -345,8 +346,10 @@ def _place() -> tuple[int, int]:
     return (0, 1) if place is None else (place.rank, detect().size)
 
 
-def _device(device: torch.device) -> str:
-    """Return the name of a device; of a GPU also its model."""
+def _device_name(device: torch.device | None) -> str:
+    """Return the name of a device, by default the one in use; of a GPU also its model."""
+    if device is None:
+        device = (accelerator.current() if accelerator.initialised() else None) or _CPU
     return f"{device} ({accelerator.name(device)})" if is_accelerator(device) else str(device)
 
 
@@ -437,7 +440,8 @@ def log(*, step: int | None = None, **values: Any) -> None:
     """Note the value of some metrics at a step, if a record is open; else do nothing. Local.
 
     A step gets the mean over the ranks that logged it; `samples` is added up instead, and gives the
-    throughput. Values are numbers or tensors of one element; those of a GPU are not waited for.
+    throughput. Values are numbers or tensors of one element; those of a GPU are not waited for
+    here, but when they are written, up to five times a second.
 
     Args:
         step: number of the step; counted from 0 if left out.
