@@ -158,6 +158,17 @@ def test_the_host_waits_for_no_forward_and_backward():
     assert waits == {name: {} for name in steps}
 
 
+def test_dropout_draws_what_one_process_draws_on_the_device(schedule):
+    device, net = own_device(), nn.Dropout(0.5)
+    strip = Partition([1, 1, 2, 1], comm=on(device))
+    whole = torch.ones(2, 3, 8, 8, device=device)
+    torch.sim.manual_seed(3)
+    y = net(whole)
+    torch.sim.manual_seed(3)
+    z = split(net, strip)(whole[strip.local_slices(whole.shape)])
+    assert torch.equal(z.whole(), y)
+
+
 def reductions():
     return {
         "sum": lambda x: x.sum(),

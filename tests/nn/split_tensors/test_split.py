@@ -322,6 +322,32 @@ def test_random_numbers_are_those_of_one_network():
     assert torch.equal(after, torch.get_rng_state())
 
 
+@pytest.mark.ranks([2, 3])
+@pytest.mark.parametrize("drop", [F.dropout, F.dropout2d, torch.feature_dropout])
+@pytest.mark.parametrize("p", [0.25, 1.0])
+def test_dropout_draws_what_one_process_draws(drop, p):
+    class Twice(nn.Module):
+        def forward(self, x):
+            return drop(drop(x, p, True) + 1, p, True)
+
+    net = Twice()
+    whole = torch.randn(3, 4, 7, 5, generator=torch.Generator().manual_seed(0))
+    for shape in ([1, 1, unisono.world().size, 1], [unisono.world().size, 1, 1, 1]):
+        partition = Partition(shape)
+        results = []
+        for run in (net, split(net, partition)):
+            x = whole if run is net else whole[partition.local_slices(whole.shape)]
+            x = x.clone().requires_grad_()
+            torch.manual_seed(5)
+            y = run(x)
+            y.sum().backward()
+            results.append((y, x.grad, torch.get_rng_state()))
+        (y, slope, state), (z, own, stood) = results
+        assert torch.equal(z.whole(), y)
+        assert torch.equal(own, slope[partition.local_slices(whole.shape)])
+        assert torch.equal(stood, state)
+
+
 @pytest.mark.ranks(2)
 def test_states_are_those_of_the_plain_module():
     net = made()

@@ -22,6 +22,7 @@ from unisono.nn.split_tensors.tensor import (
     mapped,
     own_copy,
     rule,
+    sliced,
 )
 
 _SHOWN_BY_WRAPPER = """shape ndim dtype device layout is_sparse is_quantized is_meta is_cuda is_cpu
@@ -180,17 +181,18 @@ def _dropout(
     # Dims of which each index is drawn for by itself: all, or batch and channels, or channels.
     is_sample = (name, input.ndim) in (("dropout1d", 2), ("dropout3d", 4))
     count = input.ndim if name in ("dropout", "dropout_") else 1 if is_sample else 2
-    drawn = input.local[(..., *[slice(0, 1)] * (input.ndim - count))]
-    # One number from the generator that all ranks share, whatever they hold; then a stream of its
-    # own for each block. Ranks that hold the same points draw the same.
-    seed = int(torch.randint(2**40, (), device="cpu"))
+    shape = (*input.shape[:count], *(1,) * (input.ndim - count))
+    # Every rank draws for the whole, as one process would, and keeps what falls on its points: a
+    # byte for each of all points, for the time of the call.
+    kept = torch.zeros(shape, dtype=torch.bool, device=input.device)
+    if p < 1:
+        kept.bernoulli_(1 - p)
     for dim, cut in input.cuts.items():
         if dim < count:
-            seed = (seed * 1_000_003 + dim * 7919 + cut.comm.rank + 1) % 2**62
-    device = drawn.device
-    generator = None if drawn.is_meta else torch.Generator(device).manual_seed(seed)
-    kept = torch.rand(drawn.shape, generator=generator, device=device) >= p
-    scale = kept.to(input.local.dtype) * (0.0 if p == 1 else 1 / (1 - p))
+            kept = sliced(kept, dim, cut)
+    scale = kept.to(input.local.dtype)
+    if p < 1:
+        scale.div_(1 - p)
     if inplace or name == "dropout_":
         input.local.mul_(scale)
         return input
