@@ -122,6 +122,62 @@ def test_a_rank_whose_device_is_full_is_named_and_the_others_stop(
         assert seconds < 2
 
 
+NO_CALL_FOLLOWS = """
+import json
+import time
+
+import torch
+
+import unisono
+from unisono.errors import UnisonoError
+from unisono.launch import Platform
+
+
+def one_call_too_many():
+    comm = unisono.world()
+    x = comm.all_reduce(torch.ones(4, device=comm.device), "mean")
+    return comm.all_reduce(x).tolist() if comm.rank == 0 else x.tolist()
+
+
+def late(reads):
+    comm = unisono.world()
+    if comm.rank == 1:
+        time.sleep(50)
+    y = comm.all_reduce(torch.ones(4, device=comm.device))
+    return y.tolist() if reads else None
+
+
+found = {}
+calls = {"many": (one_call_too_many,), "read": (late, True), "unread": (late, False)}
+for name, call in calls.items():
+    platform = Platform(device="sim", ranks=2, comm_timeout_s=2.0, verbose=False)
+    began = time.monotonic()
+    try:
+        found[name] = str(unisono.run(*call, on=platform, timeout_s=40)), "", 0
+    except UnisonoError as error:
+        found[name] = type(error).__name__, str(error), time.monotonic() - began
+print(json.dumps(found))
+"""
+
+
+def test_what_never_completes_is_an_error_although_no_call_follows(device_environment, tmp_path):
+    """Else ranks would return what an aborted transfer has left in memory."""
+    script = tmp_path / "program.py"
+    script.write_text(NO_CALL_FOLLOWS)
+    done = subprocess.run([sys.executable, script], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout.splitlines()[-1])
+    kind, message, _ = found["many"]
+    assert kind == "RankFailed"
+    assert "CollectiveMismatch" in message
+    assert "rank 1 returned after 1 calls" in message
+    for name in ("read", "unread"):
+        kind, message, seconds = found[name]
+        assert kind == "RankTimeout"
+        assert "time.sleep(50)" in message
+        assert seconds < 15
+
+
 @device_ranks(1)
 def test_a_block_with_a_seed_restores_the_generators_of_all_devices():
     own_device()

@@ -134,6 +134,7 @@ def _show_own_errors_only() -> None:
 
 def run_here(request: Request) -> Results[Any]:
     """Call the function on this rank of the world it is in; collective over that world."""
+    from unisono.comm.health import streams
     from unisono.comm.health.failures import post_failure
 
     begin = time.perf_counter()
@@ -153,6 +154,7 @@ def run_here(request: Request) -> Results[Any]:
             seeded(request.seed, comm.rank),
         ):
             value = request.convention.call(request.fn, request.args, request.kwargs, place)
+            streams.settle()
     except BaseException as error:
         post_failure(error)
         raise

@@ -2,15 +2,17 @@
 
 The host does not wait for such a transfer, so no wait of it can run out. The thread polls whether
 the oldest transfer of each group is complete. One that has a dead, failed or missing peer, or whose
-deadline has passed, ends its group: the error names the rank and its line, the backend is aborted,
-and the next call on this rank raises. The thread starts with the first transfer and ends when none
-is left, or with the world.
+deadline has passed, ends its group: the error names the rank and its line, is raised in the main
+thread where it stands, and by every later call; then the backend is aborted. What the aborted
+transfers leave in memory is not seen by the program. The thread starts with the first transfer and
+ends when none is left, or with the world.
 """
 
 from __future__ import annotations
 
 import atexit
 import contextlib
+import ctypes
 import json
 import os
 import socket
@@ -37,6 +39,8 @@ _LINGER_S = 1.0
 """The thread ends when nothing was under way for so long."""
 _MOST_QUEUED = 64
 """Above this number the caller removes completed transfers itself."""
+_NAP_S = 1e-3
+_GRACE_S = 10.0
 _NAME = "unisono-streams"
 
 
@@ -90,6 +94,18 @@ class Lane:
             self._remove_complete()
         _start(self)
 
+    def settle(self) -> None:
+        """Wait until the device has carried out all transfers, or the group was given up."""
+        while True:
+            self._remove_complete()
+            with self._lock:
+                last = self._transfers[-1] if self._transfers else None
+            if last is None:
+                return
+            if time.monotonic() > last.deadline + _GRACE_S:  # and the thread has not said why
+                raise failures.timed_out(last.call, self._ranks, last.timeout_s)
+            time.sleep(_NAP_S)
+
     @property
     def is_busy(self) -> bool:
         """Whether a transfer is under way, as far as it is known."""
@@ -120,9 +136,12 @@ class Lane:
         with self._lock:
             if self.cause is not None:
                 return
-            self.cause = mark_as_news(error)
+            is_waited_for = any(not transfer.is_complete() for transfer in self._transfers)
             self._transfers.clear()
-        self._report(error)
+            self._report(mark_as_news(error))
+            if is_waited_for:
+                _raise_in_main_thread(error)
+            self.cause = error
         # In a thread of its own: a backend may wait for its device, and other groups go on.
         threading.Thread(target=self._abort_backend, name="unisono-abort", daemon=True).start()
 
@@ -243,6 +262,31 @@ def _hear(dog: Watchdog) -> None:
 
 
 watchdog.looks.append(_hear)
+
+
+def settle() -> None:
+    """Wait until devices have carried out what this rank has begun; raise why they could not.
+
+    Local. Without it a function could return although its last transfer never completed.
+    """
+    for lane in list(_known):
+        lane.settle()
+
+
+def _raise_in_main_thread(error: UnisonoError) -> None:
+    """Have the main thread raise `error` at its next step, or when it comes back from the device.
+
+    Nothing else reaches a program that reads a result instead of making another call.
+    """
+
+    class Arriving(Exception):
+        def __new__(cls, *_: object) -> Exception:
+            return error
+
+    ident = threading.main_thread().ident
+    ctypes.pythonapi.PyThreadState_SetAsyncExc(
+        ctypes.c_ulong(ident or 0), ctypes.py_object(Arriving)
+    )
 
 
 def stop() -> None:

@@ -234,6 +234,7 @@ def _live(job: Job, report_fd: int, result_fd: int, lifeline: Lifeline) -> None:
     """Join the world, call the function, send what it returned, and leave when all have."""
     sys.argv = list(job.argv)
     here = _join_world(job, report_fd, lifeline)
+    from unisono.comm.health import streams
     from unisono.comm.lifecycle import say_returned, stop_world
 
     fn, args, kwargs = job.call.load()
@@ -248,6 +249,7 @@ def _live(job: Job, report_fd: int, result_fd: int, lifeline: Lifeline) -> None:
     try:
         with stopping.interruptible(), forks_end_here():
             value = job.convention.call(fn, args, kwargs, here)
+            streams.settle()
     except Requeue:
         tell(report_fd, state="requeued")
     else:
