@@ -774,3 +774,10 @@ def test_exchanges_before_a_verb_refuse_a_senseless_deadline_too():
     ):
         with pytest.raises(UnisonoError, match="a deadline must be positive"):
             call()
+
+
+@pytest.mark.ranks(1)
+def test_exchange_of_something_else_than_tables_says_what_to_type():
+    for sends, recvs in (([(0, torch.ones(2))], {}), ({}, [torch.ones(2)])):
+        with pytest.raises(TypeError, match="dst: tensor"):
+            world().exchange(sends, recvs)

@@ -25,6 +25,7 @@ from unisono.comm.collectives import (
 )
 from unisono.comm.perform import EXCHANGE_TAG, Transfer, started, verb
 from unisono.errors import MeshError, PartitionError, UnisonoError
+from unisono.expect import expect
 
 
 class Messages(Collectives):
@@ -92,6 +93,8 @@ class Messages(Collectives):
             The tensor received from each source.
         """
         blocks: dict[int, Tensor] = {}
+        for name, side in (("sends", sends), ("recvs", recvs)):
+            expect(name, side, Mapping, "exchange({dst: tensor}, {src: tensor like it})")
         for peer, x in sends.items():
             dst = check_rank(peer, self.size, "destination", "exchange")
             blocks[dst] = dense(check_tensor(x, self.device, "exchange").detach())
