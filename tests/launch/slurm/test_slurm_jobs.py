@@ -19,7 +19,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.waiting import wait_until
+from tests.waiting import is_running, wait_until
 
 import unisono
 from unisono.errors import JobCancelled, PlatformError, RankFailed, RankTimeout
@@ -41,11 +41,14 @@ def platform(**fields):
 
 @pytest.fixture
 def nobody_left(tmp_path):
-    """A test leaves no process of its ranks behind."""
+    """A test leaves no process of its ranks behind.
+
+    One may be about to end, and a process of another test may have got the number of one that has.
+    """
     yield
     for path in tmp_path.rglob("rank-*.state.json"):
-        found = read_json(path)
-        assert not Path(f"/proc/{found['pid']}/stat").exists(), f"{path} still runs"
+        pid = read_json(path)["pid"]
+        wait_until(lambda pid=pid: not is_running(pid), 10.0)
 
 
 pytestmark.append(pytest.mark.usefixtures("nobody_left"))
