@@ -9,7 +9,7 @@ import pytest
 
 from unisono.launch import Platform, attempts
 from unisono.launch.attempts import Attempts, Progress
-from unisono.launch.places.mailbox import Plan
+from unisono.launch.plan import RunPlan as Plan
 from unisono.launch.pool.protocol import Failed, RankState
 from unisono.launch.supervisor import COLLECT_S, Ranks, Supervisor
 

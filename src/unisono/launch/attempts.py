@@ -25,7 +25,7 @@ from unisono.errors import JobCancelled, PlatformError, RankFailed, RankTimeout
 from unisono.launch import job_files
 from unisono.launch.logs import SHOW_ALL_UP_TO, Console, stdin_rank, tail, warn
 from unisono.launch.places.local import LocalRanks
-from unisono.launch.places.mailbox import Plan, read_json
+from unisono.launch.plan import RunPlan
 from unisono.launch.platform import Device, Platform
 from unisono.launch.pool import cleanup, verdict
 from unisono.launch.pool.payload import Parcel
@@ -64,7 +64,7 @@ class Progress:
     @classmethod
     def read(cls, directory: Path) -> Progress:
         """Return how far the job in `directory` has got."""
-        found = read_json(directory / PROGRESS)
+        found = job_files.read_json(directory / PROGRESS)
         if not found:
             return cls()
         ending = found.pop("ending")
@@ -91,7 +91,7 @@ class Attempts(ABC):
     announces = False
     """Whether to say what the first Ctrl-C has begun."""
 
-    def __init__(self, plan: Plan, job_dir: Path, progress: Progress) -> None:
+    def __init__(self, plan: RunPlan, job_dir: Path, progress: Progress) -> None:
         self.progress = progress
         self._plan = plan
         self._job_dir = job_dir
@@ -267,6 +267,11 @@ class Run(Attempts):
         if (supervisor := self._supervisor) is not None:
             supervisor.ask(supervisor.cancel)
 
+    def resize(self, ranks: int) -> None:
+        """Have another number of ranks, from any thread; for elastic runs."""
+        if (supervisor := self._supervisor) is not None:
+            supervisor.ask(lambda: supervisor.ranks.resize(ranks))
+
     def stacks(self, timeout_s: float = 5.0) -> dict[int, str]:
         """Return where all ranks stand, from any thread; nothing if no rank runs."""
         supervisor = self._supervisor
@@ -288,8 +293,6 @@ class Run(Attempts):
         kind, elastic = self.request.platform.kind, self.request.elastic
         if kind is Device.MPI:
             from unisono.launch.places.mpi import MpiRanks as start
-        elif kind is Device.SSH:
-            from unisono.launch.places.ssh import ssh_ranks as start
         elif kind is Device.RAY:
             from unisono.launch.places.ray import ray_ranks as start
         elif kind is Device.SLURM:  # inside an allocation; else a driver in the job does this
@@ -391,10 +394,10 @@ def results_of(
     )
 
 
-def plan_of(request: Request, secret: bytes) -> Plan:
+def plan_of(request: Request, secret: bytes) -> RunPlan:
     """Return the plain facts of what was asked; `secret` is that of the ranks."""
     platform, elastic = request.platform, request.elastic
-    return Plan.of(
+    return RunPlan.of(
         platform,
         timeout_s=request.timeout_s,
         max_restarts=request.max_restarts,

@@ -1,45 +1,29 @@
-"""`Job`: the handle on a run in the background, which is known by the files of its directory.
+"""`Job`: the handle on a run in the background.
 
-Whoever supervises the ranks writes how they stand to `job.json`; any process of this user can read
-it there, and leave the order to cancel. `LocalJob` is the handle in the supervising process; that
-of a scheduler's job is in `places/slurm/job.py`.
+`LocalJob` is that of a run which a thread of this process supervises, wherever its ranks are; that
+of a scheduler's job is in `places/slurm/`.
 """
 
 from __future__ import annotations
 
 import atexit
-import copy
-import os
-import signal
-import socket
 import threading
 import time
 import weakref
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, overload
 
-from unisono.errors import (
-    JobCancelled,
-    PlatformError,
-    RankFailed,
-    RankTimeout,
-    RemoteError,
-    UnisonoError,
-)
+from unisono.errors import JobCancelled, PlatformError, RankFailed, RankTimeout
 from unisono.expect import expect_int
-from unisono.launch import job_files
 from unisono.launch.attempts import Run, job_directory, telling
-from unisono.launch.elastic.settings import RESIZE
-from unisono.launch.elastic.supervisor import read_events
 from unisono.launch.logs import LogReader
-from unisono.launch.places.mailbox import CANCEL, Mailbox
 from unisono.launch.pool.payload import dump_call
-from unisono.launch.pool.stacks import StackDumps, own_frames_hidden, user_threads
+from unisono.launch.pool.stacks import own_frames_hidden
 from unisono.launch.request import Request
 from unisono.launch.results import Results
-from unisono.processes import process_start
 
 __all__ = ["Job"]
 
@@ -47,8 +31,6 @@ ENDS = ("done", "failed", "timeout", "cancelled")
 """States that do not change any more."""
 POLL_S = 0.1
 """Seconds between two looks at a log."""
-ORDER_S = 0.2
-"""Seconds between two looks for an order of another process."""
 
 
 class State(NamedTuple):
@@ -59,46 +41,29 @@ class State(NamedTuple):
     reason: str
 
 
-class Job:
+class Job(ABC):
     """The handle on a run in the background.
 
     Attributes:
         id: name of the job.
         dir: its directory, with the logs.
+        ranks: number of ranks.
     """
 
     id: str
     dir: Path
-    CANCEL_S = 30.0
-    """Longest wait for the end of a job that was told to end."""
-    _is_cancelled = False
-
-    def __init__(self, directory: Path) -> None:
-        self.dir = directory
-        self._entry = job_files.read_state(directory)
-        if "id" not in self._entry:
-            raise PlatformError.because(
-                f"the job in {directory}", "a run, which somebody waits for", None, "unisono.submit"
-            )
-        self.id = str(self._entry["id"])
+    ranks: int
 
     @staticmethod
     def attach(id_or_dir: str | Path) -> Job:
-        """Return the handle again, in whatever process, from the id or the directory."""
-        for job in list(_running):
-            if job.id == str(id_or_dir) or job.dir == Path(id_or_dir).absolute():
-                return job
-        directory = _find(id_or_dir)
-        if job_files.read_state(directory).get("kind") == "slurm":
-            from unisono.launch.places.slurm.job import SlurmJob
+        """Return the handle on a job of SLURM again, in whatever process.
 
-            return SlurmJob(directory)
-        return Job(directory)
+        Args:
+            id_or_dir: its number, or its directory.
+        """
+        from unisono.launch.places.slurm.job import SlurmJob
 
-    @property
-    def ranks(self) -> int:
-        """Number of ranks."""
-        return int(self._entry["ranks"])
+        return SlurmJob.find(id_or_dir)
 
     @property
     def attempt(self) -> int:
@@ -118,16 +83,9 @@ class Job:
         """Whether it has ended, in whatever way."""
         return self.status() in ENDS
 
+    @abstractmethod
     def wait(self, timeout_s: float | None = None) -> bool:
         """Wait for the end, whatever it is; return whether it has come in time."""
-        end = None if timeout_s is None else time.monotonic() + timeout_s
-        pause = 0.05
-        while not self.done():
-            if end is not None and time.monotonic() > end:
-                return False
-            time.sleep(pause)
-            pause = min(0.5, 1.1 * pause)
-        return True
 
     def result(self, timeout_s: float | None = None) -> Results[Any]:
         """Wait, and return the results or raise what went wrong (`TimeoutError`: not yet)."""
@@ -136,59 +94,22 @@ class Job:
                 raise TimeoutError(f"job {self.id} has not ended within {timeout_s:g} s")
             return self._results()
 
+    @abstractmethod
     def cancel(self) -> None:
         """End all ranks, and stay until they have. Safe to repeat."""
-        if not self.done():
-            self._is_cancelled = True
-            with suppress(FileNotFoundError):  # its directory goes with the job
-                job_files.write_private(self.dir / CANCEL, b"")
-            self.wait(self.CANCEL_S)
 
     def resize(self, ranks: int) -> None:
         """Have another number of ranks, from the next step on; for jobs with `elastic=True`."""
-        expect_int("ranks", ranks, 1, error=PlatformError)
-        least, most = self._entry.get("elastic") or (0, 0)
-        if not least <= ranks <= most:
-            raise PlatformError.because(
-                f"job {self.id} with {ranks} ranks",
-                f"it may have {least} to {most}"
-                if most
-                else "it is not elastic, or on SLURM, which gives a job its nodes once",
-                None,
-                f"{least} to {most}" if most else "unisono.submit(..., ranks=(1, 8))",
-            )
-        with suppress(FileNotFoundError):  # its directory goes with the job
-            if not self.done():
-                job_files.write_private(self.dir / RESIZE, str(ranks).encode())
-                return
         raise PlatformError.because(
-            f"job {self.id} with {ranks} ranks", "it has ended", None, "unisono job list"
+            f"job {self.id} with {ranks} ranks",
+            "it is not elastic, or on SLURM, which gives a job its nodes once",
+            None,
+            "unisono.submit(..., ranks=(1, 8))",
         )
 
-    def members(self) -> int:
-        """Return how many ranks share the steps of an elastic job now; 0 before the first one."""
-        events = read_events(self.dir)
-        return int(events[-1]["members"]) if events else 0
-
+    @abstractmethod
     def stacks(self) -> dict[int, str]:
-        """Return where every rank stands; nothing if none runs (here, without a scheduler)."""
-        if self.done():
-            return {}
-        if "plan" in job_files.read_state(self.dir):  # their agents look into the directory
-            return Mailbox(self.dir, self.attempt).ask_for_stacks(self.ranks)
-        paths: dict[int, Path] = {}
-        signals: dict[int, signal.Signals] = {}
-        for path in self.dir.glob("rank-*.pid"):
-            job_files.check_ours(path)
-            pid, start, name = path.read_text().split()
-            if str(process_start(int(pid))) == start:
-                paths[int(path.stem.removeprefix("rank-"))] = path.with_suffix(".stack")
-                signals[int(pid)] = signal.Signals[name]
-        dumps = StackDumps(paths)
-        for pid, number in signals.items():
-            with suppress(ProcessLookupError):
-                os.kill(pid, number)
-        return {rank: user_threads(text) for rank, text in dumps.wait().items()}
+        """Return where every rank stands; nothing if none runs."""
 
     @overload
     def logs(self, rank: int = 0, *, tail: int | None = None) -> str: ...
@@ -225,43 +146,13 @@ class Job:
                 return
             time.sleep(POLL_S)
 
+    @abstractmethod
     def _look(self) -> State:
-        """Return how it stands; a job whose process was killed has failed."""
-        try:
-            self._entry = job_files.read_state(self.dir)
-        except (OSError, PlatformError):
-            if (self.dir / job_files.STATE).exists():
-                raise
-            # A temporary directory goes with a job that did not fail.
-            self._entry["state"] = "cancelled" if self._is_cancelled else "done"
-        entry = self._entry
-        is_here = entry.get("host", socket.gethostname()) == socket.gethostname()
-        is_over = entry["state"] in ENDS
-        if is_here and not is_over and process_start(entry["pid"]) != entry["pid_start"]:
-            return State("failed", int(entry["attempt"]), "its process is gone")
-        return State(str(entry["state"]), int(entry["attempt"]), str(entry["reason"]))
+        """Return how it stands."""
 
+    @abstractmethod
     def _results(self) -> Results[Any]:
         """Return the results of a job that has ended, or raise its error."""
-        reason = self.reason
-        if self._entry["state"] not in ENDS:
-            raise RankFailed(f"job {self.id} failed: {reason}", job_dir=str(self.dir))
-        if not self.dir.is_dir():
-            if self._is_cancelled:
-                raise JobCancelled(f"job {self.id} was cancelled", job_id=self.id)
-            raise PlatformError.because(
-                f"the results of job {self.id}",
-                f"{self.dir} was temporary, and is gone",
-                None,
-                'logs="runs" when it is submitted keeps them',
-            )
-        outcome = job_files.read_outcome(self.dir)
-        if isinstance(outcome, RankFailed):  # the traceback is shown once, here or there
-            text = (outcome.traceback or "").rstrip()
-            raise outcome from (None if text in str(outcome) else RemoteError(text))
-        if isinstance(outcome, BaseException):
-            raise outcome
-        return outcome
 
     def __repr__(self) -> str:
         return f"<Job {self.id} {self.status()}>"
@@ -273,29 +164,17 @@ class LocalJob(Job):
     def __init__(self, request: Request) -> None:
         """Start a checked request in the background."""
         call = dump_call(request.fn, request.args, request.kwargs)
-        elastic = request.elastic if request.platform.kind.is_here else None
+        self._state, self._reason = "pending", ""
         with ExitStack() as stack:  # which removes the directory of a run that is refused
             self.dir = stack.enter_context(job_directory(request))
             self._launch = Run(request, call, self.dir, self._note)
             self._stack = stack.pop_all()
         self.id = self.dir.name
+        self.ranks = request.ranks
         self._outcome: Results[Any] | BaseException | None = None
         self._ended = threading.Event()
-        self._entry = {
-            "id": self.id,
-            "name": request.name,
-            "ranks": request.ranks,
-            "elastic": elastic and (elastic.least, elastic.most),
-            "submitted": time.time(),
-            "host": socket.gethostname(),
-            "pid": os.getpid(),
-            "pid_start": process_start(os.getpid()),
-        }
-        self._note("pending")
-        job_files.remember(self.id, self.dir)
         _running.add(self)
-        for target in (self._run, self._heed_order):
-            threading.Thread(target=target, name=f"unisono-job-{self.id}", daemon=True).start()
+        threading.Thread(target=self._run, name=f"unisono-job-{self.id}", daemon=True).start()
 
     def wait(self, timeout_s: float | None = None) -> bool:
         """Wait for the end, whatever it is; return whether it has come in time."""
@@ -307,14 +186,23 @@ class LocalJob(Job):
             self._launch.cancel()
             self._ended.wait()
 
+    def resize(self, ranks: int) -> None:
+        """Have another number of ranks, from the next step on; for jobs with `elastic=True`."""
+        elastic = self._launch.request.elastic
+        if elastic is None:
+            super().resize(ranks)
+            return
+        expect_int("ranks", ranks, elastic.least, elastic.most + 1, error=PlatformError)
+        if self._ended.is_set():
+            raise PlatformError.because(f"job {self.id} with {ranks} ranks", "it has ended")
+        self._launch.resize(ranks)
+
     def stacks(self) -> dict[int, str]:
         """Return where every rank stands."""
         return {} if self._ended.is_set() else self._launch.stacks()
 
     def _look(self) -> State:
-        return State(
-            self._entry["state"], max(0, self._launch.progress.attempt), self._entry["reason"]
-        )
+        return State(self._state, max(0, self._launch.progress.attempt), self._reason)
 
     def _results(self) -> Results[Any]:
         if isinstance(self._outcome, Results):
@@ -339,49 +227,18 @@ class LocalJob(Job):
         except BaseException as error:
             self._outcome = error
         finally:
+            if isinstance(self._outcome, BaseException):
+                self._reason = str(self._outcome).partition("\n")[0]
             self._note(end)
-            if not self.dir.is_dir():
-                job_files.forget(self.id)
             _running.discard(self)
             self._ended.set()
 
-    def _heed_order(self) -> None:
-        """Cancel the run if another process has left the order to."""
-        while not self._ended.wait(ORDER_S):
-            if (self.dir / CANCEL).exists():
-                self._launch.cancel()
-                return
-
     def _note(self, state: str) -> None:
-        """Note how the job stands, for this process and, in files, for others."""
-        is_error = isinstance(self._outcome, BaseException)
-        reason = str(self._outcome).splitlines()[0] if is_error else ""
-        self._entry |= {
-            "state": state,
-            "attempt": max(0, self._launch.progress.attempt),
-            "reason": reason,
-        }
-        if not self.dir.is_dir():
-            return
-        if state in ENDS:
-            job_files.write_outcome(self.dir, _readable(self._outcome))
-        job_files.update_state(self.dir, self._entry)
+        self._state = state
 
 
 _running: weakref.WeakSet[LocalJob] = weakref.WeakSet()
 """The jobs that this process supervises."""
-
-
-def _readable(outcome: object) -> object:
-    """Return results, or an error that another process can read whatever its cause is."""
-    if not isinstance(outcome, BaseException):
-        return outcome
-    if not isinstance(outcome, UnisonoError):
-        return RankFailed(f"{type(outcome).__name__}: {outcome}")
-    twin = copy.copy(outcome)
-    if isinstance(twin, RankFailed):
-        twin.exception = None
-    return twin
 
 
 def _end_running_jobs() -> None:
@@ -391,30 +248,3 @@ def _end_running_jobs() -> None:
 
 
 atexit.register(_end_running_jobs)
-
-
-def _find(id_or_dir: str | Path) -> Path:
-    """Return the directory of a job: itself, known by its id or a unique part, or a scheduler's."""
-    path, word = Path(id_or_dir), str(id_or_dir)
-    if (path / job_files.STATE).is_file():
-        return path.absolute()
-    known = job_files.directories()
-    if word in known:
-        return known[word]
-    if word.isdigit():
-        from unisono.launch.places.slurm.cluster import directory_of_job
-
-        if (directory := directory_of_job(word)) is not None:
-            return directory
-    near = [job for job in known if word and (job.startswith(word) or job.endswith(word))]
-    if len(near) == 1:
-        return known[near[0]]
-    latest = sorted(known, key=lambda job: (known[job] / job_files.STATE).stat().st_mtime)[-8:]
-    raise PlatformError.because(
-        f"the job {id_or_dir}",
-        f"{len(near)} jobs with that in their names: {', '.join(near)}"
-        if near
-        else f"no such job here, in {job_files.folder()}, nor of a scheduler",
-        None,
-        f"unisono job list; the latest are {', '.join(latest)}" if latest else "its directory",
-    )

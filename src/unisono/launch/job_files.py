@@ -1,32 +1,19 @@
-"""The files by which a job is known to other processes, and where the jobs of a user are.
-
-`job.json` and what came out of it are written by the job's supervisor alone, each by a rename,
-readable by their owner only. A folder of this user has a link to each job, named by its id, so that
-is enough to find it from any directory. A home that cannot be written is no error: such a job is
-known by its directory alone.
-"""
+"""Private files and directories of runs: written at one stroke, read back only if they are ours."""
 
 from __future__ import annotations
 
 import json
 import os
-import pickle
 import secrets
 import stat
-import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from unisono.errors import PlatformError
 
 STATE = "job.json"
-OUTCOME = "outcome.pkl"
-LOCAL_JOBS = Path(".unisono", "jobs")
-"""Where detached jobs are kept, below the working directory."""
-FORGET_S = 30 * 24 * 3600.0
-"""A link whose directory is not there is removed after so long; it may be another host's."""
 
 
 def make_directory(parent: Path, name: str) -> Path:
@@ -84,20 +71,6 @@ def read_state(directory: Path) -> dict[str, Any]:
     return json.loads((directory / STATE).read_text(encoding="utf-8"))
 
 
-def write_outcome(directory: Path, outcome: object) -> None:
-    """Keep the results of a job, or its error; values may be functions of a main script."""
-    import cloudpickle
-
-    write_private(directory / OUTCOME, cloudpickle.dumps(outcome))
-
-
-def read_outcome(directory: Path) -> Any:
-    """Return the results of a job, or its error; unpickles only a private file of this user."""
-    check_ours(directory)
-    check_ours(directory / OUTCOME)
-    return pickle.loads((directory / OUTCOME).read_bytes())
-
-
 def check_ours(path: Path) -> None:
     """Raise `PlatformError` unless `path` is this user's own, closed to others, and no link."""
     try:
@@ -115,43 +88,16 @@ def check_ours(path: Path) -> None:
         )
 
 
-def folder() -> Path:
-    """Return the directory of the links."""
-    state = os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state"
-    return Path(state, "unisono", "jobs")
-
-
-def remember(job: str, directory: Path) -> None:
-    """Note where the job with this id is."""
-    with suppress(OSError, RuntimeError):  # no home at all
-        folder().mkdir(mode=0o700, parents=True, exist_ok=True)
-        draft = folder() / f".{job}.{os.getpid()}"
-        draft.symlink_to(directory)
-        draft.replace(folder() / job)
-
-
-def forget(job: str) -> None:
-    """Remove the note of a job whose directory is gone."""
-    with suppress(OSError, RuntimeError):
-        (folder() / job).unlink()
-
-
-def directories() -> dict[str, Path]:
-    """Return id and directory of the jobs that are known and still there; near ones included."""
-    links: list[Path] = []
-    with suppress(OSError, RuntimeError):
-        links = sorted(folder().iterdir())
-    found: dict[str, Path] = {}
-    for link in links:
-        with suppress(OSError):
-            if (link / STATE).is_file():
-                found[link.name] = link.readlink()
-            elif time.time() - link.lstat().st_mtime > FORGET_S:
-                link.unlink()
-    known = set(found.values())
-    for path in sorted(LOCAL_JOBS.glob(f"*/{STATE}")):
-        with suppress(PlatformError, ValueError):
-            # Runs that somebody waits for have such a file, too, but no id.
-            if path.parent.absolute() not in known and "id" in read_state(path.parent):
-                found[path.parent.name] = path.parent.absolute()
-    return found
+def read_json(path: Path) -> dict[str, Any] | None:
+    """Return the content of a private file of ours; None if it is not there, or not yet whole."""
+    try:
+        check_ours(path)
+    except PlatformError:
+        if not path.exists() and not path.is_symlink():
+            return None
+        raise
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):  # replaced at this moment, on a network file system
+        return None
+    return found if isinstance(found, dict) else None

@@ -1,8 +1,8 @@
 """The one way in which a run is watched: until all ranks have returned, or one thing ends them all.
 
 `Ranks` is what differs from place to place: how news of the ranks come, and how orders reach them.
-Processes of this host speak through pipes (`places/local.py`), those that a program starts here or
-elsewhere through files (`places/program.py`).
+Processes of this host speak through pipes (`places/local.py`), those of agents, here or elsewhere,
+through channels (`places/agents.py`).
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Callable
 from operator import attrgetter
 
-from unisono.launch.places.mailbox import Plan
+from unisono.launch.plan import RunPlan
 from unisono.launch.pool.payload import Parcel
 from unisono.launch.pool.protocol import RankState
 from unisono.launch.pool.verdict import Ending
@@ -81,6 +81,10 @@ class Ranks(ABC):
                 ended as they should.
         """
 
+    def resize(self, ranks: int) -> None:
+        """Have another number of ranks; only where they may die and join."""
+        raise NotImplementedError(ranks)
+
     def is_good(self) -> bool:
         """Whether they have come to a good end."""
         return all(map(_IS_GOOD, self.states))
@@ -100,7 +104,9 @@ class Supervisor:
         announces: whether to say what the first Ctrl-C has begun.
     """
 
-    def __init__(self, ranks: Ranks, plan: Plan, attempt: int, *, announces: bool = False) -> None:
+    def __init__(
+        self, ranks: Ranks, plan: RunPlan, attempt: int, *, announces: bool = False
+    ) -> None:
         self.ranks = ranks
         self._plan = plan
         self._attempt = attempt

@@ -1,131 +1,349 @@
-"""The parent of one rank on some host: started there by `srun`, `mpiexec` or us, one each.
+"""The parent of one rank on some host: started there by mpiexec, srun or Ray, one for each rank.
 
-    python -m unisono.launch.places.agent DIRECTORY ATTEMPT [TOLD]
+    UNISONO_AGENT=INVITATION python -m unisono.launch.places.agent
 
-It turns what the rank says and how it ends, SIGKILL included, into files of the job's directory,
-passes signals on, and obeys the orders it finds there. It unpickles nothing of the user's. Its
-place among the ranks is told by the starter's variables, or in JSON; so is the address of the
-coordinator of an elastic job (`places/elastic.py`).
+It connects to the supervisor (`agents.py`), is told what to start, and passes on what the rank says
+and prints and how it ends, SIGKILL included. Orders and signals go the other way. It unpickles
+nothing of the user's. While the connection is broken the rank goes on; a rank that prints more than
+the network takes has to wait.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import selectors
+import shutil
 import signal
 import socket
 import sys
+import tempfile
+import threading
 import time
-from collections.abc import Mapping
-from operator import attrgetter
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from unisono.environment import Environment, detect
 from unisono.errors import PlatformError
-from unisono.launch import job_files
-from unisono.launch.places.mailbox import CANCEL, PAYLOAD, Mailbox, Plan, pause_s
-from unisono.launch.pool import verdict
+from unisono.launch.channel import Broken, Channel, Connection, dial
+from unisono.launch.job_files import check_ours
+from unisono.launch.plan import RunPlan, own_versions
 from unisono.launch.pool.client import RankProcess, spawn_rank
-from unisono.launch.pool.monitor import RankMonitor
-from unisono.launch.pool.protocol import RankState, read_available
+from unisono.launch.pool.monitor import STACKS_S, RankMonitor
+from unisono.launch.pool.payload import nameless_file
+from unisono.launch.pool.protocol import read_available
 from unisono.launch.pool.surroundings import MISLEADING, common_variables, rank_variables
-from unisono.launch.supervisor import COLLECT_S
 from unisono.processes import process_start
 
+INVITATION = "UNISONO_AGENT"
+"""Variable with an `Invitation`; ranks do not inherit it."""
 _OF_OTHERS = (*MISLEADING, "RANK", "UNISONO_RUN_ID")
 """What may be left from another launcher: the starter's own variables tell our place."""
+_CHUNK = 1 << 20
+_DIAL_S = 5.0
+"""Longest try of one address."""
+_PAUSE_S = 0.2
+"""Seconds between two tries to reach the supervisor."""
+CONNECT_S = 60.0
+"""Longest wait for a supervisor that has just started this agent."""
+_REFUSED_S = 1.0
+"""So long its host says that no process listens at its port: then the supervisor is gone."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Invitation:
+    """Where agents find their supervisor, and the key that lets them in."""
+
+    addresses: Sequence[str]
+    port: int
+    key: str
+
+    def __str__(self) -> str:
+        return json.dumps({"addresses": list(self.addresses), "port": self.port, "key": self.key})
+
+    @classmethod
+    def read(cls, text: str) -> Invitation:
+        """Undo `str`."""
+        return cls(**json.loads(text))
+
+
+class Line:
+    """The channel of an agent, and how it is connected: again and again, until it is hopeless.
+
+    Args:
+        invitation: where the supervisor is.
+
+    Attributes:
+        channel: the channel.
+        is_lost: whether the supervisor is gone, or was away for too long.
+    """
+
+    def __init__(self, invitation: Invitation) -> None:
+        self.channel = Channel()
+        self.is_lost = False
+        self._invitation = invitation
+        self._wake_read, self._wake_write = os.pipe()
+        self._found: list[Connection] = []
+
+    def connect(self, timeout_s: float) -> None:
+        """Connect for the first time; raises `PlatformError` if nobody answers."""
+        connection = self._try_for(timeout_s)
+        if connection is None:
+            at = ", ".join(f"{name}:{self._invitation.port}" for name in self._invitation.addresses)
+            raise PlatformError.because(
+                f"an agent on {socket.gethostname()} connects to its supervisor",
+                f"no answer at {at} within {timeout_s:g} s",
+                None,
+                "Platform(master_addr=...) with an address that all hosts reach",
+            )
+        self.channel.attach(connection)
+
+    def fileno(self) -> int:
+        """Return a descriptor that is readable when `reconnected` has an answer."""
+        return self._wake_read
+
+    def reconnect(self, timeout_s: float) -> None:
+        """Look for the supervisor in the background, at most so long."""
+        self.channel.detach()
+
+        def look() -> None:
+            connection = self._try_for(timeout_s)
+            if connection is not None:
+                self._found.append(connection)
+            os.write(self._wake_write, b".")
+
+        threading.Thread(target=look, name="unisono-reconnect", daemon=True).start()
+
+    def reconnected(self) -> bool:
+        """Take the answer; return whether there is a connection again."""
+        os.read(self._wake_read, 1)
+        if self._found:
+            self.channel.attach(self._found.pop())
+        self.is_lost = not self.channel.is_connected
+        return not self.is_lost
+
+    def _try_for(self, timeout_s: float) -> Connection | None:
+        """Return a connection; None if there is none in time, or no process listens any more."""
+        end, refused_since = time.monotonic() + timeout_s, None
+        told = self._invitation
+        while True:
+            now = time.monotonic()
+            try:
+                return dial(
+                    self.channel,
+                    bytes.fromhex(told.key),
+                    told.addresses,
+                    told.port,
+                    min(_DIAL_S, max(0.1, end - now)),
+                )
+            except ConnectionRefusedError:
+                refused_since = refused_since or now
+                if now > refused_since + _REFUSED_S:
+                    return None
+            except OSError:
+                refused_since = None
+            if time.monotonic() > end:
+                return None
+            time.sleep(_PAUSE_S)
 
 
 class Agent(RankMonitor):
     """Watches over one rank from its start to its end.
 
     Args:
-        mail: files of the attempt, here.
-        plan: plain facts of the job.
+        line: the connection to the supervisor.
         place: of the rank, among all.
-        node: what users call this host.
-        more: variables for the rank, besides those of the plan.
+        node: what users call this host; "" if they call it by its own name.
+        environment: variables that the rank inherits.
     """
 
     def __init__(
-        self, mail: Mailbox, plan: Plan, place: Environment, node: str, more: Mapping[str, str]
+        self, line: Line, place: Environment, node: str, environment: Mapping[str, str]
     ) -> None:
-        super().__init__(signal.Signals[plan.stack_signal])
-        self._mail = mail
-        self._dir = mail.dir
-        self._plan = plan
+        self._line = line
+        self._channel = line.channel
         self._place = place
-        self._node = node
-        self._more = more
+        self._environment = environment
         self._signals: list[int] = []
-        self._is_dismissed = False
+        self._orders: list[dict[str, Any]] = []
+        self._is_finished = False
         self._stop_reason = ""
-        self._interrupted_until: float | None = None
-        self._heeded = {signal.Signals[name] for name in (*plan.stop_signals, plan.stack_signal)}
-        self._heeded.add(signal.SIGTERM)
+        self._hears_outputs = True
+        self._own_dir: Path | None = None
+        self._send(
+            {
+                "rank": place.rank,
+                "host": socket.gethostname(),
+                "node": node,
+                "versions": own_versions(),
+            }
+        )
+        welcome = self._wait_for("plan")
+        self._plan: RunPlan = welcome["plan"]
+        self._attempt: int = welcome["attempt"]
+        super().__init__(signal.Signals[self._plan.stack_signal])
+        self.listen(self._channel.fileno(), self._hear)
+        self.listen(line.fileno(), self._go_on_connected)
+        self._heeded = {signal.SIGTERM, signal.Signals[self._plan.stack_signal]}
+        self._heeded |= {signal.Signals[name] for name in self._plan.stop_signals}
         self._take_signals()
-        self._rank = self._start()
-        if mail.attempt:
-            line = f"--- attempt {mail.attempt} on {self._rank.known.host}\n"
-            self._rank.log.write(line.encode())
+        self._rank = self._start(self._payload(Path(welcome["payload"])))
 
-    def run(self) -> int:
-        """Stay until the rank has ended; return the exit code that tells the starter how."""
-        began = time.monotonic()
-        while (rank := self._rank).is_running and not rank.known.is_bad and not self._stop_reason:
-            self._listen_for(pause_s(time.monotonic() - began))
-            if self._is_dismissed:
+    def run(self) -> None:
+        """Stay until the supervisor lets the rank go, or stops it."""
+        try:
+            while not self._is_finished and not self._stop_reason:
+                self._turn(None)
+            if self._is_finished:
                 self.finish()
-                break
-            if rank.known.is_bad:
-                self.make_good(rank)
-        known = rank.known
-        if known.is_good and (self._is_dismissed or not rank.is_running):
+            elif self._stop_reason != "cancelled":
+                self.note_places(is_deadline=self._stop_reason == "deadline")
+                self._tell()
+        finally:
             self._end()
-            self._mail.write_state(known)
-            return 0
-        if known.state != "died" and known.failed is None:
-            self.note_places(is_deadline=self._stop_reason == "deadline")
-        elif self._was_ended_by_starter():
-            known.note("stopped")
-        if known.failed is None:
-            self._mail.write_state(known)
-        # Not before the others have learned of it, or shown where they stand, too.
-        self.step_until(lambda: not rank.is_running, COLLECT_S)
-        self._wait_for_others()
-        self._end()
-        return 1
 
-    def make_good(self, rank: RankProcess) -> None:
-        """Start another rank in place of a bad one, where the job goes on without it."""
+    def _wait_for(self, word: str) -> dict[str, Any]:
+        """Return the next message that has this word, before the rank is started."""
+        with selectors.DefaultSelector() as selector:
+            selector.register(self._channel, selectors.EVENT_READ)
+            while True:
+                selector.select()
+                try:
+                    self._orders += self._channel.receive()
+                except Broken as error:
+                    raise PlatformError(f"the supervisor hung up: {error}") from None
+                for order in self._orders:
+                    if word in order or "stop" in order:
+                        self._orders.remove(order)
+                        if word not in order:
+                            raise PlatformError(f"stopped before the start: {order['stop']}")
+                        return order
 
-    def _wait_for_others(self) -> None:
-        """Stay, after an interrupt, until all ranks have ended: who starts us ends all with us."""
-        while (
-            self._interrupted_until is not None
-            and not self._stop_reason
-            and time.monotonic() < self._interrupted_until
-        ):
-            self._listen_for(0.05)
+    def _payload(self, path: Path) -> int:
+        """Return the file with all that the rank is told: the supervisor's own, or a copy of it."""
+        with suppress(OSError, PlatformError):
+            check_ours(path)
+            self._dir = path.parent
+            return os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
+        self._own_dir = self._dir = Path(tempfile.mkdtemp(prefix="unisono-agent-"))
+        self._send({"wants": "payload"})
+        fd, place = nameless_file(), 0
+        while data := self._wait_for("payload")["payload"]:
+            place += os.pwrite(fd, data, place)
+        return fd
 
-    def _listen_for(self, seconds: float) -> None:
-        """Take what comes from the rank, and what it or we are told."""
-        self.wait(seconds)
-        self._heed_signals()
-        self._heed_orders()
-        self._look_for_launcher()
+    def _start(self, payload_fd: int) -> RankProcess:
+        """Start the rank; signals wait until it is ready for them."""
+        plan, place = self._plan, self._place
+        variables = common_variables(self._environment, threads=plan.cpus_per_rank, more=plan.env)
+        variables |= rank_variables(place, plan.run_id, self._dir, self._attempt)
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, self._heeded)
+        try:
+            rank = spawn_rank(
+                place.rank,
+                place.size,
+                payload_fd=payload_fd,
+                env=variables,
+                job_dir=self._dir,
+                keeps_log=False,
+                # By these an MPI library in the rank talks to who started it.
+                kept_fds=(int(variables["PMI_FD"]),)
+                if variables.get("PMI_FD", "").isdigit()
+                else (),
+            )
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+            os.close(payload_fd)
+        rank.known.pid, rank.known.pid_start = rank.pid, process_start(rank.pid)
+        self.watch(rank)
+        self._tell(rank)
+        return rank
 
-    def _was_ended_by_starter(self) -> bool:
-        """Whether the rank was killed after another had failed: that is how starters clean up.
+    def heard(self, rank: RankProcess, news: Any) -> None:
+        if news.get("state") == "returned":
+            self._channel.stream(chunks_of("value", rank.result))
+        if "state" in news or "finishing_s" in news or "standing" in news:
+            self._tell(rank)
+        if others := {name: news[name] for name in ("address", "preempt") if name in news}:
+            self._send(others)
 
-        Others that have noticed its end already do not count: their reports are consequences.
-        """
-        code = self._rank.known.exit_code
-        if self._rank.known.state != "died" or code not in (-signal.SIGKILL, -signal.SIGTERM):
-            return False
-        is_cause = verdict.is_own if code == -signal.SIGKILL else attrgetter("is_bad")
-        return any(map(is_cause, self._states()))
+    def printed(self, rank: RankProcess, number: int, data: bytes) -> None:
+        del rank
+        self._send({"output": data, "stream": number})
+
+    def _tell(self, rank: RankProcess | None = None) -> None:
+        """Tell the supervisor what is known of the rank."""
+        self._send({"state": (rank or self._rank).known})
+
+    def _send(self, message: dict[str, Any]) -> None:
+        self._channel.send(message)
+
+    def _turn(self, timeout_s: float | None) -> None:
+        """Take what comes from the rank, from the supervisor and from signals."""
+        was_running = self._rank.is_running
+        self._listen_for_room()
+        self.wait(timeout_s)
+        if was_running and not self._rank.is_running:
+            self._tell()
+        while self._signals:
+            self._rank.signal(self._signals.pop(0))
+        while self._orders:
+            self._obey(self._orders.pop(0))
+
+    def wait(self, timeout_s: float | None) -> bool:
+        """Wait for news at most so long, and take all that has come; send what has to be sent."""
+        if self._channel.is_connected:
+            events = selectors.EVENT_READ | selectors.EVENT_WRITE * self._channel.wants_write
+            key = self._selector.get_key(self._channel.fileno())
+            if key.events != events:
+                self._selector.modify(key.fd, events, key.data)
+        return super().wait(timeout_s)
+
+    def _listen_for_room(self, *, to_the_end: bool = False) -> None:
+        """Read what the rank prints as long as it can be passed on; else the rank waits."""
+        has_room = to_the_end or self._channel.has_room
+        if has_room == self._hears_outputs:
+            return
+        self._hears_outputs = has_room
+        for number, fd in enumerate(self._rank.outputs):
+            if has_room:
+                self.listen(fd, self._read_output, self._rank, number, fd)
+            else:
+                with suppress(KeyError):  # at its end
+                    self._selector.unregister(fd)
+
+    def _obey(self, order: dict[str, Any]) -> None:
+        if "stop" in order:
+            self._stop_reason = str(order["stop"])
+        elif "finish" in order:
+            self._is_finished = True
+        elif "stack" in order:
+            dumps = self.raw_stacks([self._rank], STACKS_S)
+            self._send({"stack": dumps.get(self._rank.rank, "")})
+        elif "signal" in order:
+            self._rank.signal(signal.Signals[order["signal"]])
+        else:
+            self._rank.order(**order)
+
+    def _hear(self) -> bool:
+        """Take the orders that have come; a connection that has ended is made anew."""
+        self._channel.flush()
+        try:
+            self._orders += self._channel.receive()
+        except Broken:
+            self._selector.unregister(self._channel.fileno())
+            self._line.reconnect(self._plan.lost_after_s)
+        return True
+
+    def _go_on_connected(self) -> bool:
+        if self._line.reconnected():
+            self.listen(self._channel.fileno(), self._hear)
+        else:
+            self._stop_reason = self._stop_reason or "the supervisor is gone"
+        return True
 
     def _take_signals(self) -> None:
         read, write = os.pipe()
@@ -136,120 +354,44 @@ class Agent(RankMonitor):
             signal.signal(number, lambda n, _frame: self._signals.append(n))
         self.listen(read, lambda: read_available(read) != b"")
 
-    def _start(self) -> RankProcess:
-        """Start the rank; signals wait until it is ready for them."""
-        plan, place = self._plan, self._place
-        more = {**plan.env, **self._more}
-        variables = common_variables(os.environ, threads=plan.cpus_per_rank, more=more)
-        variables |= rank_variables(place, plan.run_id, self._dir, self._mail.attempt)
-        job_files.check_ours(self._dir / PAYLOAD)
-        payload_fd = os.open(self._dir / PAYLOAD, os.O_RDONLY | os.O_NOFOLLOW)
-        before = signal.pthread_sigmask(signal.SIG_BLOCK, self._heeded)
+    def _end(self) -> None:
+        """Stop the rank if it still runs, pass its last words on, and leave nothing here."""
         try:
-            rank = spawn_rank(
-                place.rank,
-                place.size,
-                payload_fd=payload_fd,
-                env=variables,
-                job_dir=self._dir,
-                # By these an MPI library in the rank talks to who started it.
-                kept_fds=(int(os.environ["PMI_FD"]),)
-                if os.environ.get("PMI_FD", "").isdigit()
-                else (),
+            self._listen_for_room(to_the_end=True)
+            self.end_all(self._plan.grace_s)
+            if self._own_dir is not None:
+                with suppress(OSError):
+                    self._send({"crash": self._rank.stack_path.read_bytes()})
+            self._tell()
+            self._send({"over": True})
+            self.step_until(
+                lambda: self._channel.is_drained or self._line.is_lost, self._plan.lost_after_s
             )
         finally:
-            signal.pthread_sigmask(signal.SIG_SETMASK, before)
-            os.close(payload_fd)
-        rank.known.attempt, rank.known.node = self._mail.attempt, self._node
-        rank.known.pid, rank.known.pid_start = rank.pid, process_start(rank.pid)
-        self.watch(rank)
-        self._mail.write_state(rank.known)
-        return rank
-
-    def heard(self, rank: RankProcess, news: Any) -> None:
-        if (value := rank.value()) is not None and "state" in news:
-            self._mail.write_value(rank.rank, value)
-        if "preempt" in news:
-            self._mail.order(preempt=news["preempt"])
-        if "state" in news or "finishing_s" in news:
-            self._mail.write_state(rank.known)
-
-    def _heed_signals(self) -> None:
-        """Pass signals on. TERM after a failure elsewhere is the starter ending the world."""
-        while self._signals:
-            number = signal.Signals(self._signals.pop(0))
-            if number is signal.SIGTERM and self._is_over():
-                self._stop_reason = "another rank failed"
-            else:
-                self._rank.signal(number)
-
-    def _is_over(self) -> bool:
-        return self._is_cancelled() or any(state.is_bad for state in self._states())
-
-    def _is_cancelled(self) -> bool:
-        return (self._dir / CANCEL).exists()
-
-    def _states(self) -> list[RankState]:
-        return self._mail.read_states(self._plan.ranks)
-
-    def _heed_orders(self) -> None:
-        for order in self._mail.new_orders():
-            if "stop" in order:
-                self._stop_reason = str(order["stop"])
-            elif "finish" in order:
-                self._is_dismissed = True
-            elif "interrupt" in order:
-                self._interrupted_until = time.monotonic() + float(order["interrupt"])
-                self._rank.order(interrupt=order["interrupt"])
-            elif "stack" in order:
-                self._rank.signal(signal.Signals[self._plan.stack_signal])
-            elif order.get("preempt") == self._rank.rank:
-                self._rank.signal(signal.SIGTERM)
-
-    def _look_for_launcher(self) -> None:
-        if self._plan.launcher is None:
-            return
-        host, pid, start = self._plan.launcher
-        if host == self._rank.known.host and process_start(pid) != start:
-            self._stop_reason = "the launcher is gone"
-            self._mail.order(stop=self._stop_reason)  # other hosts cannot see it
-
-    def _end(self) -> None:
-        """Stop the rank if it still runs, and take its last output."""
-        self.end_all(self._plan.grace_s)
-        self.close()
+            self._channel.detach()
+            self.close()
+            if self._own_dir is not None:
+                shutil.rmtree(self._own_dir, ignore_errors=True)
 
 
-def _refuse(mail: Mailbox, place: Environment, error: PlatformError) -> int:
-    """Report an error that keeps the rank from being started."""
-    state = RankState(rank=place.rank, attempt=mail.attempt, host=socket.gethostname())
-    summary = f"PlatformError: {str(error).splitlines()[0]}"
-    traceback = f"unisono.errors.PlatformError: {error}\n"
-    mail.write_failure(state, summary=summary, traceback=traceback, lost="")
-    return 1
+def chunks_of(word: str, fd: int) -> Iterator[dict[str, bytes]]:
+    """Yield the bytes of a file as messages; the last one is empty."""
+    place = 0
+    while data := os.pread(fd, _CHUNK, place):
+        place += len(data)
+        yield {word: data}
+    yield {word: b""}
 
 
 def main() -> int:
-    """Be the agent that the command line and the environment describe."""
-    mail = Mailbox(Path(sys.argv[1]), int(sys.argv[2]))
-    told = json.loads(sys.argv[3]) if sys.argv[3:] else {}
-    node = told.pop("name", os.environ.get("SLURMD_NODENAME", ""))
-    kind, more = Agent, dict[str, str]()
-    if (address := told.pop("elastic", None)) is not None:
-        from unisono.launch.places.elastic import ElasticAgent as kind
-
-        more["UNISONO_ELASTIC"] = address
-    if told:
-        place = Environment(kind="unisono", **told)
-    else:
-        place = detect({n: value for n, value in os.environ.items() if n not in _OF_OTHERS})
-    try:
-        job_files.check_ours(mail.dir)
-        plan = Plan.read(mail.dir)
-        plan.check_versions()
-    except PlatformError as error:
-        return _refuse(mail, place, error)
-    return kind(mail, plan, place, node, more).run()
+    """Be the agent that the environment describes."""
+    environment = dict(os.environ)
+    invitation = Invitation.read(environment.pop(INVITATION))
+    place = detect({n: value for n, value in environment.items() if n not in _OF_OTHERS})
+    line = Line(invitation)
+    line.connect(CONNECT_S)
+    Agent(line, place, environment.get("SLURMD_NODENAME", ""), environment).run()
+    return 0
 
 
 if __name__ == "__main__":

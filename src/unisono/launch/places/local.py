@@ -12,7 +12,7 @@ from typing import Any
 
 from unisono.environment import Environment
 from unisono.launch.logs import Console, RankStream, lent_to
-from unisono.launch.places.mailbox import Plan
+from unisono.launch.plan import RunPlan
 from unisono.launch.pool.client import RankProcess, fork_ranks, spawn_rank, why_not
 from unisono.launch.pool.monitor import STACKS_S, RankMonitor
 from unisono.launch.pool.payload import Parcel
@@ -41,7 +41,7 @@ class LocalRanks(RankMonitor, Ranks):
     """Modules that the warm server loads before it forks them."""
 
     def __init__(
-        self, job: Job, plan: Plan, attempt: int, *, console: Console, job_dir: Path
+        self, job: Job, plan: RunPlan, attempt: int, *, console: Console, job_dir: Path
     ) -> None:
         super().__init__(signal.Signals[plan.stack_signal])
         self._job = job

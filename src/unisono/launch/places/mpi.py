@@ -1,7 +1,6 @@
-"""Ranks under an `mpiexec` of our own: which one that is, and one attempt to run a job on them.
+"""Ranks under an `mpiexec` of our own: which one that is, and the words it is given.
 
-`mpiexec` starts an agent for each rank; what becomes of the ranks is read from the files of the
-run, so their fates, logs and deadlines are those of local ranks.
+`mpiexec` starts an agent for each rank, by ssh on other hosts; all else is as everywhere.
 """
 
 from __future__ import annotations
@@ -17,8 +16,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 from unisono.errors import PlatformError
-from unisono.launch.places.mailbox import Plan
-from unisono.launch.places.program import LaunchedRanks
+from unisono.launch.places.agents import AgentRanks
+from unisono.launch.places.rendezvous import address_of_job
+from unisono.launch.plan import RunPlan
 from unisono.launch.platform import Platform
 from unisono.launch.pool.cleanup import unused_memory
 from unisono.launch.pool.protocol import Job
@@ -38,15 +38,18 @@ _FORWARDED = ("UNISONO_", "PYTHON", "TORCH", "OMP_", "MKL_", "GLOO_", "NCCL_", "
 """Starts of names of variables that Open MPI has to be told to take to other hosts."""
 
 
-class MpiRanks(LaunchedRanks):
+class MpiRanks(AgentRanks):
     """The ranks of one attempt that `mpiexec` starts; leaves no memory of MPI behind."""
 
-    def __init__(self, job: Job, plan: Plan, attempt: int, **shown: Any) -> None:
+    def __init__(self, job: Job, plan: RunPlan, attempt: int, **shown: Any) -> None:
         platform, env = job.platform, clean_environment(job.setting.environment)
         agent = [sys.executable, "-m", "unisono.launch.places.agent"]
         words = [*command(find_mpiexec(platform), platform, env), *agent]
         self._segments = _segments()
-        super().__init__(job, plan, attempt, words, env=env, **shown)
+        address = None
+        if platform.n_nodes > 1:
+            address = platform.master_addr or address_of_job()
+        super().__init__(job, plan, attempt, command=words, env=env, address=address, **shown)
 
     def close(self, *, at_once: bool | None) -> None:
         try:

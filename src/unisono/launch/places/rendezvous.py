@@ -1,9 +1,10 @@
-"""How ranks on several hosts find each other: rank 0 leaves its addresses in a file they share.
+"""How ranks on several hosts find each other: rank 0 tells its addresses, and the others try them.
 
-Rank 0 listens at a port that the system gives it, at one address: that of the job's network. Only
-where it does not know any, it listens at all, and the others try its addresses one by one. They
-take the one behind which they find the word of this run, so an address that leads elsewhere
-(somebody else's network, each host's own loopback) does no harm.
+The addresses travel over the channels of our launcher, or in a file where another one started the
+ranks. Rank 0 listens at a port that the system gives it, at one address: that of the job's network.
+Only where it does not know any, it listens at all, and the others try its addresses one by one.
+They take the one behind which they find the word of this run, so an address that leads elsewhere
+(another network, each host's own loopback) does no harm.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import os
 import secrets
 import socket
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
@@ -36,99 +38,115 @@ _LISTENING = "0A"
 
 
 def meet(
-    environment: Environment,
-    path: Path,
-    *,
-    nonce: str,
-    timeout_s: float,
-    asked: tuple[str | None, int] = (None, 0),
+    environment: Environment, path: Path, *, nonce: str, timeout_s: float
 ) -> tuple[dist.Store, tuple[str, int]]:
-    """Return the store of this world and where it is. Collective over the world.
+    """Return the store of a world that no launcher of ours has started, and where it is.
 
-    All ranks get the address at which rank 0 was found, rank 0 as well: what it listens at for
-    other purposes should be on that network too.
+    Collective over the world.
 
     Args:
         environment: the place of this rank.
         path: file of this world, in a private directory that all hosts see.
         nonce: word of this world; ranks other than 0 may leave it empty, and then trust the file.
         timeout_s: deadline.
-        asked: address and port of rank 0, where the user wants particular ones.
     """
+    from unisono.comm import seal
+
     end = time.monotonic() + timeout_s
-    environment = replace(environment, kind="unisono", master=None)
     if environment.rank == 0:
-        store, address = _host(environment, path, nonce, timeout_s, asked)
-    else:
-        store, address = _join(environment, path, nonce, end)
-    store.set_timeout(timedelta(seconds=timeout_s))
-    if environment.nodes > 1 and environment.rank in (0, environment.size - 1):
-        # A rank of the last node tells rank 0 by which of its addresses it was found.
-        if environment.rank:
-            store.set(_REACHED, address[0])
-        address = store.get(_REACHED).decode(), address[1]
-    return store, address
+        store, names, port = host(environment, nonce=nonce, timeout_s=timeout_s)
+        entry: dict[str, Any] = {"addresses": names, "port": port, "nonce": nonce}
+        entry["secret"] = secrets.token_hex(32)
+        seal.give_secret(entry["secret"].encode())
+        write_private(path, json.dumps(entry).encode())
+        return store, agreed_address(environment, store, (names[0], port))
+    entry = _wait_for(path, environment, end)
+    seal.give_secret(entry["secret"].encode())
+    return join(
+        environment,
+        (entry["addresses"], int(entry["port"])),
+        nonce=nonce or entry["nonce"],
+        timeout_s=max(0.0, end - time.monotonic()),
+    )
 
 
-def _host(
+def host(
     environment: Environment,
-    path: Path,
+    *,
     nonce: str,
     timeout_s: float,
-    asked: tuple[str | None, int],
-) -> tuple[dist.Store, tuple[str, int]]:
+    asked: tuple[str | None, int] = (None, 0),
+) -> tuple[dist.Store, list[str], int]:
+    """Open the store of a world on rank 0; return it, addresses that may lead to it, and its port.
+
+    Args:
+        environment: the place of this rank.
+        nonce: word of this world.
+        timeout_s: deadline.
+        asked: address and port, where the user wants particular ones.
+    """
     from unisono.comm import machine as addresses
-    from unisono.comm import seal
     from unisono.comm.lifecycle import open_store
 
     addr, port = asked
     if addr is None and environment.nodes > 1:
         addr = addresses.of_job(candidates()) or None
+    environment = replace(environment, kind="unisono", master=None)
     store = open_store(environment, addr=addr, port=port, timeout_s=timeout_s, nonce=nonce)
-    port = store.port  # pyright: ignore[reportAttributeAccessIssue]
+    store.set_timeout(timedelta(seconds=timeout_s))
     names = [addr] if addr else [LOOPBACK] if environment.nodes == 1 else candidates()
-    entry: dict[str, Any] = {"addresses": names, "port": port, "nonce": nonce}
-    if not seal.has_secret():  # no launcher of ours has brought one
-        entry["secret"] = secrets.token_hex(32)
-        seal.give_secret(entry["secret"].encode())
-    write_private(path, json.dumps(entry).encode())
-    return store, (names[0], port)
+    return store, names, store.port  # pyright: ignore[reportAttributeAccessIssue]
 
 
-def _join(
-    environment: Environment, path: Path, nonce: str, end: float
+def join(
+    environment: Environment,
+    where: tuple[Sequence[str], int],
+    *,
+    nonce: str,
+    timeout_s: float,
 ) -> tuple[dist.Store, tuple[str, int]]:
-    from unisono.comm import seal
+    """Find the store of rank 0 at one of its addresses; return it and where it is."""
     from unisono.comm.lifecycle import open_store
 
-    entry = _wait_for(path, environment, end)
-    if not seal.has_secret():
-        seal.give_secret(entry["secret"].encode())
-    port, limit_s = int(entry["port"]), FIRST_TRY_S
+    names, port = where
+    environment = replace(environment, kind="unisono", master=None)
+    end = time.monotonic() + timeout_s
+    limit_s = timeout_s if len(names) == 1 else FIRST_TRY_S
     tried: list[str] = []
     while True:
-        for addr in entry["addresses"]:
+        for addr in names:
             left = end - time.monotonic()
             if left <= 0:
                 raise PlatformError.because(
                     f"rank {environment.rank} of {environment.size} joins rank 0 at port {port}",
-                    "no answer at " + "; ".join(tried[-len(entry["addresses"]) :]),
+                    "no answer at " + "; ".join(tried[-len(names) :]),
                     None,
                     "Platform(master_addr=...) with an address that all nodes reach",
                 )
             try:
                 store = open_store(
-                    environment,
-                    addr=addr,
-                    port=port,
-                    timeout_s=min(limit_s, left),
-                    nonce=nonce or entry["nonce"],
+                    environment, addr=addr, port=port, timeout_s=min(limit_s, left), nonce=nonce
                 )
             except (RuntimeError, PlatformError) as error:
                 tried.append(f"{addr} ({str(error).splitlines()[0][:80]})")
             else:
-                return store, (addr, port)
+                store.set_timeout(timedelta(seconds=timeout_s))
+                return store, agreed_address(environment, store, (addr, port))
         limit_s *= 2
+
+
+def agreed_address(
+    environment: Environment, store: dist.Store, address: tuple[str, int]
+) -> tuple[str, int]:
+    """Return the address at which the last node found rank 0.
+
+    Rank 0 takes it over: what it listens at for other purposes should be on that network, too.
+    """
+    if environment.nodes > 1 and environment.rank in (0, environment.size - 1):
+        if environment.rank:
+            store.set(_REACHED, address[0])
+        address = store.get(_REACHED).decode(), address[1]
+    return address
 
 
 def _wait_for(path: Path, environment: Environment, end: float) -> dict[str, Any]:
@@ -161,6 +179,13 @@ def candidates() -> list[str]:
             found = addresses.resolve(node_address(node) or node)
     outward = [addr for addr in found if not addresses.is_loopback(addr)]
     return list(dict.fromkeys([*outward, *addresses.own_addresses(), LOOPBACK]))
+
+
+def address_of_job() -> str:
+    """Return the address at which other hosts find this one."""
+    from unisono.comm import machine  # which loads torch
+
+    return machine.of_job(candidates()) or candidates()[0]
 
 
 def owner_of_port(port: int) -> str:

@@ -313,7 +313,7 @@ class RankProcess:
 
     Attributes:
         rank: its place in the world.
-        log: what it prints.
+        log: what it prints; None where that is kept elsewhere.
         stack_path: where it writes its stacks.
         report: our end of the pipe for messages.
         control: our end of the pipe for orders.
@@ -326,10 +326,10 @@ class RankProcess:
         known: what it has said so far, and how it ended.
     """
 
-    def __init__(self, rank: int, job_dir: Path) -> None:
+    def __init__(self, rank: int, job_dir: Path, *, keeps_log: bool = True) -> None:
         """Prepare for a rank; its process is started inside its `with` block."""
         self.rank = rank
-        self.log = RankLog(job_dir / f"rank-{rank}.log")
+        self.log = RankLog(job_dir / f"rank-{rank}.log") if keeps_log else None
         self.stack_path = job_dir / f"rank-{rank}.stack"
         pipes: list[tuple[int, int]] = []
         try:
@@ -337,7 +337,8 @@ class RankProcess:
                 pipes.append(os.pipe())
             self.result = nameless_file()
         except OSError as error:
-            self.log.close()
+            if self.log is not None:
+                self.log.close()
             for fd in itertools.chain(*pipes):
                 os.close(fd)
             limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -381,7 +382,8 @@ class RankProcess:
     def fds(self) -> tuple[int, ...]:
         """All descriptors that this process has for the rank."""
         ends = () if self.process.end_fd is None else (self.process.end_fd,)
-        return *self._ours, self.log.fileno(), *ends
+        logs = () if self.log is None else (self.log.fileno(),)
+        return *self._ours, *logs, *ends
 
     def value(self) -> Parcel | None:
         """Return what its function returned, if it has; good also after `close`."""
@@ -430,7 +432,8 @@ class RankProcess:
 
     def close(self) -> None:
         """Close all descriptors."""
-        self.log.close()
+        if self.log is not None:
+            self.log.close()
         for fd in self._ours:
             os.close(fd)
         if self.process.end_fd is not None:
@@ -485,6 +488,7 @@ def spawn_rank(
     payload_fd: int,
     env: Mapping[str, str],
     job_dir: Path,
+    keeps_log: bool = True,
     kept_fds: Sequence[int] = (),
     stdin_fd: int = subprocess.DEVNULL,
 ) -> RankProcess:
@@ -493,7 +497,7 @@ def spawn_rank(
     `kept_fds` are descriptors of this process that the rank inherits, too; `stdin_fd` is what it
     reads from.
     """
-    with RankProcess(rank, job_dir) as process:
+    with RankProcess(rank, job_dir, keeps_log=keeps_log) as process:
         inherited = (payload_fd, *process.theirs)
         label = f"unisono rank {rank} of {ranks}"
         started = subprocess.Popen(

@@ -189,14 +189,16 @@ class RankMonitor:
                 # One read takes all that a pipe holds: what was printed before stands before.
                 for number, fd in enumerate(rank.outputs):
                     self._read_output(rank, number, fd)
-                rank.log.write(FAILED + news["failed"].traceback.encode(errors="replace"))
+                if rank.log is not None:
+                    rank.log.write(FAILED + news["failed"].traceback.encode(errors="replace"))
             self.heard(rank, news)
         return messages
 
     def _read_output(self, rank: RankProcess, number: int, fd: int) -> bool:
         data = read_available(fd)
         if data:
-            rank.log.write(data)
+            if rank.log is not None:
+                rank.log.write(data)
             self.printed(rank, number, data)
         return data != b""
 

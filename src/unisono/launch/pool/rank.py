@@ -308,32 +308,23 @@ def _meet(
 ) -> tuple[dist.Store, tuple[str, int] | None]:
     """Return the store of this world, and its address if it has one.
 
-    Where the launcher knows all ranks, rank 0 tells it the address, and the others are told it.
+    Rank 0 tells the launcher where it is, and the launcher tells the others.
     """
     import torch.distributed as dist
 
-    from unisono.comm.lifecycle import open_store
-    from unisono.launch.places.rendezvous import meet
+    from unisono.launch.places.rendezvous import agreed_address, host, join
 
     platform, timeout_s = job.platform, job.platform.start_timeout_s
-    job_dir, attempt = Path(os.environ["UNISONO_JOB_DIR"]), os.environ["UNISONO_RESTART"]
-    asked = platform.master_addr, platform.master_port or 0
     if platform.ipc_protocol == "file":
-        return dist.FileStore(str(job_dir / f"store-{attempt}"), environment.size), None
-    if not platform.kind.is_here:  # no launcher to pass an address on
-        path = job_dir / f"rendezvous-{attempt}.json"
-        return meet(environment, path, nonce=nonce, timeout_s=timeout_s, asked=asked)
+        path = Path(os.environ["UNISONO_JOB_DIR"], f"store-{os.environ['UNISONO_RESTART']}")
+        return dist.FileStore(str(path), environment.size), None
     if environment.rank == 0:
-        store = open_store(
-            environment, addr=asked[0], port=asked[1], timeout_s=timeout_s, nonce=nonce
-        )
-        addr, port = asked[0] or "127.0.0.1", store.port  # pyright: ignore[reportAttributeAccessIssue]
-        tell(report_fd, address=(addr, port))
-    else:
-        addr, port = lifeline.wait_for("master", timeout_s=timeout_s)
-        environment = replace(environment, master=(addr, port))
-        store = open_store(environment, timeout_s=timeout_s, nonce=nonce)
-    return store, (addr, port)
+        asked = platform.master_addr, platform.master_port or 0
+        store, names, port = host(environment, nonce=nonce, timeout_s=timeout_s, asked=asked)
+        tell(report_fd, address=(names, port))
+        return store, agreed_address(environment, store, (names[0], port))
+    names, port = lifeline.wait_for("master", timeout_s=timeout_s)
+    return join(environment, (names, port), nonce=nonce, timeout_s=timeout_s)
 
 
 def _tell_standing(report_fd: int) -> None:

@@ -1,0 +1,501 @@
+"""The control channel: messages between a supervisor and an agent, over connections that may break.
+
+Both sides prove that they know the key of the run before either unpickles a byte:
+
+    server   magic, nonce
+    client   nonce, identity of the channel, frames received so far, proof
+    server   frames received so far, proof
+
+Then come frames: length, number, number of the last frame received, body, digest. The digest covers
+a counter of the connection, so a frame that is changed, left out, cut off or sent again ends the
+connection. Frames that the other side has not acknowledged are kept; after a break they are sent
+again, so each message arrives once and in order. A sender may run ahead by `WINDOW_BYTES`, no more:
+a reader that is slow slows the writer down.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import pickle
+import secrets
+import selectors
+import socket
+import struct
+import time
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+MAGIC = b"unisono\x01"
+KEY_BYTES = 32
+WINDOW_BYTES = 8 << 20
+"""Most bytes on their way that the other side has not acknowledged."""
+GREETING_S = 10.0
+"""Longest time a connection may take to prove that it knows the key."""
+GUESTS = 128
+"""Most connections that have not proved it yet; the oldest goes first."""
+_PIECE_BYTES = 1 << 20
+"""Largest body of a frame; longer messages are several frames."""
+_READ_BYTES = 1 << 18
+_NONCE_BYTES = 32
+_IDENTITY_BYTES = 16
+_PROOF_BYTES = 32
+_DIGEST_BYTES = 16
+_HEAD = struct.Struct("<IQQ")
+_COUNT = struct.Struct("<Q")
+_MORE, _LAST = b"\0", b"\1"
+_ANSWER_BYTES = _NONCE_BYTES + _IDENTITY_BYTES + _COUNT.size + _PROOF_BYTES
+_SILENT_MS = 10_000
+"""So long data may stay without an answer of the other host before the connection is broken."""
+
+
+def new_key() -> bytes:
+    """Return the key of a run."""
+    return secrets.token_bytes(KEY_BYTES)
+
+
+class Broken(Exception):
+    """A connection has ended.
+
+    Attributes:
+        was_closed: whether the other host closed it, as it does for a process that has ended; else
+            the network, or a frame that is not authentic, broke it.
+    """
+
+    def __init__(self, reason: str, *, was_closed: bool = False) -> None:
+        super().__init__(reason)
+        self.was_closed = was_closed
+
+
+@dataclass(frozen=True)
+class Connection:
+    """A connection whose other end has proved that it knows the key."""
+
+    socket: socket.socket
+    send_key: bytes
+    receive_key: bytes
+    received: int
+    """How many frames the other end has received, over all connections of the channel."""
+
+
+def _proof(key: bytes, role: bytes, *parts: bytes) -> bytes:
+    return hmac.new(key, role + b"".join(parts), hashlib.sha256).digest()
+
+
+def _digest(key: bytes, counter: int, head: bytes, body: bytes) -> bytes:
+    mac = hashlib.blake2b(_COUNT.pack(counter), key=key, digest_size=_DIGEST_BYTES)
+    mac.update(head)
+    mac.update(body)
+    return mac.digest()
+
+
+class Channel:
+    """Messages both ways, in order and each once, whatever happens to connections.
+
+    The socket does not block: `receive` takes what has come, `flush` sends what the socket takes.
+    """
+
+    def __init__(self) -> None:
+        self.identity = secrets.token_bytes(_IDENTITY_BYTES)
+        self.received = 0
+        """How many frames have come."""
+        self._connection: Connection | None = None
+        self._sent = 0
+        self._queue: deque[Iterator[Any]] = deque()
+        self._pieces: Iterator[bytes] = iter(())
+        self._kept: deque[tuple[int, bytes]] = deque()
+        self._kept_bytes = 0
+        self._outgoing = bytearray()
+        self._incoming = bytearray()
+        self._joined = bytearray()
+        self._count_in = self._count_out = 0
+        self._owes_acknowledgement = False
+        self._inbox: list[Any] = []
+        self._end: Broken | None = None
+
+    @property
+    def is_connected(self) -> bool:
+        """Whether there is a connection now."""
+        return self._connection is not None
+
+    @property
+    def has_room(self) -> bool:
+        """Whether a message would leave soon; else the other side is slow, or away."""
+        return not self._queue and self._kept_bytes < WINDOW_BYTES
+
+    @property
+    def is_drained(self) -> bool:
+        """Whether the other side has received every message."""
+        return not self._queue and not self._kept
+
+    @property
+    def wants_write(self) -> bool:
+        """Whether `flush` has something left that the socket has not taken."""
+        return bool(self._outgoing)
+
+    def fileno(self) -> int:
+        """Return the descriptor of the connection."""
+        if self._connection is None:
+            raise Broken("there is no connection")
+        return self._connection.socket.fileno()
+
+    def attach(self, connection: Connection) -> None:
+        """Go on over a connection, in the place of any other: send again what did not arrive."""
+        self.detach()
+        self._connection, self._end = connection, None
+        self._incoming.clear()
+        self._outgoing.clear()
+        self._count_in = self._count_out = 0
+        self._acknowledge(connection.received)
+        for number, body in self._kept:
+            self._pack(number, body)
+
+    def detach(self) -> None:
+        """Close the connection; what was not acknowledged waits for the next one."""
+        if self._connection is not None:
+            self._connection.socket.close()
+            self._connection = None
+
+    def send(self, message: Any) -> None:
+        """Send a message after all others, as soon as there is room."""
+        self._queue.append(iter((message,)))
+        self.flush()
+
+    def stream(self, messages: Iterable[Any]) -> None:
+        """Send messages that are made one by one, each when there is room for it."""
+        self._queue.append(iter(messages))
+        self.flush()
+
+    def flush(self) -> None:
+        """Send what the socket takes; a connection that breaks is noticed by `receive`."""
+        connection = self._connection
+        if connection is None:
+            return
+        with suppress(OSError):
+            while self._outgoing or self._fill():
+                taken = connection.socket.send(self._outgoing)
+                del self._outgoing[:taken]
+
+    def receive(self) -> list[Any]:
+        """Return the messages that have come; raise `Broken` when the connection has ended.
+
+        What came before the end is returned first.
+        """
+        connection = self._connection
+        if connection is None:
+            raise Broken("there is no connection")
+        if self._end is None:
+            try:
+                self._read(connection)
+            except Broken as end:
+                self._end = end
+            self.flush()
+        if self._end is not None and not self._inbox:
+            raise self._end
+        messages, self._inbox = self._inbox, []
+        return messages
+
+    def _read(self, connection: Connection) -> None:
+        try:
+            data = connection.socket.recv(_READ_BYTES)
+        except BlockingIOError:
+            return
+        except ConnectionResetError as error:
+            raise Broken(str(error.strerror), was_closed=True) from error
+        except OSError as error:
+            raise Broken(str(error.strerror)) from error
+        if not data:
+            raise Broken("it was closed", was_closed=True)
+        self._incoming += data
+        self._take(connection)
+
+    def _fill(self) -> bool:
+        """Move the next frame to what is sent, if there is one and room for it."""
+        body = self._next_body() if self._kept_bytes < WINDOW_BYTES else None
+        if body is not None:
+            self._sent += 1
+            self._kept.append((self._sent, body))
+            self._kept_bytes += len(body)
+            self._pack(self._sent, body)
+        elif self._owes_acknowledgement:
+            self._pack(0, b"")
+        return bool(self._outgoing)
+
+    def _next_body(self) -> bytes | None:
+        """Return the next piece of a message; None if there is no message."""
+        while True:
+            for piece in self._pieces:
+                return piece
+            if not self._queue:
+                return None
+            for message in self._queue[0]:
+                self._pieces = _cut(pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL))
+                break
+            else:
+                self._queue.popleft()
+
+    def _pack(self, number: int, body: bytes) -> None:
+        connection = self._connection
+        if connection is None:
+            return
+        head = _HEAD.pack(len(body), number, self.received)
+        digest = _digest(connection.send_key, self._count_out, head, body)
+        self._count_out += 1
+        self._owes_acknowledgement = False
+        for part in (head, body, digest):
+            self._outgoing += part
+
+    def _take(self, connection: Connection) -> None:
+        """Take the whole frames out of what has come, and keep the messages that they complete."""
+        incoming, place = self._incoming, 0
+        while len(incoming) - place >= _HEAD.size:
+            length, number, received = _HEAD.unpack_from(incoming, place)
+            if length > _PIECE_BYTES + 1:
+                raise Broken(f"a frame of {length} bytes; the most is {_PIECE_BYTES + 1}")
+            begin = place + _HEAD.size
+            end = begin + length + _DIGEST_BYTES
+            if len(incoming) < end:
+                break
+            head, body = bytes(incoming[place:begin]), bytes(incoming[begin : begin + length])
+            expected = _digest(connection.receive_key, self._count_in, head, body)
+            if not hmac.compare_digest(expected, incoming[begin + length : end]):
+                raise Broken("a frame with a wrong digest")
+            self._count_in += 1
+            place = end
+            self._acknowledge(received)
+            if number == 0:
+                continue
+            if number != self.received + 1:
+                raise Broken(f"frame {number} after frame {self.received}")
+            self.received = number
+            self._owes_acknowledgement = True
+            self._joined += body[1:]
+            if body[:1] == _LAST:
+                self._inbox.append(pickle.loads(self._joined))
+                self._joined.clear()
+        del incoming[:place]
+
+    def _acknowledge(self, received: int) -> None:
+        """Forget the frames that the other side has."""
+        while self._kept and self._kept[0][0] <= received:
+            self._kept_bytes -= len(self._kept.popleft()[1])
+
+
+def _cut(data: bytes) -> Iterator[bytes]:
+    """Yield the bodies of the frames of a message."""
+    last = max(0, (len(data) - 1) // _PIECE_BYTES * _PIECE_BYTES)
+    for begin in range(0, last, _PIECE_BYTES):
+        yield _MORE + data[begin : begin + _PIECE_BYTES]
+    yield _LAST + data[last:]
+
+
+# Who listens.
+
+
+@dataclass(eq=False)
+class _Guest:
+    """A connection that has not proved yet that it knows the key."""
+
+    socket: socket.socket
+    name: str
+    nonce: bytes
+    until: float
+    received: bytearray
+
+
+class Listener:
+    """The port of a supervisor. Its descriptor tells when there is something to do; then `turn`.
+
+    Args:
+        key: of the run.
+        address: where to listen.
+
+    Attributes:
+        port: where it listens.
+        strangers: one line for each connection that was dropped, until somebody takes them.
+    """
+
+    def __init__(self, key: bytes, address: str = "127.0.0.1") -> None:
+        self._key = key
+        self.address = address
+        family = socket.AF_INET6 if ":" in address else socket.AF_INET
+        self._door = socket.create_server((address, 0), family=family, backlog=1024)
+        self._door.setblocking(False)
+        self.port: int = self._door.getsockname()[1]
+        self.strangers: list[str] = []
+        self._guests: deque[_Guest] = deque()
+        self._channels: dict[bytes, Channel] = {}
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(self._door, selectors.EVENT_READ, None)
+
+    def fileno(self) -> int:
+        """Return a descriptor that is readable when there is something to do."""
+        return self._selector.fileno()
+
+    def seconds_left(self) -> float | None:
+        """Return when `turn` must be called at the latest; None: not before something comes."""
+        return max(0.0, self._guests[0].until - time.monotonic()) if self._guests else None
+
+    def turn(self) -> list[Channel]:
+        """Answer those who have come; return channels that are new, or have a new connection."""
+        arrived: list[Channel] = []
+        for key, _ in self._selector.select(0):
+            if key.data is None:
+                self._accept()
+            elif (channel := self._hear(key.data)) is not None:
+                arrived.append(channel)
+        while self._guests and self._guests[0].until <= time.monotonic():
+            self._drop(self._guests[0], f"said nothing for {GREETING_S:g} s")
+        return arrived
+
+    def forget(self, channel: Channel) -> None:
+        """Take no new connection of a channel."""
+        self._channels.pop(channel.identity, None)
+
+    def close(self) -> None:
+        """Listen no more; channels go on."""
+        for guest in self._guests:
+            guest.socket.close()
+        self._door.close()
+        self._selector.close()
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                connection, address = self._door.accept()
+            except OSError:  # there is none, or no descriptor for it: it stays in the queue
+                return
+            connection.setblocking(False)
+            _watch_network(connection)
+            nonce = secrets.token_bytes(_NONCE_BYTES)
+            until = time.monotonic() + GREETING_S
+            guest = _Guest(connection, str(address[0]), nonce, until, bytearray())
+            self._guests.append(guest)
+            self._selector.register(connection, selectors.EVENT_READ, guest)
+            if len(self._guests) > GUESTS:
+                self._drop(self._guests[0], "had to make room for others")
+            with suppress(OSError):
+                connection.send(MAGIC + nonce)
+
+    def _hear(self, guest: _Guest) -> Channel | None:
+        """Read the answer of a guest; return its channel once it has proved itself."""
+        try:
+            data = guest.socket.recv(_ANSWER_BYTES - len(guest.received))
+        except BlockingIOError:
+            return None
+        except OSError:
+            data = b""
+        guest.received += data
+        if not data:
+            self._drop(guest, "hung up")
+        if not data or len(guest.received) < _ANSWER_BYTES:
+            return None
+        answer = bytes(guest.received)
+        told, proof = answer[:-_PROOF_BYTES], answer[-_PROOF_BYTES:]
+        if not hmac.compare_digest(_proof(self._key, b"client", guest.nonce, told), proof):
+            self._drop(guest, "does not know the key of this run")
+            return None
+        identity = told[_NONCE_BYTES : _NONCE_BYTES + _IDENTITY_BYTES]
+        (received,) = _COUNT.unpack_from(told, _NONCE_BYTES + _IDENTITY_BYTES)
+        if identity not in self._channels:
+            if received:
+                self._drop(guest, "goes on with a channel that is not of this run")
+                return None
+            self._channels[identity] = Channel()
+        channel = self._channels[identity]
+        count = _COUNT.pack(channel.received)
+        self._guests.remove(guest)
+        self._selector.unregister(guest.socket)
+        with suppress(OSError):  # then its first use says so
+            guest.socket.send(count + _proof(self._key, b"server", guest.nonce, told, count))
+        channel.attach(
+            Connection(
+                guest.socket,
+                send_key=_proof(self._key, b"down", guest.nonce, told),
+                receive_key=_proof(self._key, b"up", guest.nonce, told),
+                received=received,
+            )
+        )
+        return channel
+
+    def _drop(self, guest: _Guest, why: str) -> None:
+        self.strangers.append(f"a connection from {guest.name} was dropped: it {why}")
+        self._guests.remove(guest)
+        self._selector.unregister(guest.socket)
+        guest.socket.close()
+
+
+# Who comes.
+
+
+def dial(
+    channel: Channel, key: bytes, addresses: Sequence[str], port: int, timeout_s: float
+) -> Connection:
+    """Return a connection for a channel, by the first address that answers; blocks.
+
+    Raises:
+        ConnectionRefusedError: at all addresses that answered, no process listens.
+        OSError: none answered as a supervisor with this key does.
+    """
+    errors: list[OSError] = []
+    for address in addresses:
+        try:
+            connection = socket.create_connection((address, port), timeout_s)
+        except OSError as error:
+            errors.append(error)
+            continue
+        try:
+            return _greet(connection, channel, key)
+        except (OSError, EOFError) as error:
+            connection.close()
+            errors.append(OSError(f"{address}:{port} does not speak as a supervisor: {error}"))
+    refused = [error for error in errors if isinstance(error, ConnectionRefusedError)]
+    raise refused[0] if len(refused) == len(errors) and refused else errors[-1]
+
+
+def _greet(connection: socket.socket, channel: Channel, key: bytes) -> Connection:
+    greeting = _exactly(connection, len(MAGIC) + _NONCE_BYTES)
+    if not greeting.startswith(MAGIC):
+        raise OSError("another greeting")
+    nonce = greeting[len(MAGIC) :]
+    told = secrets.token_bytes(_NONCE_BYTES) + channel.identity + _COUNT.pack(channel.received)
+    connection.sendall(told + _proof(key, b"client", nonce, told))
+    answer = _exactly(connection, _COUNT.size + _PROOF_BYTES)
+    count, proof = answer[: _COUNT.size], answer[_COUNT.size :]
+    if not hmac.compare_digest(_proof(key, b"server", nonce, told, count), proof):
+        raise OSError("another key")
+    connection.setblocking(False)
+    _watch_network(connection)
+    return Connection(
+        connection,
+        send_key=_proof(key, b"up", nonce, told),
+        receive_key=_proof(key, b"down", nonce, told),
+        received=_COUNT.unpack(count)[0],
+    )
+
+
+def _exactly(connection: socket.socket, size: int) -> bytes:
+    data = b""
+    while len(data) < size:
+        piece = connection.recv(size - len(data))
+        if not piece:
+            raise EOFError("it hung up")
+        data += piece
+    return data
+
+
+def _watch_network(connection: socket.socket) -> None:
+    """Have the system notice that the other host is away, at no cost while it is there."""
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for name, value in (
+        ("TCP_KEEPIDLE", 3),
+        ("TCP_KEEPINTVL", 2),
+        ("TCP_KEEPCNT", 3),
+        ("TCP_USER_TIMEOUT", _SILENT_MS),
+    ):
+        if hasattr(socket, name):
+            connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)

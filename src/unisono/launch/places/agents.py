@@ -1,0 +1,448 @@
+"""Ranks whose parents are agents, here or on other hosts: heard and ordered over the channel.
+
+A place says how agents are started: a program such as mpiexec, srun, Ray's actors. All else is the
+same everywhere. An agent whose connection breaks has `lost_after_s` to come back, and its rank goes
+on meanwhile; one that hangs up, or is killed, is given up at once.
+"""
+
+from __future__ import annotations
+
+import os
+import selectors
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from unisono.errors import PlatformError
+from unisono.launch.channel import Broken, Channel, Listener, new_key
+from unisono.launch.logs import FAILED, STDIN_VARIABLE, Console, RankLog, RankStream
+from unisono.launch.places.agent import INVITATION, Invitation, chunks_of
+from unisono.launch.plan import RunPlan, own_versions
+from unisono.launch.pool.monitor import LONGEST_S
+from unisono.launch.pool.payload import Parcel, nameless_file
+from unisono.launch.pool.protocol import Failed, Job, RankState, read_available, write_payload
+from unisono.launch.pool.stacks import ANSWER_S, user_threads
+from unisono.launch.pool.verdict import STARTER_LOG
+from unisono.launch.supervisor import Ranks
+from unisono.processes import process_start
+
+LEAVE_S = 15.0
+"""Longest time from an order to the end of all agents."""
+HUNG_UP_S = 0.25, 1.0
+"""How long an agent of this host, or of another one, may take to come back after its connection was
+closed: that is what happens when it ends, but a gateway may also close what it thinks is idle."""
+ALL_INTERFACES = "0.0.0.0"
+
+
+@dataclass(eq=False)
+class Seat:
+    """What the supervisor holds for one rank."""
+
+    state: RankState
+    log: RankLog
+    streams: list[RankStream]
+    channel: Channel | None = None
+    value: Parcel | None = None
+    """What the rank returns, as it comes."""
+    value_bytes: int = 0
+    stack: str | None = None
+    """The answer to the latest question where the rank stands."""
+    lost_at: float | None = None
+    """When it is given up, unless its agent comes back."""
+    why_lost: str = ""
+    is_over: bool = False
+    """Whether its agent has said its last word, or was given up."""
+
+    def send(self, message: dict[str, Any]) -> None:
+        """Send the agent a message, if it is still there."""
+        if self.channel is not None and not self.is_over:
+            self.channel.send(message)
+
+
+class AgentRanks(Ranks):
+    """The ranks of one attempt, each with an agent.
+
+    Args:
+        job: what ranks are told.
+        plan: the plain facts of the run.
+        attempt: number of the attempt.
+        console: where output is shown.
+        job_dir: directory of the run.
+        command: a program that starts all agents and ends when they have; None: `start_agents`
+            does something else.
+        env: its variables; None are those of this process.
+        address: where agents find this process; None is this host alone.
+    """
+
+    hint = "the host may be out of memory, or gone"
+    """What to try where an agent is lost."""
+
+    def __init__(
+        self,
+        job: Job,
+        plan: RunPlan,
+        attempt: int,
+        *,
+        console: Console,
+        job_dir: Path,
+        command: Sequence[str] | None = None,
+        env: Mapping[str, str] | None = None,
+        address: str | None = None,
+    ) -> None:
+        if console.raw_rank is not None:
+            raise PlatformError.because(
+                f'{STDIN_VARIABLE} with on="{job.platform.kind.value}"',
+                "ranks of another program, which have no terminal",
+                None,
+                'on="cpu", where one rank can have it, or on="inline"',
+            )
+        self._plan = plan
+        self._attempt = attempt
+        self._console = console
+        self._dir = job_dir
+        self._command = command
+        self._env = env
+        self._process: subprocess.Popen[bytes] | None = None
+        self._end_fd = -1
+        self._payload = job_dir / f"payload-{plan.run_id}"
+        if not self._payload.exists():
+            write_payload(job, self._payload)
+        self._seats = [
+            Seat(
+                RankState(rank=rank, attempt=attempt),
+                RankLog(job_dir / f"rank-{rank}.log"),
+                [console.stream(rank, number) for number in (0, 1)],
+            )
+            for rank in range(plan.ranks)
+        ]
+        self.states = [seat.state for seat in self._seats]
+        self._channels: dict[Channel, Seat | None] = {}
+        self._fds: dict[Channel, int] = {}
+        self._is_here = address is None
+        self._master: Any = None
+        self._key = new_key()
+        self._listener = Listener(self._key, address or "127.0.0.1")
+        self._selector = selectors.DefaultSelector()
+        self._wake_read, self._wake_write = os.pipe()
+        for fd in (self._wake_read, self._wake_write):
+            os.set_blocking(fd, False)
+        self._selector.register(self._wake_read, selectors.EVENT_READ)
+        self._selector.register(self._listener, selectors.EVENT_READ)
+
+    @property
+    def invitation(self) -> Invitation:
+        """What an agent must know."""
+        addresses = [self._listener.address]
+        if self._listener.address == ALL_INTERFACES:
+            from unisono.launch.places.rendezvous import candidates
+
+            addresses = candidates()
+        return Invitation(addresses=addresses, port=self._listener.port, key=self._key.hex())
+
+    def start(self) -> None:
+        self.start_agents(self.invitation)
+
+    def start_agents(self, invitation: Invitation) -> None:
+        """Start one agent for each rank."""
+        if self._command is None:
+            raise NotImplementedError
+        flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND
+        output = os.open(self._dir / STARTER_LOG, flags, 0o600)
+        try:
+            # A session of its own: signals to our process group are for the ranks alone, and
+            # srun would take them as the end.
+            self._process = subprocess.Popen(
+                self._command,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                start_new_session=True,
+                env={
+                    **(os.environ if self._env is None else self._env),
+                    INVITATION: str(invitation),
+                },
+            )
+        finally:
+            os.close(output)
+        if hasattr(os, "pidfd_open"):
+            self._end_fd = os.pidfd_open(self._process.pid)
+            self._selector.register(self._end_fd, selectors.EVENT_READ)
+
+    def end_agents(self) -> None:
+        """End what has started the agents, and the agents with it."""
+        for number in (signal.SIGTERM, signal.SIGKILL):
+            if self._process is not None and self._process.poll() is None:
+                with suppress(ProcessLookupError):
+                    os.killpg(self._process.pid, number)
+                with suppress(subprocess.TimeoutExpired):
+                    self._process.wait(2.0)
+
+    def starter_has_ended(self) -> bool:
+        """Whether what starts agents has ended; then there will be no more of them."""
+        if self._process is not None and self.exit_code is None:
+            self.exit_code = self._process.poll()
+        return self.exit_code is not None
+
+    def wait(self, timeout_s: float | None) -> bool:
+        now = time.monotonic()
+        ends = [seat.lost_at - now for seat in self._seats if seat.lost_at is not None]
+        limits = [timeout_s, self._listener.seconds_left(), LONGEST_S, *ends]
+        for channel in self._channels:
+            self._register(channel)
+        events = self._selector.select(max(0.0, min(s for s in limits if s is not None)))
+        for key, _ in events:
+            if key.fileobj is self._listener:
+                self._welcome()
+            elif isinstance(key.data, Channel):
+                self._hear(key.data)
+            elif key.fd == self._end_fd:
+                self._selector.unregister(key.fd)
+            else:
+                read_available(key.fd)
+        self._give_up_lost()
+        if self.starter_has_ended() and not any(self._is_away(seat) for seat in self._seats):
+            self.has_left = all(seat.is_over or seat.channel is None for seat in self._seats)
+        return bool(events)
+
+    def wake(self) -> None:
+        with suppress(OSError):
+            os.write(self._wake_write, b".")
+
+    def interrupt(self, seconds: float) -> None:
+        self._order(interrupt=seconds)
+
+    def finish(self) -> None:
+        self._order(finish=True)
+        self._wait_for_agents()
+
+    def stop(self, reason: str) -> None:
+        self._order(stop=reason)
+        self._wait_for_agents()
+
+    def stacks(self) -> dict[int, str]:
+        asked = [seat for seat in self._seats if not seat.is_over and "running" in seat.state.at]
+        for seat in asked:
+            seat.stack = None
+            seat.send({"stack": True})
+        end = time.monotonic() + ANSWER_S
+        while any(seat.stack is None for seat in asked) and time.monotonic() < end:
+            self.wait(max(0.0, end - time.monotonic()))
+        return {seat.state.rank: user_threads(seat.stack) for seat in asked if seat.stack}
+
+    def value(self, rank: int) -> Parcel:
+        value = self._seats[rank].value
+        if value is None:
+            raise PlatformError(f"rank {rank} has returned nothing yet")
+        return value
+
+    def close(self, *, at_once: bool | None) -> None:
+        try:
+            if at_once is not None:
+                self._order(stop="cancelled" if at_once else "the launcher was interrupted")
+                self._wait_for_agents(0.5 if at_once else self._plan.grace_s + 2.0)
+        finally:
+            self._listener.close()
+            for channel in self._channels:
+                channel.detach()
+            self.end_agents()
+            self.starter_has_ended()
+            self._end_ranks_here()
+            self._selector.close()
+            fds = (self._wake_read, self._wake_write, self._end_fd)
+            self._wake_write = self._end_fd = -1
+            for fd in fds:
+                if fd >= 0:
+                    os.close(fd)
+            for seat in self._seats:
+                seat.log.close()
+                for stream in seat.streams:
+                    stream.close()
+
+    # What comes.
+
+    def _welcome(self) -> None:
+        for channel in self._listener.turn():
+            self._unregister(channel)  # its connection is a new one
+            seat = self._channels.setdefault(channel, None)
+            if seat is not None:
+                seat.lost_at = None
+        for line in self._listener.strangers:
+            print(f"unisono: {line}", file=sys.stderr, flush=True)
+        self._listener.strangers.clear()
+
+    def _hear(self, channel: Channel) -> None:
+        channel.flush()
+        try:
+            messages = channel.receive()
+        except Broken as end:
+            self._unregister(channel)
+            channel.detach()
+            seat = self._channels[channel]
+            if seat is not None and not seat.is_over:
+                limit_s = self._plan.lost_after_s
+                if end.was_closed:
+                    limit_s = min(limit_s, HUNG_UP_S[not self._is_here])
+                seat.lost_at = time.monotonic() + limit_s
+                how = "ended" if end.was_closed else f"was away for {limit_s:g} s ({end})"
+                seat.why_lost = f"was lost: its agent {how}"
+            return
+        for message in messages:
+            seat = self._channels[channel]
+            if seat is None:
+                self._seat(channel, message)
+            else:
+                self._take(seat, message)
+
+    def _seat(self, channel: Channel, hello: dict[str, Any]) -> None:
+        """Take in a new agent."""
+        seat = self._seats[hello["rank"]]
+        self._channels[channel] = seat
+        seat.channel = channel
+        seat.state.host, seat.state.node = hello["host"], hello["node"]
+        if hello["versions"] != own_versions():
+            mine, other = own_versions(), hello["versions"]
+            error = PlatformError.because(
+                f"a run of Python {mine[0]} with unisono {mine[1]}",
+                f"on {seat.state.place}: Python {other[0]} with unisono {other[1]}",
+                None,
+                "the same environment on all hosts",
+            )
+            summary = f"PlatformError: {str(error).splitlines()[0]}"
+            self._fail(seat, summary, traceback=f"unisono.errors.PlatformError: {error}\n")
+            seat.send({"stop": "another version"})
+            return
+        if self._attempt:
+            seat.log.write(f"--- attempt {self._attempt} on {seat.state.host}\n".encode())
+        seat.send({"plan": self._plan, "attempt": self._attempt, "payload": str(self._payload)})
+        if self._master is not None:
+            seat.send({"master": self._master})
+
+    def _take(self, seat: Seat, message: dict[str, Any]) -> None:
+        """Take what an agent says."""
+        if "output" in message:
+            seat.log.write(message["output"])
+            seat.streams[message["stream"]].feed(message["output"])
+        elif "state" in message:
+            self._note(seat, message["state"])
+        elif "value" in message:
+            if seat.value is None:
+                seat.value = Parcel(nameless_file(), is_owner=True)
+            seat.value_bytes += os.pwrite(seat.value.fd, message["value"], seat.value_bytes)
+        elif "stack" in message:
+            seat.stack = message["stack"]
+        elif "address" in message:
+            self._master = message["address"]
+            for other in self._seats:
+                if other is not seat:
+                    other.send({"master": self._master})
+        elif "preempt" in message:
+            self._seats[message["preempt"]].send({"signal": "SIGTERM"})
+        elif "wants" in message and seat.channel is not None:
+            fd = os.open(self._payload, os.O_RDONLY | os.O_NOFOLLOW)
+            seat.channel.stream(_then_closed(chunks_of("payload", fd), fd))
+        elif "crash" in message:
+            path = self._dir / f"rank-{seat.state.rank}.stack"
+            with open(os.open(path, os.O_WRONLY | os.O_CREAT, 0o600), "wb") as file:  # noqa: PTH123
+                file.write(message["crash"])
+        elif "over" in message:
+            seat.is_over = True
+
+    def _note(self, seat: Seat, told: RankState) -> None:
+        """Note how a rank stands; times are by the clock of this host."""
+        known = seat.state
+        if told.failed is not None and known.failed is None:
+            seat.log.write(FAILED + told.failed.traceback.encode(errors="replace"))
+        at, now = known.at, time.time()
+        for name in ("state", "pid", "pid_start", "failed", "exit_code", "peak_mb", "stack"):
+            setattr(known, name, getattr(told, name))
+        for name in ("standing", "warning", "finishing_s"):
+            setattr(known, name, getattr(told, name))
+        for state in told.at:
+            at.setdefault(state, now)
+
+    def _fail(self, seat: Seat, summary: str, *, traceback: str = "", hint: str = "") -> None:
+        """Note that a rank has failed which cannot say so itself."""
+        failed = Failed(
+            summary=summary,
+            traceback=traceback or summary,
+            pickled=None,
+            is_consequence=False,
+            lost=hint,
+        )
+        seat.state.take({"state": "failed", "failed": failed})
+
+    def _give_up_lost(self) -> None:
+        now = time.monotonic()
+        for seat in self._seats:
+            if seat.lost_at is not None and seat.lost_at <= now:
+                seat.lost_at, seat.is_over = None, True
+                if seat.channel is not None:
+                    self._listener.forget(seat.channel)
+                self.lost(seat)
+
+    def lost(self, seat: Seat) -> None:
+        """Note that an agent has gone, and its rank with it."""
+        if not seat.state.is_over:
+            self._fail(seat, seat.why_lost, hint=self.hint)
+
+    @staticmethod
+    def _is_away(seat: Seat) -> bool:
+        return seat.lost_at is not None
+
+    def _register(self, channel: Channel) -> None:
+        """Listen to a channel, and for room to write where it needs some."""
+        if not channel.is_connected:
+            return
+        events = selectors.EVENT_READ | selectors.EVENT_WRITE * channel.wants_write
+        fd = self._fds.get(channel)
+        if fd is None:
+            fd = self._fds[channel] = channel.fileno()
+            self._selector.register(fd, events, channel)
+        elif self._selector.get_key(fd).events != events:
+            self._selector.modify(fd, events, channel)
+
+    def _unregister(self, channel: Channel) -> None:
+        if (fd := self._fds.pop(channel, None)) is not None:
+            self._selector.unregister(fd)
+
+    # What goes.
+
+    def _order(self, **order: Any) -> None:
+        for seat in self._seats:
+            seat.send(order)
+
+    def _wait_for_agents(self, limit_s: float | None = None) -> None:
+        """Wait for the last word of all agents; longer where a rank finishes a save."""
+        begin = time.monotonic()
+        if limit_s is None:
+            limit_s = self._plan.grace_s + LEAVE_S
+        while any(seat.channel is not None and not seat.is_over for seat in self._seats):
+            longest = max(seat.state.finishing_s for seat in self._seats)
+            if (left := begin + limit_s + longest - time.monotonic()) <= 0:
+                break
+            self.wait(left)
+        if self._process is not None and all(seat.is_over for seat in self._seats):
+            with suppress(subprocess.TimeoutExpired):  # it ends after its agents
+                self.exit_code = self._process.wait(max(0.5, begin + limit_s - time.monotonic()))
+
+    def _end_ranks_here(self) -> None:
+        """Kill ranks of this host that outlived their agents, if they still are what they were."""
+        for state in self.states:
+            is_here = state.pid and state.host == socket.gethostname()
+            if is_here and process_start(state.pid) == state.pid_start:
+                with suppress(ProcessLookupError, PermissionError):
+                    os.killpg(state.pid, signal.SIGKILL)
+
+
+def _then_closed(messages: Any, fd: int) -> Any:
+    try:
+        yield from messages
+    finally:
+        os.close(fd)
