@@ -25,11 +25,11 @@ from unisono.launch.channel import Broken, Channel, Listener, new_key
 from unisono.launch.logs import FAILED, STDIN_VARIABLE, Console, RankLog, RankStream
 from unisono.launch.places.agent import INVITATION, Invitation, chunks_of
 from unisono.launch.plan import RunPlan, own_versions
+from unisono.launch.pool import verdict
 from unisono.launch.pool.monitor import LONGEST_S
 from unisono.launch.pool.payload import Parcel, nameless_file
 from unisono.launch.pool.protocol import Failed, Job, RankState, read_available, write_payload
 from unisono.launch.pool.stacks import ANSWER_S, user_threads
-from unisono.launch.pool.verdict import STARTER_LOG
 from unisono.launch.supervisor import Ranks
 from unisono.processes import process_start
 
@@ -154,7 +154,7 @@ class AgentRanks(Ranks):
         if self._command is None:
             raise NotImplementedError
         flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND
-        output = os.open(self._dir / STARTER_LOG, flags, 0o600)
+        output = os.open(self._dir / verdict.STARTER_LOG, flags, 0o600)
         try:
             # A session of its own: signals to our process group are for the ranks alone, and
             # srun would take them as the end.
@@ -355,8 +355,14 @@ class AgentRanks(Ranks):
             seat.is_over = True
 
     def _note(self, seat: Seat, told: RankState) -> None:
-        """Note how a rank stands; times are by the clock of this host."""
+        """Note how a rank stands; times are by the clock of this host.
+
+        One that is killed after another has failed is not to blame: starters clean up that way.
+        """
         known = seat.state
+        is_killed = told.exit_code in (-signal.SIGKILL, -signal.SIGTERM)
+        if told.state == "died" and is_killed and any(map(verdict.is_own, self.states)):
+            told.note("stopped")
         if told.failed is not None and known.failed is None:
             seat.log.write(FAILED + told.failed.traceback.encode(errors="replace"))
         at, now = known.at, time.time()
