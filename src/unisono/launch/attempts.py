@@ -288,8 +288,6 @@ class Run(Attempts):
         kind, elastic = self.request.platform.kind, self.request.elastic
         if kind is Device.MPI:
             from unisono.launch.places.mpi import MpiRanks as start
-        elif kind is Device.SSH:
-            from unisono.launch.places.ssh import ssh_ranks as start
         elif kind is Device.RAY:
             from unisono.launch.places.ray import ray_ranks as start
         elif kind is Device.SLURM:  # inside an allocation; else a driver in the job does this
