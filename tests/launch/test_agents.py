@@ -6,6 +6,7 @@ import contextlib
 import os
 import re
 import socket
+import sys
 import threading
 import time
 from dataclasses import replace
@@ -81,6 +82,8 @@ class Cable:
 def cable(mpiexec, warm_python, monkeypatch):
     """Have the agents of the next run connect through a cable, which is there once it has begun."""
     monkeypatch.setenv("MPIEXEC", mpiexec)
+    monkeypatch.setenv("WARM_PYTHON", warm_python)
+    monkeypatch.setattr(sys, "executable", warm_python)
     monkeypatch.setattr(agents, "HUNG_UP_S", (3.0, 3.0))  # what closes here is no process that ends
     cables = []
     plain = AgentRanks.invitation.fget
