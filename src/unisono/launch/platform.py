@@ -140,6 +140,8 @@ class Platform:
     """Time between asking a rank to stop and killing it."""
     interrupt_s: float = 30.0
     """Time that ranks have to save and end after the first Ctrl-C."""
+    lost_after_s: float = 60.0
+    """MPI, Ray, SLURM: how long a host may be unreachable before its ranks are given up."""
     stop_signals: tuple[str, ...] = ("SIGTERM", "SIGUSR2")
     """Signals that ask a rank to stop (`should_stop`)."""
     stack_signal: str = "SIGUSR1"
@@ -361,7 +363,8 @@ KINDS: dict[str, Kind] = {
     "env": kinds.VARIABLES,
     "seed": kinds.INTEGER,
     **dict.fromkeys(
-        ("start_timeout_s", "comm_timeout_s", "grace_s", "interrupt_s"), kinds.FINITE_SECONDS
+        ("start_timeout_s", "comm_timeout_s", "grace_s", "interrupt_s", "lost_after_s"),
+        kinds.FINITE_SECONDS,
     ),
     "stop_signals": kinds.SIGNALS,
     "stack_signal": kinds.SIGNAL,
@@ -380,7 +383,7 @@ ONLY_AT: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("hosts", "mpiexec", "mpiexec_args"), ("mpi",)),
     **dict.fromkeys(("partition", "mem_per_node", "timeout_min", "submitter"), ("slurm",)),
     **dict.fromkeys(("slurm_additional_parameters", "srun_args"), ("slurm",)),
-    "n_nodes": ("mpi", "ray", "slurm"),
+    **dict.fromkeys(("n_nodes", "lost_after_s"), ("mpi", "ray", "slurm")),
     "spawn_method": ("cpu", "gpu", "mps"),
     "console_logs": ("slurm", "mpi"),
     "ray_init": ("ray",),
