@@ -154,6 +154,27 @@ def runs_twice_at_once(place, tmp_path):
         assert [list(run.result()) for run in runs] == [[2, 2], [4, 4]]
 
 
+def goes_on_when_the_disk_of_its_logs_is_full(place, tmp_path):
+    if os.geteuid() != 0 or sys.platform != "linux":
+        pytest.skip("a small disk needs root on Linux")
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    options = ["-t", "tmpfs", "-o", "size=1m", "unisono-test", str(disk)]
+    if subprocess.run(["mount", *options], check=False, capture_output=True).returncode:
+        pytest.skip("a small disk cannot be mounted here")
+
+    def work():
+        for _ in range(3):
+            print("x" * (1 << 20), flush=True)
+        return unisono.world().all_reduce(torch.ones(1)).item()
+
+    try:
+        with pytest.warns(RuntimeWarning, match="takes no more output"):
+            assert list(place.run(work, logs=disk)) == [2.0, 2.0]
+    finally:
+        subprocess.run(["umount", "--lazy", str(disk)], check=True)
+
+
 LAUNCHER = """
 import os, sys, time
 from pathlib import Path
@@ -192,6 +213,7 @@ CASES = {
         returns_values_and_logs_whatever_its_directory_is_called,
         carries_much_output_and_a_large_result,
         runs_twice_at_once,
+        goes_on_when_the_disk_of_its_logs_is_full,
         leaves_nothing_when_its_launcher_is_killed,
     )
 }
