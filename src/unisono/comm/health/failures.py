@@ -147,7 +147,8 @@ def timed_out(
     lines = [_headline(call, ranks, missing, answers, timeout_s)]
     told = "" if cause is None else str(cause).partition("\n")[0]
     if isinstance(cause, RankTimeout) and "timed out after" not in told:
-        lines = [f"{call.describe()} at {call.site} was given up", f"  {told}"]
+        absence = f"{_absence(call, missing)}: " if missing else ""
+        lines = [f"{absence}{call.describe()} at {call.site} was given up", f"  {told}"]
     under_way = f"latest collective {call.describe()} (under way)"
     states = {} if dog is None else {dog.rank: under_way}
     last: dict[int, str] = {}
