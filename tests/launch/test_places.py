@@ -59,33 +59,3 @@ def test_gpus_of_ray_are_shared_evenly():
         check_platform(Platform(device="ray", ranks=2, n_gpus_per_node=3))
     assert Platform(device="ray", ranks=4, n_cpus_per_node=8).cpus_per_rank == 2
     assert Platform(device="ray", ranks=4, n_cpus_per_node=None).cpus_per_rank == 1
-
-
-@pytest.mark.parametrize(
-    ("wanted", "nodes", "words"),
-    [
-        ({"size": 4, "need": {"CPU": 1}}, [{"CPU": 2.0}, {"CPU": 2.0}], None),
-        (
-            {"size": 5, "need": {"CPU": 1}},
-            [{"CPU": 2.0}] * 2,
-            "CPU: 5 x 1 = 5 needed, it has 2 + 2",
-        ),
-        ({"size": 2, "need": {"CPU": 3}}, [{"CPU": 4.0}, {"CPU": 2.0}], "room for 1 + 0 ranks"),
-        ({"size": 4, "need": {"CPU": 1}, "nodes": 2}, [{"CPU": 3.0}, {"CPU": 1.0}], "on 2 nodes"),
-        ({"size": 4, "need": {"CPU": 1}, "nodes": 2}, [{"CPU": 2.0}] * 2, None),
-        ({"size": 2, "need": {"CPU": 1, "GPU": 0.5}}, [{"CPU": 8.0, "GPU": 1.0}], None),
-        (
-            {"size": 1, "need": {"CPU": 1, "GPU": 1}},
-            [{"CPU": 8.0}],
-            "GPU: 1 x 1 = 1 needed, it has 0",
-        ),
-    ],
-)
-def test_what_a_ray_cluster_lacks_is_told_with_the_arithmetic(wanted, nodes, words):
-    from unisono.launch.places.ray import Wanted
-
-    found = Wanted(**wanted)
-    assert found.has_room(nodes) == (words is None)
-    if words is not None:
-        assert words in str(found.refusal(nodes, "has"))
-    assert sum(bundle["CPU"] for bundle in found.bundles) == found.size * wanted["need"]["CPU"]

@@ -29,6 +29,15 @@ MISLEADING = (
     *("TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_USE_AGENT_STORE"),
 )
 """Variables of a launcher that tell of another world than that of its ranks."""
+_FOR_OTHER_HOSTS = (
+    *("UNISONO_", "PYTHON", "TORCH", "OMP_", "MKL_", "GLOO_", "NCCL_"),
+    *("COLUMNS", "LINES"),
+)
+"""Starts of names of variables that ranks of other hosts get as well."""
+_OF_THIS_HOST = (
+    *("PYTHONPATH", "PYTHONHOME", "PYTHONBREAKPOINT"),
+    *("UNISONO_HOST_ID", "UNISONO_JOB_DIR", "UNISONO_AGENT"),
+)
 _SOURCE_BYTES = 4 << 20
 """Most source that is sent along."""
 _STYLES = {"PercentStyle": "%", "StrFormatStyle": "{", "StringTemplateStyle": "$"}
@@ -47,6 +56,15 @@ def common_variables(
         "OMP_NUM_THREADS": str(threads),
         **{name: value for name, value in base.items() if name not in MISLEADING},
         **(more or {}),
+    }
+
+
+def for_other_hosts(environment: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables that ranks of other hosts get from the launcher."""
+    return {
+        name: value
+        for name, value in environment.items()
+        if name.startswith(_FOR_OTHER_HOSTS) and name not in _OF_THIS_HOST
     }
 
 
