@@ -294,7 +294,7 @@ class Run(Attempts):
         if kind is Device.MPI:
             from unisono.launch.places.mpi import MpiRanks as start
         elif kind is Device.RAY:
-            from unisono.launch.places.ray import ray_ranks as start
+            from unisono.launch.places.ray import RayRanks as start
         elif kind is Device.SLURM:  # inside an allocation; else task 0 of the job does this
             from unisono.launch.places.slurm.task import srun_ranks as start
         elif elastic is not None:

@@ -146,7 +146,7 @@ def test_without_threads_everything_is_done_in_the_call_and_other_threads_are_re
 def test_a_job_with_a_rank_that_never_comes_is_aborted_after_the_report(run_job):
     job = run_job(2, "endings.py", "beside_a_hung_rank")
     assert job.code != 0
-    assert "not arrived: rank 1" in job.output
+    assert "rank 1 has not arrived" in job.output
     assert "time.sleep(300)" in job.output  # where rank 1 was
     assert "the MPI job is aborted" in job.output
     assert job.seconds < 60

@@ -197,7 +197,7 @@ class Lane:
             return
         for item in dog.news():
             if item.get("gave_up") == self.key and item["rank"] != dog.rank:
-                doing = calls.latest_call.describe() if calls.latest_call else "its own work"
+                doing = calls.latest_call.describe() if calls.latest_call else ""
                 teller, culprit = item["rank"], item["culprit"]
                 culprit = teller if culprit is None else culprit
                 words = doing, dog.rank, teller, culprit, item["host"], item["text"]
