@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 import os
+import select
 import selectors
 import shutil
 import signal
@@ -403,6 +404,33 @@ def attend(invitation: Invitation, environment: Mapping[str, str]) -> str:
     line = Line(invitation)
     line.connect(CONNECT_S)
     return Agent(line, place, environment.get("SLURMD_NODENAME", ""), environment).run()
+
+
+def visit(invitation: Invitation, order: str, timeout_s: float) -> dict[str, Any] | None:
+    """Give a supervisor an order from outside of its run; return its answer.
+
+    Args:
+        invitation: where it is.
+        order: what it is to do.
+        timeout_s: how long to wait for the answer; without one in time the result is {}.
+
+    Returns:
+        None if it cannot be reached.
+    """
+    channel, key = Channel(), bytes.fromhex(invitation.key)
+    try:
+        channel.attach(dial(channel, key, invitation.addresses, invitation.port, _DIAL_S))
+        channel.send({"order": order})
+        end = time.monotonic() + timeout_s
+        while (left := end - time.monotonic()) > 0:
+            if select.select([channel], [], [], left)[0]:
+                for answer in channel.receive():
+                    return answer
+        return {}
+    except (OSError, Broken):
+        return None
+    finally:
+        channel.detach()
 
 
 def main() -> int:

@@ -55,12 +55,13 @@ class Partition:
         return max(1, (days * 24 + hours) * 60 + minutes)
 
 
-def answer(
-    *words: str, text: str = "", timeout_s: float = ANSWER_S
-) -> subprocess.CompletedProcess[str]:
-    """Run one of SLURM's programs, which reads `text`, to its end."""
+def call(*words: str, text: str = "", check: bool = True, timeout_s: float = ANSWER_S) -> str:
+    """Run one of SLURM's programs, which reads `text`, and return what it prints.
+
+    Raises `PlatformError` with its own words if it fails and `check` holds.
+    """
     try:
-        return subprocess.run(
+        done = subprocess.run(
             words,
             input=text,
             capture_output=True,
@@ -75,14 +76,6 @@ def answer(
         raise PlatformError.because(
             " ".join(words), f"no answer within {timeout_s:g} s", None, "scontrol ping"
         ) from error
-
-
-def call(*words: str, check: bool = True, timeout_s: float = ANSWER_S) -> str:
-    """Run one of SLURM's programs and return what it prints.
-
-    Raises `PlatformError` with its own words if it fails and `check` holds.
-    """
-    done = answer(*words, timeout_s=timeout_s)
     if check and done.returncode:
         raise PlatformError.because(
             " ".join(words),
@@ -91,7 +84,8 @@ def call(*words: str, check: bool = True, timeout_s: float = ANSWER_S) -> str:
             "scontrol ping tells whether a cluster answers; SLURM_CONF=/path/of/slurm.conf names "
             "another one",
         )
-    return "" if done.returncode else done.stdout
+    # `sbatch --test-only` says on the other stream that all is well.
+    return "" if done.returncode else done.stderr if text else done.stdout
 
 
 def _not_found(program: str) -> Exception:

@@ -36,6 +36,8 @@ from unisono.launch.pool.verdict import Ending, headline
 if TYPE_CHECKING:
     from submitit.core.utils import DelayedSubmission
 
+Values = dict[int, list[bytes]]
+"""What each rank has returned: a `Parcel`, in pieces."""
 INVITATION = "invitation.json"
 STATES = "states.pkl"
 """How the ranks of the last attempt ended."""
@@ -133,12 +135,12 @@ class JobAttempts(Attempts):
             if (supervisor := self._supervisor) is not None:
                 supervisor.ask(supervisor.cancel)
 
-    def values(self) -> dict[int, bytes]:
-        """Return what each rank has returned, packed."""
+    def values(self) -> Values:
+        """Return what each rank has returned."""
         if self._supervisor is None:
             return {}
         fds = {s.rank: self._supervisor.ranks.value(s.rank).fd for s in self.states if s.is_good}
-        return {r: b"".join(p["value"] for p in chunks_of("value", fd)) for r, fd in fds.items()}
+        return {r: [piece["value"] for piece in chunks_of("value", fd)] for r, fd in fds.items()}
 
     def is_cancelled(self) -> bool:
         return self._is_cancelled
@@ -171,10 +173,12 @@ class JobAttempts(Attempts):
 
     def _obey(self, order: str, channel: Channel) -> None:
         """Take an order of the handle on the job."""
-        supervisor = self._supervisor
-        if supervisor is not None and order == "interrupt":
+        if (supervisor := self._supervisor) is None:
+            return
+        if order == "interrupt":
             supervisor.ask(supervisor.interrupt)
-        elif supervisor is not None:
+            channel.send({"interrupted": True})
+        else:
             supervisor.ask(lambda: channel.send({"stacks": supervisor.ranks.stacks()}))
 
     def _end(self, ending: Ending, message: str = "") -> Ending:
@@ -199,8 +203,8 @@ class SlurmTask:
     """Whether each line of it begins with the rank."""
     _running: tuple[JobAttempts, Future[Ending]] | None = field(default=None, init=False)
 
-    def __call__(self) -> dict[int, bytes] | None:
-        """Run the job; return what each rank has returned, packed, in task 0."""
+    def __call__(self) -> Values | None:
+        """Run the job; return what each rank has returned, in task 0."""
         import submitit
 
         submitted, here = " with unisono ".join(self.plan.versions), own_versions()
@@ -254,7 +258,7 @@ class SlurmTask:
                 raise _NotRequeued
         return DelayedSubmission(replace(self))
 
-    def _outcome(self, attempts: JobAttempts) -> dict[int, bytes]:
+    def _outcome(self, attempts: JobAttempts) -> Values:
         """Return the values, or raise what went wrong; the handle reads the rest from files."""
         progress = attempts.progress
         if progress.ending is None:
