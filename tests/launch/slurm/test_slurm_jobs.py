@@ -6,14 +6,12 @@ looked at last.
 
 from __future__ import annotations
 
-import ctypes
 import os
 import shutil
 import signal
 import stat
 import subprocess
 import sys
-import threading
 import time
 from contextlib import suppress
 from pathlib import Path
@@ -205,58 +203,6 @@ def test_the_traceback_of_a_rank_that_raises_comes_back_while_another_waits(clus
     raised = float(log.partition("raised at ")[2].split()[0])
     assert ended - raised < 20
     assert "[0] before" in capfd.readouterr().out
-
-
-def misbehave(way):
-    """Rank 1 comes to a bad end while rank 0 sleeps."""
-    asleep = unisono.job_dir() / "asleep"
-    if os.environ["RANK"] == "0":
-        asleep.touch()
-        time.sleep(600)
-    while not asleep.exists():
-        time.sleep(0.05)
-    print("last words", flush=True)
-    match way:
-        case "os._exit":
-            os._exit(7)
-        case "sys.exit":
-            sys.exit(3)
-        case "result":
-            return {"state": [0, threading.Lock()]}
-        case "stuck":
-            ctypes.PyDLL(None).sleep(600)  # no Python code of this process runs any more
-        case _:
-            os.kill(os.getpid(), signal.Signals[way])
-    return None
-
-
-def test_every_bad_end_of_a_rank_ends_the_job_and_is_told(cluster):
-    ways = {
-        "SIGKILL": (None, "SIGKILL", "was killed by SIGKILL"),
-        "SIGSEGV": (None, "SIGSEGV", "was killed by SIGSEGV"),
-        "os._exit": (7, None, "exited with code 7"),
-        "sys.exit": (3, None, "exited before returning, with code 3"),
-        "result": (None, None, "result['state'][1] is a lock"),
-        "stuck": (None, None, "not done within timeout_s=4"),
-    }
-    on = platform(ipc_groups=None)
-    jobs = {  # at the same time: there is room for four
-        way: unisono.submit(misbehave, way, on=on, timeout_s=4.0 if way == "stuck" else None)
-        for way in ways
-    }
-    for way, (exit_code, signal_name, words) in ways.items():
-        with pytest.raises((RankFailed, RankTimeout)) as caught:
-            jobs[way].result(200)
-        error = caught.value
-        assert words in str(error), way
-        assert error.rank == 1 or way == "stuck", way
-        if way == "stuck":
-            assert isinstance(error, RankTimeout)
-            assert "in misbehave" in error.stacks[1]
-            continue
-        assert (error.exit_code, error.signal) == (exit_code, signal_name), way
-        assert "last words" in error.log_tail
-        assert "in misbehave" in error.waiting[0]
 
 
 def test_a_failed_attempt_is_tried_again_and_a_deadline_shows_all_stacks(cluster, capsys):

@@ -14,6 +14,7 @@ import sys
 import threading
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -227,35 +228,32 @@ class Queue:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._jobs: dict[str, tuple[str, str]] = {}
+        self.forget()
+
+    def forget(self) -> None:
+        """Ask anew next time."""
         self._pause_s, self._next = SHORTEST_S, 0.0
 
     def look(self, job: str) -> tuple[str, str] | None:
         """Return state and reason of a job; None once the controller has forgotten it."""
         with self._lock:
             if time.monotonic() >= self._next:
-                self._ask()
+                before = self._jobs
+                with suppress(PlatformError):  # the controller is busy or being restarted
+                    self._jobs = _jobs_of_user()
+                is_new = self._jobs != before
+                self._pause_s = SHORTEST_S if is_new else min(LONGEST_S, 1.5 * self._pause_s)
+                self._next = time.monotonic() + self._pause_s
             if job in self._jobs:
                 return self._jobs[job]
         fields = show_job(job)  # it has left the queue, or was just submitted
         return (fields["JobState"], fields.get("Reason", "")) if "JobState" in fields else None
 
-    def forget(self) -> None:
-        """Ask anew next time."""
-        with self._lock:
-            self._pause_s, self._next = SHORTEST_S, 0.0
 
-    def _ask(self) -> None:
-        words = ("--noheader", f"--user={os.getuid()}", "--states=all", "--format=%i|%T|%r")
-        try:
-            lines = call("squeue", *words).splitlines()
-        except PlatformError:  # the controller is busy or being restarted: what was known holds
-            lines = None
-        jobs = self._jobs
-        if lines is not None:
-            rows = (line.strip().split("|", 2) for line in lines)
-            jobs = {job: (state, reason) for job, state, reason in rows}
-        self._pause_s = SHORTEST_S if jobs != self._jobs else min(LONGEST_S, 1.5 * self._pause_s)
-        self._jobs, self._next = jobs, time.monotonic() + self._pause_s
+def _jobs_of_user() -> dict[str, tuple[str, str]]:
+    words = ("--noheader", f"--user={os.getuid()}", "--states=all", "--format=%i|%T|%r")
+    rows = (line.strip().split("|", 2) for line in call("squeue", *words).splitlines())
+    return {job: (state, reason) for job, state, reason in rows}
 
 
 QUEUE = Queue()
