@@ -61,6 +61,17 @@ def is_backend(word: str) -> bool:
     return word in dist.Backend.default_device_backend_map.values() and word != "gloo"
 
 
+def backend(of: str) -> str | None:
+    """Return the process group backend that torch has for a kind; None if only host memory has."""
+    import torch.distributed as dist
+
+    name = dist.Backend.default_device_backend_map.get(of)
+    if name in (None, "gloo", "fake"):
+        return None
+    is_built = getattr(dist, f"is_{name}_available", None)
+    return name if is_built is None or is_built() else None
+
+
 def is_accelerator(device: torch.device) -> bool:
     """Whether tensors on `device` lie in the memory of an accelerator."""
     return device.type not in ("cpu", "meta")

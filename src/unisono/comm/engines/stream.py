@@ -26,7 +26,6 @@ from unisono.comm.engines.base import Blocks, Engine, How, Messages, Ticket
 from unisono.comm.engines.gloo import NATIVE_OPS, one_block
 from unisono.comm.health.streams import Lane
 from unisono.comm.reductions import reduce_in_rank_order
-from unisono.errors import UnisonoError
 
 _REDUCED: frozenset[torch.dtype] = frozenset(
     (
@@ -63,9 +62,7 @@ class StreamTicket:
         timeout_s: float,
         finish: Callable[[], object] | None = None,
     ) -> None:
-        self.call = calls.latest_call or Call(
-            "transfer", engine.backend, str(engine.group.group_name)
-        )
+        self.call = calls.latest_call or Call("transfer", engine.backend, engine.lane.key)
         self.call.is_queued = True
         _ = self.call.site  # could not be looked up when the call has returned
         self.began = time.monotonic()
@@ -141,10 +138,9 @@ class StreamEngine(Engine):
         group: the process group.
         backend: name of its backend for `device`.
         device: a device of the accelerator.
-        ranks: world ranks of the group.
         timeout_s: deadline of the group's calls.
         host: returns the engine of a CPU group of the same ranks; collective when it makes one.
-        report: called with the error that has ended the group.
+        lane: looks after what is under way.
     """
 
     has_tags = False
@@ -154,10 +150,9 @@ class StreamEngine(Engine):
         group: dist.ProcessGroup,
         backend: str,
         device: torch.device,
-        ranks: Sequence[int],
         timeout_s: float,
         host: Callable[[], Engine],
-        report: Callable[[UnisonoError], object],
+        lane: Lane,
     ) -> None:
         self.group = group
         self.rank = group.rank()
@@ -166,9 +161,8 @@ class StreamEngine(Engine):
         self._device = device
         self._host = host
         self._is_connected = False
-        transport = group._get_backend(device)
-        transport.set_timeout(timedelta(seconds=timeout_s + _GRACE_S))
-        self.lane = Lane(str(group.group_name), ranks, transport.abort, report)
+        group._get_backend(device).set_timeout(timedelta(seconds=timeout_s + _GRACE_S))
+        self.lane = lane
 
     @property
     def host(self) -> Engine:

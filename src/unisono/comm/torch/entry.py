@@ -8,7 +8,7 @@ for that device. torch's profiler sees every call, and compiled code stops befor
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 from torch import Tensor
@@ -105,9 +105,24 @@ def message(method: Method) -> Method:
     @functools.wraps(method)
     def enter(self: Any, tensors: Any, *args: Any, **kwargs: Any) -> Any:
         tensors = [tensors] if isinstance(tensors, Tensor) else tensors
+        if tensors and not tensors[0].is_cpu:
+            peer = next(iter((*args, *kwargs.values())), self.rank())
+            ends = (self.rank(), peer) if verb == "send" else (peer, self.rank())
+            inner = self.message_group(tensors[0].device, *ends)
+            return getattr(inner, name)(tensors, *args, **kwargs)
         return _enter(self, verb, name, method, (tensors, *args), kwargs)
 
     return private.runs_uncompiled(enter)  # type: ignore[return-value]
+
+
+def _first_tensor(values: Sequence[Any]) -> Tensor | None:
+    """Return the first tensor among arguments; outputs of a gather are there on its root only."""
+    for x in values:
+        if isinstance(x, (list, tuple)):
+            x = _first_tensor(x)
+        if isinstance(x, Tensor):
+            return x
+    return None
 
 
 def _enter(
@@ -118,14 +133,12 @@ def _enter(
     args: tuple[Any, ...],
     kwargs: dict[str, Any] | None = None,
 ) -> Any:
-    x = args[0]
-    while isinstance(x, (list, tuple)) and x:
-        x = x[0]
-    if isinstance(x, Tensor) and not x.is_cpu:
+    x = _first_tensor(args)
+    if x is not None and not x.is_cpu:
         return getattr(group.inner_group(x.device), name)(*args, **(kwargs or {}))
     if not private.is_profiling():
         return method(group, *args, **(kwargs or {}))
-    event = private.profiled(f"{group.name()}:{verb}", [x] if isinstance(x, Tensor) else [])
+    event = private.profiled(f"{group.name()}:{verb}", [] if x is None else [x])
     event.__enter__()
     end = functools.partial(event.__exit__, None, None, None)
     try:
