@@ -15,6 +15,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from unisono.errors import PlatformError
+
 if TYPE_CHECKING:
     import torch
 
@@ -50,6 +52,19 @@ def is_kind(word: str) -> bool:
 
     default = torch.accelerator.current_accelerator()
     return default is not None and default.type == word
+
+
+def refuse_number(word: str) -> None:
+    """Raise `PlatformError` if `word` names one device by its number, such as `"cuda:0"`."""
+    of, _, number = word.partition(":")
+    if number.isdigit() and (of == "gpu" or is_kind(of)):
+        variable = {"xpu": _HIDDEN_BY[-1]}.get(of, _HIDDEN_BY[0] if of in ("cuda", "gpu") else "")
+        alone = f"; for this device alone: {variable}={number} and ranks=1" if variable else ""
+        raise PlatformError.because(
+            f"ranks on {word!r}",
+            "a place is a kind of device; rank r of a host works on device r of it",
+            hint=f'on="{of}"{alone}',
+        )
 
 
 def is_backend(word: str) -> bool:

@@ -198,6 +198,10 @@ class GroupEntry:
         own = getattr(self.group, "unisono_engine", None)
         return own if isinstance(own, Engine) else TorchEngine(self.group, backend)
 
+    def is_cause(self, error: BaseException, engine: Engine) -> bool:
+        """Whether an error has broken the group, as `engine` or another one of it knows."""
+        return any(error is other.cause for other in (engine, *self._engines.values()))
+
     def _end(self, error: UnisonoError) -> None:
         """Mark the group as unusable because of an error that was found while no call waited."""
         self.broken, self.verdict = str(error).partition("\n")[0], error

@@ -459,6 +459,7 @@ def known_place(word: object, configuration: Configuration) -> str:
         if word in places:
             return word
         spelled = word.strip().lower()
+        accelerator.refuse_number(spelled)
         if spelled not in SCHEDULERS and (spelled in PLACES or accelerator.is_kind(spelled)):
             return spelled
     if word in SCHEDULERS:
