@@ -251,7 +251,8 @@ def test_the_first_exchange_of_a_group_needs_only_those_who_have_a_message(sched
 def test_a_tensor_goes_by_the_backend_of_its_own_device(schedule):
     own_device()
     comm = world()
-    assert comm.device.type == "cpu"
+    assert (comm.device.type, comm.backend) == ("cpu", "shm")
+    assert comm.with_device("sim").backend == "simccl"
     assert comm.all_reduce(torch.ones(2)).device.type == "cpu"
     x = torch.full((2,), comm.rank + 1.0, device="sim")
     assert comm.all_reduce(x).tolist() == [3.0, 3.0]

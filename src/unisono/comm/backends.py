@@ -17,12 +17,13 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed import config
 
+from unisono import accelerator
 from unisono.comm.engines import mpi
 from unisono.comm.engines.shm import core
 from unisono.comm.engines.shm.rendezvous import ShmProcessGroup
 from unisono.errors import MissingExtra, PlatformError
 
-NAMES: tuple[str, ...] = ("gloo", "nccl", "shm", "mpi")
+NAMES: tuple[str, ...] = ("gloo", "shm", "mpi", *accelerator.BACKENDS)
 """What the platform's `backend` may say."""
 
 _TORCH_NAME = {"mpi": "mpi4py"}
@@ -71,15 +72,18 @@ def choose_backend(
         source = f"UNISONO_BACKEND={wanted}"
     if wanted is not None:
         return BackendChoice(_checked(wanted, source, available), f"asked for by {source}")
-    name = dist.Backend.default_device_backend_map.get(device, "gloo")
-    if name != "gloo":
-        return BackendChoice(f"cpu:gloo,{device}:{name}", f"tensors on {device} travel by {name}")
-    through = "" if device == "cpu" else f"; tensors on {device} travel through CPU memory"
+    name, reason = "shm", "CPU tensors through shared memory"
     if available.get("shm") == "ok":
         where = "one host" if nodes == 1 else f"{nodes} hosts: gloo carries what leaves a host"
-        return BackendChoice("shm", f"CPU tensors through shared memory ({where}){through}")
-    missing = available.get("shm", "not there")
-    return BackendChoice("gloo", f"no shared memory here: {missing}{through}")
+        reason = f"{reason} ({where})"
+    else:
+        name, reason = "gloo", f"no shared memory here: {available.get('shm', 'not there')}"
+    if device == "cpu":
+        return BackendChoice(name, reason)
+    own = dist.Backend.default_device_backend_map.get(device, "gloo")
+    if own == "gloo":
+        return BackendChoice(name, f"{reason}; tensors on {device} travel through CPU memory")
+    return BackendChoice(f"cpu:{name},{device}:{own}", f"{reason}; tensors on {device} by {own}")
 
 
 def _checked(wanted: str, source: str, available: Mapping[str, str]) -> str:

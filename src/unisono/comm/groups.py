@@ -26,6 +26,7 @@ from unisono.comm.engines.staged import StagedEngine
 from unisono.comm.engines.stream import StreamEngine
 from unisono.comm.health import failures, mark_as_news, streams, watchdog
 from unisono.comm.health.failures import Meaning, meaning_of
+from unisono.comm.health.streams import Lane
 from unisono.comm.torch import private
 from unisono.errors import MeshError, RankFailed, RankTimeout, UnisonoError
 
@@ -142,8 +143,7 @@ class GroupEntry:
             return "self"
         if self.maker is not None:
             return self.group.name()
-        config = private.backend_config(self.group).split(",")
-        names = dict(item.split(":") for item in config if ":" in item)
+        names = private.backends_of(self.group)
         if self._has_streams(device):
             return names[device.type]
         # Host memory, and tensors that travel through it.
@@ -152,10 +152,10 @@ class GroupEntry:
 
     def _has_streams(self, device: torch.device) -> bool:
         """Whether a backend that works on streams of `device` serves the group."""
-        if self.group is None or device.type == "cpu" or device.type not in self._devices():
+        if self.group is None or device.type == "cpu":
             return False
-        name = self.group._get_backend(device).name()
-        return "cpu" not in dist.Backend.backend_capability.get(name, ())
+        name = private.backends_of(self.group).get(device.type)
+        return name is not None and "cpu" not in dist.Backend.backend_capability.get(name, ())
 
     def serves(self, device: torch.device) -> bool:
         """Whether the group has a backend of its own for tensors on `device`."""
@@ -187,15 +187,20 @@ class GroupEntry:
         if self._has_streams(device):
             self._timeout_s = self.timeout_s  # the engine changes that of the backend
             host, report = partial(self.engine, _CPU), self._end
-            return StreamEngine(
-                self.group, backend, device, self.ranks, self._timeout_s, host, report
-            )
+            inner = getattr(self.group, "inner_group", None)
+            group = self.group if inner is None else inner(device)
+            lane = Lane(self.key, self.ranks, group._get_backend(device).abort, report)
+            return StreamEngine(group, backend, device, self._timeout_s, host, lane)
         if device.type != "cpu":
             return StagedEngine(self.engine(_CPU))
         if "cpu" not in self._devices():
             return entry_for(self.ranks, backend=_BESIDE).engine(_CPU)
         own = getattr(self.group, "unisono_engine", None)
         return own if isinstance(own, Engine) else TorchEngine(self.group, backend)
+
+    def is_cause(self, error: BaseException, engine: Engine) -> bool:
+        """Whether an error has broken the group, as `engine` or another one of it knows."""
+        return any(error is other.cause for other in (engine, *self._engines.values()))
 
     def _end(self, error: UnisonoError) -> None:
         """Mark the group as unusable because of an error that was found while no call waited."""

@@ -24,7 +24,7 @@ from unisono.comm.arguments import check_tensor, check_timeout, refuse_transform
 from unisono.comm.call import Call, call_site
 from unisono.comm.engines.base import Engine, Ticket
 from unisono.comm.groups import GroupEntry
-from unisono.comm.health import check, failures, mark_as_news, trace
+from unisono.comm.health import check, deadlock, failures, mark_as_news, trace
 from unisono.comm.torch import private
 from unisono.errors import CollectiveMismatch, RankFailed, UnisonoError
 
@@ -312,6 +312,7 @@ class Performer:
             _warn_of_cut(op)
         call = Call(op, entry.name, entry.key, x.shape, x.dtype, kind, **facts)
         call.requires_grad = needs_grad
+        call.device = "cpu" if x.is_cpu or not entry.serves(x.device) else x.device.type
         return call
 
     def _messages(
@@ -343,6 +344,7 @@ class Performer:
         incoming: list[tuple[int, Tensor]] = []
         if engine is None:
             engine = self._engine_for(self._one_device(op, sends, recvs))
+        call.device = engine.device_type
         for peer, x in sends.items():
             if nbytes := x.nbytes:
                 outgoing.append((peer, x))
@@ -519,17 +521,15 @@ class Performer:
             told = failures.timed_out(call, self.ranks, deadline, error)
             self._entry.broken = f"{call.describe()} timed out"
             return told
-        if isinstance(error, RankFailed) or (
-            isinstance(error, CollectiveMismatch)
-            and (error.returned or error is self._engine.cause)
-        ):
-            self._entry.broken = str(error).partition("\n")[0]
-            return mark_as_news(error)
-        if isinstance(error, UnisonoError) or not failures.tells_of_another(error):
-            return error
-        lost = failures.connection_lost(call, str(error))
-        self._entry.broken = str(lost).partition("\n")[0]
-        return lost
+        is_mismatch = isinstance(error, CollectiveMismatch)
+        if is_mismatch and self._entry.is_cause(error, self._engine):
+            error = deadlock.explained(error, call, self.ranks)
+        elif not isinstance(error, RankFailed) and not (is_mismatch and error.returned):
+            if isinstance(error, UnisonoError) or not failures.tells_of_another(error):
+                return error
+            error = failures.connection_lost(call, str(error))
+        self._entry.broken = str(error).partition("\n")[0]
+        return mark_as_news(error)
 
     def count(self, what: str) -> int:
         """Count one more `what` of this group; ranks that wait for a returned one learn of it.

@@ -58,6 +58,7 @@ class Device(Enum):
             return cls(word)
         if accelerator.is_kind(word):
             return cls.GPU
+        accelerator.refuse_number(word)
         values = [member.value for member in cls]
         near = nearest(word, [*values, *accelerator.KINDS])
         raise PlatformError.because(
@@ -285,7 +286,8 @@ class Platform:
                 self.describe(spelling),
                 f"{gpus} visible ({accelerator.visibility()})",
                 f"{size} rank{'s' if size > 1 else ''} > {gpus}",
-                f"{instead} (or UNISONO_FORCE_ON=cpu) rehearses it on processes",
+                f"{instead} (or UNISONO_FORCE_ON=cpu) rehearses it on processes"
+                + f"; ranks={visible}, or oversubscribe=True to share devices" * (visible > 0),
             )
         return index
 
