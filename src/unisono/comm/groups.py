@@ -140,15 +140,14 @@ class GroupEntry:
         """Name of the backend that serves tensors on `device`."""
         if self.group is None or len(self.ranks) == 1:
             return "self"
-        if self.maker is not None:
-            return self.group.name()
-        config = private.backend_config(self.group).split(",")
-        names = dict(item.split(":") for item in config if ":" in item)
+        own = getattr(self.group, "unisono_engine", None)
+        if isinstance(own, Engine):
+            return own.backend
         if self._has_streams(device):
-            return names[device.type]
+            config = private.backend_config(self.group).split(",")
+            return dict(item.split(":") for item in config if ":" in item)[device.type]
         # Host memory, and tensors that travel through it.
-        default = str(dist.get_backend(self.group)) if "cpu" in self._devices() else _BESIDE
-        return names.get("cpu", default)
+        return self.group._get_backend(_CPU).name() if "cpu" in self._devices() else _BESIDE
 
     def _has_streams(self, device: torch.device) -> bool:
         """Whether a backend that works on streams of `device` serves the group."""
@@ -336,7 +335,7 @@ def part_of(whole: GroupEntry, ranks: tuple[int, ...], *, wait_s: float) -> Grou
         wait_s: how long to wait for the others to come.
     """
     if whole.maker is not None:
-        return alone(ranks[0]) if len(ranks) == 1 else whole.maker.part(whole, ranks, wait_s)
+        return alone(ranks[0]) if len(ranks) == 1 else whole.maker.part_of(ranks, wait_s)
     backend = None if whole.group is None else str(dist.get_backend(whole.group))
     return entry_for(ranks, backend=backend, wait_s=wait_s)
 
