@@ -30,7 +30,6 @@ from unisono.comm.torch import private
 from unisono.errors import MeshError, RankFailed, RankTimeout, UnisonoError
 
 if TYPE_CHECKING:
-    from unisono.comm.collectives import Coalescer
     from unisono.comm.engines.mpi.groups import Standalone
 
 DEFAULT_TIMEOUT_S = 600.0
@@ -75,7 +74,6 @@ class GroupEntry:
         if maker is None and _parents_world is not None and _parents_world() is world is not None:
             self.mark_forked()
         self.single: dist.ProcessGroup | None = None
-        self.coalescer: Coalescer | None = None
         self.turn: threading.RLock | None = threading.RLock()
         """Held by the thread that is inside a collective; None where threads are let in as they
         come."""
