@@ -14,6 +14,12 @@ REMOVED: dict[str, str] = {
     "unisono.Device.SSH": _BY_MPI,
     "unisono.Platform.ssh_args": f"{_BY_MPI}, with the options of ~/.ssh/config",
     "unisono.Platform.python": f"{_BY_MPI}, with the same Python on all of them",
+    "unisono.Communicator.coalesce": (
+        "flat = torch.cat([a.view(-1), b.view(-1)]); comm.all_reduce_(flat)"
+    ),
+    "unisono.Communicator.tune": (
+        "UNISONO_ALGO=all_gather:broadcasts, if the choice is wrong for a network"
+    ),
 }
 """What to write instead, by the dotted name."""
 

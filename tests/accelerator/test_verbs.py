@@ -30,7 +30,6 @@ AS_ON_THE_CPU = (
     "test_blocks_that_do_not_fit_are_refused_on_all_ranks_alike",
     "test_blocks_without_rows_of_strided_tensors_travel",
     "test_broadcast_reaches_ranks_that_bring_nothing",
-    "test_coalesced_all_reduces_equal_single_ones",
     "test_every_verb_also_runs_async",
     "test_exchange_needs_no_order",
     "test_gather_and_scatter_are_inverse",

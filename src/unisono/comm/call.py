@@ -146,7 +146,6 @@ _LIBRARIES: tuple[str, ...] = (
     f"{_PACKAGE}{os.sep}",
     f"{Path(torch.__file__).parent}{os.sep}",
     f"{Path(torch.__file__).resolve().parent}{os.sep}",
-    f"{Path(torch.__file__).parent}{os.sep}",  # frames have the path of the import, with its links
     "<frozen ",
 )
 _PROGRAMS = (str(_PACKAGE / "cli" / "demo_digits.py"), f"{_PACKAGE / '_examples'}{os.sep}")

@@ -31,7 +31,6 @@ from unisono.comm.torch import private
 from unisono.errors import MeshError, RankFailed, RankTimeout, UnisonoError
 
 if TYPE_CHECKING:
-    from unisono.comm.collectives import Coalescer
     from unisono.comm.engines.mpi.groups import Standalone
 
 DEFAULT_TIMEOUT_S = 600.0
@@ -76,7 +75,6 @@ class GroupEntry:
         if maker is None and _parents_world is not None and _parents_world() is world is not None:
             self.mark_forked()
         self.single: dist.ProcessGroup | None = None
-        self.coalescer: Coalescer | None = None
         self.turn: threading.RLock | None = threading.RLock()
         """Held by the thread that is inside a collective; None where threads are let in as they
         come."""
@@ -141,14 +139,13 @@ class GroupEntry:
         """Name of the backend that serves tensors on `device`."""
         if self.group is None or len(self.ranks) == 1:
             return "self"
-        if self.maker is not None:
-            return self.group.name()
-        names = private.backends_of(self.group)
         if self._has_streams(device):
-            return names[device.type]
+            return private.backends_of(self.group)[device.type]
+        own = getattr(self.group, "unisono_engine", None)
+        if isinstance(own, Engine):
+            return own.backend
         # Host memory, and tensors that travel through it.
-        default = str(dist.get_backend(self.group)) if "cpu" in self._devices() else _BESIDE
-        return names.get("cpu", default)
+        return self.group._get_backend(_CPU).name() if "cpu" in self._devices() else _BESIDE
 
     def _has_streams(self, device: torch.device) -> bool:
         """Whether a backend that works on streams of `device` serves the group."""
@@ -341,7 +338,7 @@ def part_of(whole: GroupEntry, ranks: tuple[int, ...], *, wait_s: float) -> Grou
         wait_s: how long to wait for the others to come.
     """
     if whole.maker is not None:
-        return alone(ranks[0]) if len(ranks) == 1 else whole.maker.part(whole, ranks, wait_s)
+        return alone(ranks[0]) if len(ranks) == 1 else whole.maker.part_of(ranks, wait_s)
     backend = None if whole.group is None else str(dist.get_backend(whole.group))
     return entry_for(ranks, backend=backend, wait_s=wait_s)
 

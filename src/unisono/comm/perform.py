@@ -337,9 +337,6 @@ class Performer:
         entry, ranks = self._entry, self.ranks
         call = Call(op, entry.name, entry.key)
         call.sends_to, call.receives_from = tuple(sends), tuple(recvs)
-        # Counted, so that a message which will never be sent is told from a late one; those of
-        # higher tags are announced before they are waited for.
-        is_counted = tag <= EXCHANGE_TAG
         outgoing: list[tuple[int, Tensor]] = []
         incoming: list[tuple[int, Tensor]] = []
         if engine is None:
@@ -349,17 +346,16 @@ class Performer:
             if nbytes := x.nbytes:
                 outgoing.append((peer, x))
                 call.sent += nbytes
-                if is_counted:
-                    key = ranks[peer], tag
-                    entry.sent[key] = entry.sent.get(key, 0) + 1
+                # Counted, so that a message which will never be sent is told from a late one.
+                key = ranks[peer], tag
+                entry.sent[key] = entry.sent.get(key, 0) + 1
         for peer, x in recvs.items():
             if nbytes := x.nbytes:
                 incoming.append((peer, x))
                 call.received += nbytes
-                if is_counted:
-                    key = ranks[peer], tag
-                    entry.awaited[key] = number = entry.awaited.get(key, 0) + 1
-                    call.awaits += ((*key, number),)
+                key = ranks[peer], tag
+                entry.awaited[key] = number = entry.awaited.get(key, 0) + 1
+                call.awaits += ((*key, number),)
         kernel = partial(engine.exchange, outgoing, incoming, tag)
         return Transfer(call, kernel, finish, timeout_s, is_collective=False)
 
