@@ -14,8 +14,11 @@ REMOVED: dict[str, str] = {
     "unisono.Device.SSH": _BY_MPI,
     "unisono.Platform.ssh_args": f"{_BY_MPI}, with the options of ~/.ssh/config",
     "unisono.Platform.python": f"{_BY_MPI}, with the same Python on all of them",
+    "unisono topo": "unisono run --dry-run for the ranks, unisono.topology.draw for their blocks",
+    "unisono run --script": "mpiexec or torchrun in the batch script: unisono.run joins its ranks",
+    "unisono job list": "squeue --me",
 }
-"""What to write instead, by the dotted name."""
+"""What to write instead, by the dotted name, or by the words of a command."""
 
 
 def removed_name(dotted: str) -> AttributeError:
