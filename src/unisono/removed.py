@@ -22,7 +22,7 @@ REMOVED: dict[str, str] = {
 
 
 def removed_name(dotted: str) -> AttributeError:
-    """Return the error of a name that is looked up in a module, or an object, without it.
+    """Return the error of a name that is looked up in a module, or a class, without it.
 
     >>> print(removed_name("unisono.nothing"))
     'unisono' has no attribute 'nothing'
