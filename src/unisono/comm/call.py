@@ -46,6 +46,10 @@ class Call:
     """Sizes of all blocks, where the caller gave them."""
     recv_sizes: tuple[int, ...] | None = None
     """Rows expected from each rank (all_to_all)."""
+    device: str | None = None
+    """Kind of device whose backend carries it; None where this rank brought no tensor."""
+    signature: tuple[int, ...] | None = None
+    """What ranks compare of a call on a device (`engines.signature`)."""
     requires_grad: bool | None = None
     """Whether the tensor takes part in autograd; None where it does not matter."""
     is_async: bool = False
@@ -100,7 +104,7 @@ class Call:
         text = f"{self.op}({inner}){number} on {self.group}"
         if self.dtype is not None and self.shape is not None:
             text += f", {str(self.dtype).removeprefix('torch.')} {list(self.shape)}"
-        return text
+        return text if self.device in (None, "cpu") else f"{text} on {self.device}"
 
 
 def sent_to(rank: int, tag: int) -> str:
@@ -140,8 +144,8 @@ def blocked() -> tuple[Call, int] | None:
 _PACKAGE = Path(__file__).resolve().parents[1]
 _LIBRARIES: tuple[str, ...] = (
     f"{_PACKAGE}{os.sep}",
+    f"{Path(torch.__file__).parent}{os.sep}",
     f"{Path(torch.__file__).resolve().parent}{os.sep}",
-    f"{Path(torch.__file__).parent}{os.sep}",  # frames have the path of the import, with its links
     "<frozen ",
 )
 _PROGRAMS = (str(_PACKAGE / "cli" / "demo_digits.py"), f"{_PACKAGE / '_examples'}{os.sep}")

@@ -114,10 +114,15 @@ def connection_lost(call: Call, backend_words: str) -> RankFailed:
         if time.monotonic() > give_up:
             break
         time.sleep(0.05)
+    dog = watchdog.of(call.key)
+    others = () if dog is None else (rank for rank in dog.ranks if rank != dog.rank)
+    dead = next((rank for rank in others if dog and dog.condition(rank) == "dead"), None)
+    gone = "another rank of the group has gone" if dead is None else f"rank {dead} has died"
     lost = RankFailed(
-        f"{call.describe()} at {call.site} broke off: another rank of the group has gone\n"
+        f"{call.describe()} at {call.site} broke off: {gone}\n"
         f"  the backend says: {backend_words.strip()}\n"
-        "  HINT: look at the output of the other ranks; the first to stop is the cause"
+        "  HINT: look at the output of the other ranks; the first to stop is the cause",
+        rank=dead,
     )
     return mark_as_news(lost)
 
