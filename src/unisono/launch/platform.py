@@ -179,8 +179,6 @@ class Platform:
     """SLURM: time limit in minutes; None is that of the partition."""
     slurm_additional_parameters: dict[str, Any] | None = None
     """SLURM: more options for `sbatch`."""
-    submitter: str = "auto"
-    """SLURM: who talks to the cluster."""
     srun_args: Sequence[str] = ()
     """SLURM: more words for `srun`."""
     console_logs: str = "./.unisono/jobs"
@@ -383,7 +381,6 @@ KINDS: dict[str, Kind] = {
     **dict.fromkeys(("mpiexec", "console_logs"), kinds.PATH),
     "timeout_min": kinds.MINUTES,
     **dict.fromkeys(("slurm_additional_parameters", "ray_init"), kinds.TABLE),
-    "submitter": kinds.one_of("auto", "submitit", "sbatch"),
     "nodes": kinds.COUNT,
     "timeout_s": kinds.SECONDS,
     "max_restarts": kinds.COUNT_OR_ZERO,
@@ -392,7 +389,7 @@ KINDS: dict[str, Kind] = {
 ONLY_AT: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("accelerator", "oversubscribe"), ("gpu", "slurm", "ray", "mpi", "mps")),
     **dict.fromkeys(("hosts", "mpiexec", "mpiexec_args"), ("mpi",)),
-    **dict.fromkeys(("partition", "mem_per_node", "timeout_min", "submitter"), ("slurm",)),
+    **dict.fromkeys(("partition", "mem_per_node", "timeout_min"), ("slurm",)),
     **dict.fromkeys(("slurm_additional_parameters", "srun_args"), ("slurm",)),
     **dict.fromkeys(("n_nodes", "lost_after_s"), ("mpi", "ray", "slurm")),
     "spawn_method": ("cpu", "gpu", "mps"),
