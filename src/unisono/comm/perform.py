@@ -518,7 +518,7 @@ class Performer:
             self._entry.broken = f"{call.describe()} timed out"
             return told
         is_mismatch = isinstance(error, CollectiveMismatch)
-        if is_mismatch and self._entry.is_cause(error, self._engine):
+        if is_mismatch and not error.returned and self._entry.is_cause(error, self._engine):
             error = deadlock.explained(error, call, self.ranks)
         elif not isinstance(error, RankFailed) and not (is_mismatch and error.returned):
             if isinstance(error, UnisonoError) or not failures.tells_of_another(error):
