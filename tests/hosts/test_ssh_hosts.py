@@ -148,7 +148,7 @@ def test_ranks_of_two_hosts_by_ssh(lab, by_ssh):
     results = json.loads(line.removeprefix("RESULTS "))
     assert [r["host"] for r in results] == ["host-a", "host-a", "host-b", "host-b"]
     assert [r["sums"] for r in results] == [[10.0]] * 4
-    assert {r["backend"] for r in results} == {"shm"}
+    assert {r["backend"] for r in results} == {"gloo"}
     assert {r["variable"] for r in results} == {"swordfish-4711"}
     assert {r["cwd"] for r in results} == {str(Path.cwd())}
     assert {r["nodes"] for r in results} == {"2"}
