@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from unisono import accelerator
 from unisono.errors import PlatformError, an
-from unisono.expect import expect_choice
+from unisono.expect import expect, expect_choice
 from unisono.launch.elastic.settings import Chaos, Elastic, bounds, checked
 from unisono.launch.logs import Logs, checked_logs
 from unisono.launch.platform import COUNT_OR_ZERO, KINDS, Device, Platform, nearest
@@ -30,7 +30,7 @@ from unisono.launch.settings import NAMES, RUN_NAMES, Configuration, read_config
 if TYPE_CHECKING:
     from unisono.launch.context import Here
 
-RESERVED = (*RUN_NAMES, "hosts", "seed", "elastic", "record", "watch")
+RESERVED = (*RUN_NAMES, "hosts", "seed", "check", "elastic", "record", "watch")
 """Keywords of `run` itself; a function that needs one of them takes `functools.partial`."""
 INJECTED = ("global_rank", "local_rank", "group", "platform")
 """Keywords that a task may get from us."""
@@ -280,6 +280,8 @@ class Request:
     """Whether it is a whole script, which may initialise torch.distributed by itself."""
     seed: int | None = None
     """What the caller wants ranks to be seeded with, rank r with `seed + r`."""
+    check: bool | None = None
+    """Whether ranks look for silent mistakes; None: as `UNISONO_CHECK` says."""
     elastic: Elastic | None = None
     """How the job may grow and shrink; None: its first death ends it."""
     convention: Convention = field(default_factory=Convention)
@@ -301,6 +303,7 @@ def checked_request(
     logs: str | Path | Logs | None = None,
     hosts: Sequence[str] | None = None,
     seed: int | None = None,
+    check: bool | None = None,
     elastic: bool | None = None,
     chaos: Chaos | None = None,
     invite: str | None = None,
@@ -343,6 +346,10 @@ def checked_request(
     sizes = {"ranks": wanted["ranks"], "n_nodes": wanted["nodes"]}
     sizes = {name: size for name, size in sizes.items() if size is not None}
     place, platform = resolve(wanted["on"], {**fields, **sizes}, configuration)
+    if check is not None:
+        expect("check", check, bool)
+        variables = {**(platform.env or {}), "UNISONO_CHECK": str(int(check))}
+        platform = platform.but(env=variables)
     joins_world = platform.detect and is_in_world()
     if not joins_world:  # else that world counts, whatever is asked for
         platform.check_machine()
@@ -377,6 +384,7 @@ def checked_request(
         name=title or function_name(fn),
         is_script=is_script,
         seed=seed,
+        check=check,
         elastic=grows,
         convention=convention or Convention(),
         decided_by_file=decided,

@@ -13,7 +13,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from unisono.errors import RankFailed, RankTimeout, RemoteError, name_ranks, ranks_by_text
+from unisono.errors import (
+    SAVED_ALONE,
+    RankFailed,
+    RankTimeout,
+    RemoteError,
+    name_ranks,
+    ranks_by_text,
+)
 from unisono.launch.logs import tail
 from unisono.launch.pool.payload import load_exception
 from unisono.launch.pool.protocol import Failed, RankState
@@ -185,7 +192,10 @@ def failure(
     lines += calls
     lines += _others(others, consequences, waiting)
     # Where ranks differ in a call that all of them make, the error says itself what to do.
-    lines += _closing(_hint(cause, log_tail) if calls or not is_mismatch else "", job_dir)
+    hint = _hint(cause, log_tail) if calls or not is_mismatch else ""
+    if any(state.failed and SAVED_ALONE in state.failed.traceback for state in states):
+        hint = SAVED_ALONE
+    lines += _closing(hint, job_dir)
     message = "\n".join(lines)
     if isinstance(original, RankTimeout):
         error: RankFailed | RankTimeout = copy.copy(original)

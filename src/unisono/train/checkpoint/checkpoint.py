@@ -17,7 +17,14 @@ from typing import Any, Literal, TypeVar, cast
 from unisono import accelerator
 from unisono.comm import Communicator
 from unisono.comm.machine import own_card
-from unisono.errors import CheckpointError, Requeue, compress_ranks
+from unisono.errors import (
+    SAVED_ALONE,
+    CheckpointError,
+    CollectiveMismatch,
+    RankTimeout,
+    Requeue,
+    compress_ranks,
+)
 from unisono.expect import expect_choice, is_integer
 from unisono.nn import Shard
 from unisono.train.checkpoint import folder
@@ -191,9 +198,13 @@ class Checkpoint:
         asked = f"Checkpoint.save({step!r})"
         pieces, kinds, space, problem = self._captured(objects)
         mine = {name: held(piece, compare=self.comm.size > 1) for name, piece in pieces.items()}
-        everybody = self.comm.all_gather_object(
-            (step, metric, kinds, as_text(problem), mine, space)
-        )
+        try:
+            everybody = self.comm.all_gather_object(
+                (step, metric, kinds, as_text(problem), mine, space)
+            )
+        except (CollectiveMismatch, RankTimeout) as error:
+            error.add_note(SAVED_ALONE)
+            raise
         steps, metrics, names, problems, everything, (space, *_) = zip(*everybody, strict=True)
         _check(asked, problems, problem)
         _check_equal(asked, "step", steps, "count steps alike on all ranks")

@@ -133,7 +133,7 @@ def _refused(directory: Path, words: str) -> Exception:
         f"sbatch {directory / SCRIPT}",
         words.strip(),
         None,
-        "unisono run --check ... shows the same at once",
+        "unisono run --dry-run ... shows the same at once",
     )
 
 
