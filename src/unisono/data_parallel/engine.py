@@ -58,7 +58,8 @@ class Stats:
     steps: int
     """Backwards that averaged gradients."""
     bytes: int
-    """Bytes handed to the communicator: gradients, flags and buffers."""
+    """Bytes handed to the communicator: gradients as they travel, compressed or not, flags and
+    buffers. Of a compression function of your own: what it was given."""
     wait_backward_s: float
     """Seconds in which this rank waited at the end of backward."""
     wait_forward_s: float
@@ -380,13 +381,13 @@ class GradientEngine:
         """Put everything in its place and start the bucket. Collective."""
         self._next = max(self._next, bucket.index + 1)
         bucket.fill(self._factor)
-        before = time.perf_counter()
+        before, sent = time.perf_counter(), self.averaging.sent
         try:
             handle = self.averaging.start(bucket, self._comms[bucket.info.device])
         except Unfinished as error:
             raise named_error(error, bucket.describe()) from None
         self._costs.wait_backward_s += time.perf_counter() - before
-        self._costs.bytes += bucket.nbytes
+        self._costs.bytes += self.averaging.sent - sent
         if handle is not None:
             self._handles[bucket.index] = handle
             bucket.sent_version = bucket.version
@@ -431,6 +432,7 @@ class GradientEngine:
         device = self.buckets[0].info.device
         flags = [bucket.flags.real.to(device, torch.float32) for bucket in self.buckets]
         summed = self._comms[device].all_reduce_(torch.cat(flags), "sum")
+        self._costs.bytes += summed.nbytes
         sizes = [len(part) for part in flags]
         for bucket, part in zip(self.buckets, summed.split(sizes), strict=True):
             bucket.flags.copy_(part)

@@ -101,7 +101,7 @@ def small_loop(samples: int = 64, **settings: object) -> Iterator[object]:
     """Yield the steps of a small training, each after it was taken."""
     model = nn.Linear(2, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    data = torch.randn(samples, 2)
+    data = torch.randn(samples, 2, generator=torch.Generator().manual_seed(1))
     for step in unisono.train.elastic(model, optimizer, data, batch_size=8, **settings):
         step(lambda batch: model(batch[0]).mean())
         yield step
@@ -557,7 +557,8 @@ def mistaken(what: str) -> None:
             mean = mean + unisono.world().all_reduce(batch[0].sum())
         return mean.detach() if what == "detached" else mean
 
-    for step in unisono.train.elastic(model, optimizer, torch.randn(64, 2), batch_size=8):
+    data = torch.randn(64, 2, generator=torch.Generator().manual_seed(1))
+    for step in unisono.train.elastic(model, optimizer, data, batch_size=8):
         if what != "idle":
             step(loss)
 

@@ -251,6 +251,7 @@ class Checkpoint:
                 parts=kinds,
                 versions=arrangement.versions,
                 metric=metric,
+                format=folder.FORMAT,
             ),
             keep=self.keep,
             best=self.keep_best,
@@ -322,6 +323,7 @@ class Checkpoint:
         *,
         partial: bool = False,
         random_states: bool = True,
+        weights_only: bool = True,
         **objects: Any,
     ) -> Restored | None:
         """Put objects into the state of a checkpoint; None, and nothing changed, without one.
@@ -334,6 +336,8 @@ class Checkpoint:
             partial: leave out objects of the checkpoint that are not named here, such as the
                 optimizer when a model is only evaluated.
             random_states: take back the states of torch's, numpy's and Python's generators.
+            weights_only: take plain data alone: numbers, texts, lists, dicts, tensors. False also
+                takes objects of other classes, for which code that the files name is run.
             **objects: what to restore, under the names of `save`.
         """
         self.wait()
@@ -353,7 +357,8 @@ class Checkpoint:
 
         def prepare() -> tuple[dict[str, Part], dict[str, Any], dict[str, Any]]:
             parts = parts_to_restore(saved, objects, partial)
-            reading = Reading(saved, as_rank=self.comm.rank if same else 0)
+            as_rank = self.comm.rank if same else 0
+            reading = Reading(saved, as_rank, weights_only=weights_only)
             reading.check_fits(parts)
             return parts, reading.trees({**parts, _VALUES: None}), _remembered(parts)
 
@@ -404,7 +409,7 @@ class Checkpoint:
                     hint="restore() takes the latest",
                 )
             there = chosen
-        problems = [f"{path.name}: manifest.json cannot be read" for path in lost]
+        problems = list(lost.values())
         for saved in reversed(there):
             names = sorted(saved.manifest.files)[self.comm.rank :: self.comm.size]
             damages = self.comm.all_gather_object(folder.damage(saved, names))
