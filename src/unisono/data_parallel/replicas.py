@@ -24,9 +24,9 @@ from unisono.comm import Communicator
 from unisono.comm.call import call_site
 from unisono.comm.digest import digest_of
 from unisono.comm.health import check
-from unisono.data_parallel.batch_norm import SyncBatchNorm
 from unisono.data_parallel.divisor import Divisor
 from unisono.errors import LayoutError, explain, name_ranks
+from unisono.launch.functional import SharedBatchNorm
 
 if TYPE_CHECKING:
     from unisono.data_parallel.engine import GradientEngine
@@ -366,7 +366,7 @@ def _inspect_module(module: nn.Module, comm: Communicator) -> None:
         name
         for name, part in module.named_modules()
         if isinstance(part, _BatchNorm)
-        and not isinstance(part, SyncBatchNorm | nn.SyncBatchNorm)
+        and not isinstance(part, SharedBatchNorm | nn.SyncBatchNorm)
         and part.training
     ]
     if names:

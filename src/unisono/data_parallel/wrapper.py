@@ -17,7 +17,6 @@ from torch.utils.hooks import RemovableHandle
 from unisono.comm import Communicator
 from unisono.comm.claims import check_unclaimed, claim
 from unisono.comm.torch.private import runs_uncompiled
-from unisono.data_parallel.batch_norm import synchronised
 from unisono.data_parallel.bucket import Bucket
 from unisono.data_parallel.engine import GradientEngine, Options, Stats
 from unisono.data_parallel.join import Join, Weights
@@ -32,6 +31,7 @@ from unisono.data_parallel.ranks import (
 )
 from unisono.errors import an
 from unisono.expect import expect, expect_choice, refusal
+from unisono.launch.functional import device, synchronised
 
 __all__ = ["DataParallel"]
 
@@ -106,7 +106,7 @@ class DataParallel(nn.Module):
         optimizers = _checked_optimizers(optimizer, module)
         self.communicator = communicator_of(comm)
         if sync_batch_norm:
-            module = synchronised(module, self.communicator)
+            module = synchronised(module, device(module), self.communicator)
         self._modules["module"] = module
         if self._claims:
             check_unclaimed(module.parameters(), self, self.communicator.ranks)
