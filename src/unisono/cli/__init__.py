@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import unisono
-from unisono.cli import bench, completion, demo, doctor, job, plan, recorded, run
+from unisono.cli import bench, compare, completion, demo, doctor, job, plan, recorded, run
 from unisono.cli.completion import subcommands
 from unisono.cli.outcome import exit_code_of
 from unisono.removed import REMOVED
@@ -34,7 +34,7 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"unisono {unisono.__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    for command in (run, job, demo, recorded, doctor, plan, bench, completion):
+    for command in (run, compare, job, demo, recorded, doctor, plan, bench, completion):
         command.add_parser(commands)
     return parser
 

@@ -41,6 +41,8 @@ from unisono.train.exact.shards import Layout, nodes_in, tree_sum, undisturbed
 from unisono.train.generators import seed_generators, seed_of
 
 Closure = Callable[[Any], Tensor]
+_DATA_EVERY = 64
+"""Steps between two comparisons of a sample over members."""
 
 _COMMUNICATE = {
     *("DataParallel", "DistributedDataParallel", "FullyShardedDataParallel", "SyncBatchNorm")
@@ -359,7 +361,7 @@ class ElasticRun:
 
     def _join(self, link: Link) -> None:
         """Come in, and wait for the state of a member, or to be the first."""
-        place = here()
+        place, samples = here(), self.shards.samples
         link.join(
             {
                 "rank": 0 if place is None else place.rank,
@@ -368,7 +370,8 @@ class ElasticRun:
                 "shards": len(self.shards.cuts),
                 "step": self.number,
                 "bytes": self._layout.board_bytes,
-                "facts": self._facts,
+                # Not a fact of a checkpoint, which may go on with other data.
+                "facts": {**self._facts, "data": self.shards.digest(0, samples // 2, samples - 1)},
             }
         )
         order = link.order()
@@ -432,7 +435,8 @@ class ElasticRun:
             sorted((name, value) for name, value in group.items() if name != "params")
             for group in self.optimizer.param_groups
         ]
-        return seed_of(settings, self._changed) >> 1
+        data = self.shards.digest(self.number) if self.number % _DATA_EVERY == 0 else 0
+        return seed_of(settings, self._changed, data) >> 1
 
     # Compute.
 
@@ -596,8 +600,9 @@ class ElasticRun:
         if len(ways) > 1:
             parted = " and ".join(f"ranks {ranks}" for ranks in ways.values())
             why = (
-                f"{parted} came to step {step.number} with other parameters, buffers or settings "
-                "of the optimizer: their programs changed them between steps, and not alike"
+                f"{parted} came to step {step.number} with other parameters, buffers, settings of "
+                "the optimizer or data: their programs changed them between steps, and not alike, "
+                f"or sample {step.number % self.shards.samples} is not the same on all of them"
             )
             link.tell("mismatch", why=why)
             while True:  # the launcher ends all
