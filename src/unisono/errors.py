@@ -7,6 +7,7 @@ ranks), the arithmetic that fails, and `HINT:` with one thing to type. Nothing h
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 __all__ = [
     "CheckpointError",
@@ -106,6 +107,33 @@ def compress_ranks(ranks: Sequence[int]) -> str:
         else:
             runs.append((rank, rank))
     return ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in runs)
+
+
+class Spelling:
+    """How a caller writes arguments, for errors: as a Python program does.
+
+    The command line has one of its own.
+    """
+
+    def options(self, **values: Any) -> str:
+        """Return arguments side by side.
+
+        Example:
+            >>> Spelling().options(on="cpu", ranks=2)
+            "on='cpu', ranks=2"
+        """
+        return ", ".join(f"{name}={value!r}" for name, value in values.items())
+
+    def run(self, **values: Any) -> str:
+        """Return a call of `run` with these arguments."""
+        return f"unisono.run(..., {self.options(**values)})"
+
+    def platform(self, **values: Any) -> str:
+        """Return a platform with these fields."""
+        return f"Platform({self.options(**values)})"
+
+
+PYTHON = Spelling()
 
 
 class UnisonoError(RuntimeError):

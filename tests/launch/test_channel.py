@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import selectors
 import socket
@@ -113,7 +114,7 @@ def test_after_a_break_all_goes_on_where_it_was(pair):
     pair.server.send("down")
     heard = pair.pump(lambda down, ups: len(ups) > 100)[1]
     pair.client.detach()
-    with pytest.raises(Broken):
+    with contextlib.suppress(Broken):
         while True:
             heard += pair.server.receive()
     pair.server.detach()
@@ -310,7 +311,8 @@ def test_two_hundred_channels_cost_nothing_while_they_are_silent():
                         hellos.extend(key.fileobj.receive())
                 return len(hellos) == 200
 
-            wait_until(turn, 60)
+            while not turn():
+                assert process.poll() is None
             before = time.process_time()
             selector.select(1.0)
             assert time.process_time() - before < 0.05

@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from unisono.errors import PlatformError
+from unisono.launch.fields import COUNT
 from unisono.launch.job_files import check_ours, write_private
-from unisono.launch.platform import COUNT, Platform
+from unisono.launch.platform import Platform
 
 RESIZE = "resize"
 """File of a job in which somebody has left another number of ranks."""

@@ -42,7 +42,7 @@ INVITATION = "UNISONO_AGENT"
 """Variable with an `Invitation`; ranks do not inherit it."""
 _OF_OTHERS = (*MISLEADING, "RANK", "UNISONO_RUN_ID")
 """What may be left from another launcher: the starter's own variables tell our place."""
-_CHUNK = 1 << 20
+_CHUNK = (1 << 20) - 4096  # with what pickle adds, one frame
 _DIAL_S = 5.0
 """Longest try of one address."""
 _PAUSE_S = 0.2

@@ -56,6 +56,8 @@ class Seat:
     """The answer to the latest question where the rank stands."""
     lost_at: float | None = None
     """When it is given up, unless its agent comes back."""
+    left_at: float = 0.0
+    """When its connection ended, by the clock of this host."""
     why_lost: str = ""
     is_over: bool = False
     """Whether its agent has said its last word, or was given up."""
@@ -289,7 +291,7 @@ class AgentRanks(Ranks):
                 limit_s = self._plan.lost_after_s
                 if end.was_closed:
                     limit_s = min(limit_s, HUNG_UP_S[not self._is_here])
-                seat.lost_at = time.monotonic() + limit_s
+                seat.lost_at, seat.left_at = time.monotonic() + limit_s, time.time()
                 how = "ended" if end.was_closed else f"was away for {limit_s:g} s ({end})"
                 seat.why_lost = f"was lost: its agent {how}"
             return
@@ -374,19 +376,22 @@ class AgentRanks(Ranks):
             at.setdefault(state, now)
 
     def _fail(self, seat: Seat, summary: str, *, traceback: str = "", hint: str = "") -> None:
-        """Note that a rank has failed which cannot say so itself."""
+        """Note that a rank has failed which cannot say so itself.
+
+        Of agents that are lost one after the other, the first is to blame: starters end the others.
+        """
         failed = Failed(
             summary=summary,
             traceback=traceback or summary,
             pickled=None,
-            is_consequence=False,
+            is_consequence=bool(hint) and any(map(verdict.is_own, self.states)),
             lost=hint,
         )
         seat.state.take({"state": "failed", "failed": failed})
 
     def _give_up_lost(self) -> None:
         now = time.monotonic()
-        for seat in self._seats:
+        for seat in sorted(self._seats, key=lambda seat: seat.left_at):
             if seat.lost_at is not None and seat.lost_at <= now:
                 seat.lost_at, seat.is_over = None, True
                 if seat.channel is not None:

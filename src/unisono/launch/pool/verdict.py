@@ -227,7 +227,7 @@ def timeout(
     if stacks:
         places = {state.rank: folded_threads(state.stack) for state in states if state.stack}
         lines.append(grouped(places, awaited))
-    lines += _closing("a longer timeout_s if this is only slow", job_dir)
+    lines += _closing("a longer timeout_s (--timeout-s) if this is only slow", job_dir)
     return RankTimeout("\n".join(lines), stacks=stacks, rank=to_blame, last_collective=calls)
 
 
@@ -323,7 +323,7 @@ def _hint(cause: RankState, log_tail: str) -> str:
             return "unisono.world() first, or torch.distributed.init_process_group()"
         if absent := _ABSENT.search(failed.traceback):
             return f"unisono run --compat {absent[1]} ... lets unisono answer that import"
-        return 'on="inline" runs the function in this process, under your debugger'
+        return 'on="inline" (--on inline) runs the function in this process, under your debugger'
     name = signal_name(-cause.exit_code) if cause.exit_code and cause.exit_code < 0 else ""
     if name == "SIGKILL":
         peak = "" if cause.peak_mb is None else f"; this rank's peak was {cause.peak_mb:,.0f} MB"
