@@ -6,6 +6,7 @@ ranks), the arithmetic that fails, and `HINT:` with one thing to type. Nothing h
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -91,6 +92,22 @@ def ranks_by_text(texts: Mapping[int, str]) -> dict[str, list[int]]:
     for rank, text in texts.items():
         ranks.setdefault(text, []).append(rank)
     return ranks
+
+
+def grouped_stacks(stacks: Mapping[int, str], first: Sequence[int] = ()) -> str:
+    """Write the stacks of several ranks; equal ones once, those of ranks `first` at the top.
+
+    >>> print(grouped_stacks({0: "  a", 1: "  b", 2: "  a"}, first=[1]))
+    --- rank 1
+      b
+    --- ranks 0, 2
+      a
+    """
+    order = sorted(stacks, key=lambda rank: (rank not in first, rank))
+    # Thread numbers differ between processes that stand at the same place.
+    texts = {rank: re.sub(r"0x[0-9a-f]{8,}", "0x...", stacks[rank]) for rank in order}
+    groups = ranks_by_text(texts).items()
+    return "\n".join(f"--- {name_ranks(ranks)}\n{text}" for text, ranks in groups)
 
 
 def compress_ranks(ranks: Sequence[int]) -> str:

@@ -30,7 +30,6 @@ AS_ON_THE_CPU = (
     "test_blocks_that_do_not_fit_are_refused_on_all_ranks_alike",
     "test_blocks_without_rows_of_strided_tensors_travel",
     "test_broadcast_reaches_ranks_that_bring_nothing",
-    "test_coalesced_all_reduces_equal_single_ones",
     "test_every_verb_also_runs_async",
     "test_exchange_needs_no_order",
     "test_gather_and_scatter_are_inverse",
@@ -84,14 +83,14 @@ print(f"{on_device().device} {on_device().backend}\\n", end="", flush=True)
 
 
 @pytest.mark.mpi
-def test_a_group_of_mpi_goes_through_host_memory(device_environment, mpiexec, monkeypatch):
+def test_a_world_of_mpiexec_goes_through_host_memory(device_environment, mpiexec, monkeypatch):
     monkeypatch.setenv("SIM_PATIENCE_MS", SCHEDULES["all_late"])
     words = [mpiexec, "-n", "2", sys.executable, "-W", "ignore", "-c", ON_MPI]
     root = Path(__file__).parents[2]
     done = subprocess.run(words, capture_output=True, text=True, cwd=root, timeout=120)
     assert done.returncode == 0, done.stderr
     for rank in range(2):
-        assert f"sim:{rank} mpi4py" in done.stdout
+        assert f"sim:{rank} shm" in done.stdout
 
 
 # -- the host ------------------------------------------------------------------------------------
@@ -251,7 +250,8 @@ def test_the_first_exchange_of_a_group_needs_only_those_who_have_a_message(sched
 def test_a_tensor_goes_by_the_backend_of_its_own_device(schedule):
     own_device()
     comm = world()
-    assert comm.device.type == "cpu"
+    assert (comm.device.type, comm.backend) == ("cpu", "shm")
+    assert comm.with_device("sim").backend == "simccl"
     assert comm.all_reduce(torch.ones(2)).device.type == "cpu"
     x = torch.full((2,), comm.rank + 1.0, device="sim")
     assert comm.all_reduce(x).tolist() == [3.0, 3.0]

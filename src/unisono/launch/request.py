@@ -510,6 +510,7 @@ def known_place(word: object, configuration: Configuration, spelling: Spelling =
         if word in places:
             return word
         spelled = word.strip().lower()
+        accelerator.refuse_number(spelled)
         if spelled in PLACES or (spelled not in _INSTEAD and accelerator.is_kind(spelled)):
             return spelled
     near = nearest(str(word), (*places, "auto"))

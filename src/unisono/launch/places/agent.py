@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 import os
+import select
 import selectors
 import shutil
 import signal
@@ -49,6 +50,8 @@ _PAUSE_S = 0.2
 """Seconds between two tries to reach the supervisor."""
 CONNECT_S = 60.0
 """Longest wait for a supervisor that has just started this agent."""
+GONE = "the supervisor is gone"
+"""Why an agent stops of itself."""
 _REFUSED_S = 1.0
 """So long its host says that no process listens at its port: then the supervisor is gone."""
 
@@ -195,8 +198,8 @@ class Agent(RankMonitor):
         self._take_signals()
         self._rank = self._start(self._payload(Path(welcome["payload"])))
 
-    def run(self) -> None:
-        """Stay until the supervisor lets the rank go, or stops it."""
+    def run(self) -> str:
+        """Stay until the supervisor lets the rank go; return why it was stopped if it was."""
         try:
             while not self._is_finished and not self._stop_reason:
                 self._turn(None)
@@ -207,6 +210,7 @@ class Agent(RankMonitor):
                 self._tell()
         finally:
             self._end()
+        return self._stop_reason
 
     def _wait_for(self, word: str) -> dict[str, Any]:
         """Return the next message that has this word, before the rank is started."""
@@ -253,10 +257,7 @@ class Agent(RankMonitor):
                 job_dir=self._dir,
                 keeps_log=False,
                 has_own_path=True,
-                # By these an MPI library in the rank talks to who started it.
-                kept_fds=(int(variables["PMI_FD"]),)
-                if variables.get("PMI_FD", "").isdigit()
-                else (),
+                kept_fds=mpi_descriptors(variables),
             )
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
@@ -346,7 +347,7 @@ class Agent(RankMonitor):
         if self._line.reconnected():
             self.listen(self._channel.fileno(), self._hear)
         else:
-            self._stop_reason = self._stop_reason or "the supervisor is gone"
+            self._stop_reason = self._stop_reason or GONE
         return True
 
     def _take_signals(self) -> None:
@@ -387,17 +388,61 @@ def chunks_of(word: str, fd: int) -> Iterator[dict[str, bytes]]:
     yield {word: b""}
 
 
+def mpi_descriptors(environment: Mapping[str, str]) -> tuple[int, ...]:
+    """Return the descriptors by which an MPI library in a rank talks to who started it."""
+    with suppress(KeyError, ValueError, OSError):  # of a step around this one, it is closed
+        fd = int(environment["PMI_FD"])
+        os.fstat(fd)
+        return (fd,)
+    return ()
+
+
+def attend(invitation: Invitation, environment: Mapping[str, str]) -> str:
+    """Be the agent of the rank that `environment` describes, to its end.
+
+    Returns:
+        Why it was stopped; "" if its rank was let go.
+    """
+    place = detect({n: value for n, value in environment.items() if n not in _OF_OTHERS})
+    line = Line(invitation)
+    line.connect(CONNECT_S)
+    return Agent(line, place, environment.get("SLURMD_NODENAME", ""), environment).run()
+
+
+def visit(invitation: Invitation, order: str, timeout_s: float) -> dict[str, Any] | None:
+    """Give a supervisor an order from outside of its run; return its answer.
+
+    Args:
+        invitation: where it is.
+        order: what it is to do.
+        timeout_s: how long to wait for the answer; without one in time the result is {}.
+
+    Returns:
+        None if it cannot be reached.
+    """
+    channel, key = Channel(), bytes.fromhex(invitation.key)
+    try:
+        channel.attach(dial(channel, key, invitation.addresses, invitation.port, _DIAL_S))
+        channel.send({"order": order})
+        end = time.monotonic() + timeout_s
+        while (left := end - time.monotonic()) > 0:
+            if select.select([channel], [], [], left)[0]:
+                for answer in channel.receive():
+                    return answer
+        return {}
+    except (OSError, Broken):
+        return None
+    finally:
+        channel.detach()
+
+
 def main() -> int:
     """Be the agent that the environment describes."""
     if Path.cwd() == Path("/"):  # where mpiexec starts agents of other hosts
         with suppress(OSError, RuntimeError):
             os.chdir(Path.home())
     environment = dict(os.environ)
-    invitation = Invitation.read(environment.pop(INVITATION))
-    place = detect({n: value for n, value in environment.items() if n not in _OF_OTHERS})
-    line = Line(invitation)
-    line.connect(CONNECT_S)
-    Agent(line, place, environment.get("SLURMD_NODENAME", ""), environment).run()
+    attend(Invitation.read(environment.pop(INVITATION)), environment)
     return 0
 
 

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from unisono.environment import RANK_PID, Environment
+from unisono.frames import OF_COMMAND, command_code, set_command_code
 
 MISLEADING = (
     *(RANK_PID, "UNISONO_DETECT", "MASTER_ADDR", "MASTER_PORT"),
@@ -114,7 +115,8 @@ class Surroundings:
                 with suppress(Exception):
                     pickle.dumps(entry)
                     filters.append(entry)
-        sources: dict[str, str] = {}
+        command = command_code()
+        sources = {} if command is None else {OF_COMMAND: command}
         left = _SOURCE_BYTES
         for name, entry in reversed(list(linecache.cache.items())):  # the newest first
             # Cells have no time of change; files are read where they are needed.
@@ -145,7 +147,10 @@ class Surroundings:
 
     def apply_inside(self) -> None:
         """Take over what is set in Python."""
-        for name, text in self.sources.items():
+        sources = dict(self.sources)
+        if (command := sources.pop(OF_COMMAND, None)) is not None:
+            set_command_code(command)
+        for name, text in sources.items():
             linecache.cache[name] = (len(text), None, text.splitlines(keepends=True), name)
         root = logging.getLogger()
         # Unless a module of the function has seen to it.
