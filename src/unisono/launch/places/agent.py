@@ -187,6 +187,9 @@ class Agent(RankMonitor):
         welcome = self._wait_for("plan")
         self._plan: RunPlan = welcome["plan"]
         self._attempt: int = welcome["attempt"]
+        if welcome["directory"] is not None:
+            with suppress(OSError):  # this host may not have it
+                os.chdir(welcome["directory"])
         super().__init__(signal.Signals[self._plan.stack_signal])
         self.listen(self._channel.fileno(), self._hear)
         self.listen(line.fileno(), self._go_on_connected)
@@ -214,17 +217,17 @@ class Agent(RankMonitor):
         with selectors.DefaultSelector() as selector:
             selector.register(self._channel, selectors.EVENT_READ)
             while True:
-                selector.select()
-                try:
-                    self._orders += self._channel.receive()
-                except Broken as error:
-                    raise PlatformError(f"the supervisor hung up: {error}") from None
                 for order in self._orders:
                     if word in order or "stop" in order:
                         self._orders.remove(order)
                         if word not in order:
                             raise PlatformError(f"stopped before the start: {order['stop']}")
                         return order
+                selector.select()
+                try:
+                    self._orders += self._channel.receive()
+                except Broken as error:
+                    raise PlatformError(f"the supervisor hung up: {error}") from None
 
     def _payload(self, path: Path) -> int:
         """Return the file with all that the rank is told: the supervisor's own, or a copy of it."""
@@ -435,6 +438,9 @@ def visit(invitation: Invitation, order: str, timeout_s: float) -> dict[str, Any
 
 def main() -> int:
     """Be the agent that the environment describes."""
+    if Path.cwd() == Path("/"):  # where mpiexec starts agents of other hosts
+        with suppress(OSError, RuntimeError):
+            os.chdir(Path.home())
     environment = dict(os.environ)
     attend(Invitation.read(environment.pop(INVITATION)), environment)
     return 0

@@ -114,6 +114,7 @@ class AgentRanks(Ranks):
         self._attempt = attempt
         self._console = console
         self._dir = job_dir
+        self._directory = job.setting.directory
         self._command = command
         self._env = env
         self._process: subprocess.Popen[bytes] | None = None
@@ -332,7 +333,14 @@ class AgentRanks(Ranks):
             return
         if self._attempt:
             seat.log.write(f"--- attempt {self._attempt} on {seat.state.host}\n".encode())
-        seat.send({"plan": self._plan, "attempt": self._attempt, "payload": str(self._payload)})
+        seat.send(
+            {
+                "plan": self._plan,
+                "attempt": self._attempt,
+                "payload": str(self._payload),
+                "directory": self._directory,
+            }
+        )
         if self._master is not None:
             seat.send({"master": self._master})
 
