@@ -56,7 +56,8 @@ class RunPlan:
     lost_after_s: float = 60.0
     """How long a connection to an agent may be away before its rank is given up."""
     elastic: dict[str, Any] | None = None
-    """For ranks that may die: `least`, `stall_s` and the `secret` of the job."""
+    """For ranks that may die: `least`, the fewest members, and `stall_s`, how long these may wait
+    for another one."""
 
     @classmethod
     def of(
@@ -85,4 +86,6 @@ class RunPlan:
             stop_signals=list(platform.stop_signals),
             srun_args=list(platform.srun_args),
             elastic=elastic,
+            # Others do the work of a member that is away, so there is no need to wait for long.
+            lost_after_s=60.0 if elastic is None else 3.0,
         )

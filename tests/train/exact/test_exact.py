@@ -29,8 +29,8 @@ from unisono.errors import (
     UnisonoError,
 )
 from unisono.launch.api import execute
+from unisono.launch.elastic.policy import read_events
 from unisono.launch.elastic.settings import Chaos
-from unisono.launch.elastic.supervisor import read_events
 from unisono.launch.request import checked_request
 from unisono.train.exact.data import Shards
 from unisono.train.exact.shards import fresh, nodes_in, tree_sum
@@ -383,7 +383,7 @@ def test_a_job_can_be_resized_while_it_trains(tmp_path):
     assert set(job.result(100)) == {train("cnn", 60)}
     seen = [event["members"] for event in read_events(job.dir)]
     assert [size for size in (4, 2, 3) if size in seen] == [4, 2, 3]
-    with pytest.raises(PlatformError, match="it may have 1 to 4"):
+    with pytest.raises(PlatformError, match="ranks from 1 to 4"):
         job.resize(5)
     with pytest.raises(PlatformError, match="it has ended"):
         job.resize(2)

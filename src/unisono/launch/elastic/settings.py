@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from unisono.errors import PlatformError
-from unisono.launch.job_files import check_ours, write_private
+from unisono.launch.job_files import check_ours
 from unisono.launch.platform import COUNT, Platform
 
-RESIZE = "resize"
-"""File of a job in which somebody has left another number of ranks."""
+if TYPE_CHECKING:
+    from unisono.launch.places.agent import Invitation
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,32 +51,6 @@ class Chaos:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Invitation:
-    """Where members of other hosts may join a job, and the secret that lets them in."""
-
-    host: str
-    port: int
-    secret: str
-
-    def write(self, path: Path) -> None:
-        """Leave it in a file that only this user can read."""
-        write_private(path, json.dumps(asdict(self)).encode())
-
-    @classmethod
-    def read(cls, path: Path) -> Invitation:
-        """Read such a file."""
-        asked = f"--join {path}"
-        check_ours(path)
-        try:
-            found = cls(**json.loads(path.read_text(encoding="utf-8")))
-        except (ValueError, TypeError) as error:
-            raise PlatformError.because(
-                asked, f"no invitation: {error}", None, "the file that --invite FILE has written"
-            ) from None
-        return found
-
-
-@dataclass(frozen=True, kw_only=True)
 class Elastic:
     """How a job may grow and shrink."""
 
@@ -89,8 +62,8 @@ class Elastic:
     """Whether to kill ranks."""
     invite: Path | None = None
     """Where to leave an invitation for other hosts."""
-    host: Invitation | None = None
-    """Whose members these ranks are, if it is another host's job that they join."""
+    join: Invitation | None = None
+    """Where the launcher is whose training these ranks join."""
 
 
 def bounds(ranks: Any, elastic: bool | None) -> tuple[int | None, int | None]:
@@ -161,5 +134,21 @@ def checked(
         most=platform.world_size,
         chaos=chaos,
         invite=None if invite is None else Path(invite).absolute(),
-        host=None if join is None else Invitation.read(Path(join)),
+        join=None if join is None else _invitation(Path(join)),
     )
+
+
+def _invitation(path: Path) -> Invitation:
+    """Read what `--invite` has written."""
+    from unisono.launch.places.agent import Invitation
+
+    check_ours(path)
+    try:
+        return Invitation.read(path.read_text(encoding="utf-8"))
+    except (ValueError, TypeError) as error:
+        raise PlatformError.because(
+            f"--join {path}",
+            f"no invitation: {error}",
+            None,
+            "the file that --invite FILE has written",
+        ) from None
