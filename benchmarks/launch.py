@@ -1,9 +1,10 @@
 """How long launching takes, against `torch.multiprocessing.spawn` and the like.
 
-    python benchmarks/launch.py [--quick] [--ranks N ...]
+    python benchmarks/launch.py [--quick] [--ranks N ...] [--agents N]
 
 Each case and its reference run in turns; the figure is the ratio of medians. With `--ranks` a
-second table is made instead: what so many ranks of this host take.
+second table is made instead: what so many ranks of this host take; with `--agents` what a launcher
+of so many agents, processes that only speak the control channel, spends on them.
 """
 
 from __future__ import annotations
@@ -15,9 +16,11 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import warnings
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -27,6 +30,13 @@ from harness import Row, markdown, parser_for, publish
 
 import unisono
 from unisono.errors import RankFailed
+from unisono.launch.attempts import rank_job
+from unisono.launch.logs import Console
+from unisono.launch.places.agents import AgentRanks
+from unisono.launch.plan import RunPlan
+from unisono.launch.pool.payload import dump_call
+from unisono.launch.request import checked_request
+from unisono.launch.supervisor import Supervisor
 
 QUIET = unisono.Logs(console="none")
 LARGE_ROUNDS = 3
@@ -156,8 +166,7 @@ def look_around(repeats: int = 20) -> tuple[float, float, float, float]:
 
     first = timed(lambda: comm.all_reduce(x), 1)
     later, barrier = timed(lambda: comm.all_reduce(x), repeats), timed(comm.barrier, repeats)
-    used = Path("/proc/self/smaps_rollup").read_text().partition("\nPss:")[2].split()[0]
-    return first, later, barrier, int(used) / 1024
+    return first, later, barrier, memory_mb()
 
 
 def die_last(path: str) -> None:
@@ -206,14 +215,182 @@ def many_ranks(sizes: list[int], rounds: int) -> str:
     return "\n".join(lines)
 
 
+UNDER_TORCHRUN = """
+import torch, torch.distributed as dist
+dist.init_process_group("gloo")
+dist.all_reduce(torch.ones(1))
+dist.destroy_process_group()
+"""
+UNDER_MPIEXEC = """
+import numpy
+from mpi4py import MPI
+MPI.COMM_WORLD.Allreduce(MPI.IN_PLACE, numpy.ones(1))
+"""
+
+
+def others_launchers(sizes: list[int], rounds: int) -> list[Row]:
+    """Return ours against torchrun and against mpiexec, each with one all-reduce."""
+    beside = Path(sys.executable).parent
+    rows: list[Row] = []
+    with tempfile.TemporaryDirectory() as folder:
+        for name, text in (("torchrun", UNDER_TORCHRUN), ("mpiexec", UNDER_MPIEXEC)):
+            Path(folder, f"{name}.py").write_text(text)
+
+        def torchrun(ranks: int) -> None:
+            words = ["--standalone", f"--nproc-per-node={ranks}", f"{folder}/torchrun.py"]
+            subprocess.run([beside / "torchrun", *words], check=True, capture_output=True)
+
+        def mpiexec(ranks: int) -> None:
+            words = ["-n", str(ranks), sys.executable, f"{folder}/mpiexec.py"]
+            subprocess.run([beside / "mpiexec", *words], check=True, capture_output=True)
+
+        for ranks in sizes:
+            case = f"launch and all-reduce: {ranks} ranks"
+            ours_s, mpi_s = in_turns([partial(run_ours, ranks), partial(mpiexec, ranks)], rounds)
+            rows.append(Row(case, ours_s, mpi_s, "mpiexec", 1.3 if ranks == 64 else None))
+            if ranks <= 16:  # each of torchrun's ranks loads torch: minutes for 64 on two cores
+                ours_s, run_s = in_turns(
+                    [partial(run_ours, ranks), partial(torchrun, ranks)], rounds
+                )
+                rows.append(Row(case, ours_s, run_s, "torchrun", None))
+    return rows
+
+
+def memory_mb() -> float:
+    """Return the memory of this process, its part of what it shares counted once."""
+    used = Path("/proc/self/smaps_rollup").read_text().partition("\nPss:")[2].split()[0]
+    return int(used) / 1024
+
+
+FORKED = """
+import os, sys, time, torch, torch.distributed
+sys.path.insert(0, {folder!r})
+from launch import memory_mb
+import gc; gc.freeze()
+read, write = os.pipe()
+for _ in range(2):
+    if os.fork() == 0:
+        time.sleep(0.5)
+        os.write(write, f"{{memory_mb()}} ".encode())
+        time.sleep(0.5)
+        os._exit(0)
+for _ in range(2):
+    os.wait()
+print(os.read(read, 100).decode().split()[0])
+"""
+
+
+def sleep_and_weigh() -> float:
+    time.sleep(0.3)
+    return memory_mb()
+
+
+def warm_memory() -> Row:
+    """Return the memory of a warm rank against that of a fork of a process with torch."""
+    rank_mb = unisono.run(sleep_and_weigh, on="cpu", ranks=2, logs=QUIET)[0]
+    words = [sys.executable, "-c", FORKED.format(folder=str(Path(__file__).parent))]
+    done = subprocess.run(words, check=True, capture_output=True, text=True)
+    forked_mb = float(done.stdout)
+    note = f"{rank_mb:.0f} MB against {forked_mb:.0f} MB"
+    return Row("memory of a warm rank", rank_mb, forked_mb, "a fork with torch", 1.2, note)
+
+
+AGENTS = """
+import os, selectors, socket, sys, time
+from unisono.launch.channel import Broken, Channel, dial
+from unisono.launch.places.agent import INVITATION, Invitation
+from unisono.launch.plan import own_versions
+from unisono.launch.pool.protocol import RankState
+
+def be(rank, told):
+    channel = Channel()
+    channel.attach(dial(channel, bytes.fromhex(told.key), told.addresses, told.port, 60.0))
+    hello = {"host": socket.gethostname(), "node": "", "versions": own_versions()}
+    channel.send({"rank": rank, **hello})
+    state = RankState(rank=rank, pid=os.getpid())
+    selector = selectors.DefaultSelector()
+    selector.register(channel, selectors.EVENT_READ)
+    while True:
+        selector.select()
+        try:
+            orders = channel.receive()
+        except Broken:
+            os._exit(0)
+        for order in orders:
+            if "plan" in order:
+                for line in range(100):
+                    channel.send({"output": f"line {line}\\n".encode(), "stream": 0})
+                for word in ("running", "ready"):
+                    state.note(word)
+                    channel.send({"state": state})
+            elif "stop" in order:
+                state.note("stopped")
+                channel.send({"state": state})
+                channel.send({"over": True})
+                os._exit(0)
+
+told = Invitation.read(os.environ[INVITATION])
+for rank in range(int(sys.argv[1])):
+    if os.fork() == 0:
+        be(rank, told)
+while True:
+    os.wait()
+"""
+
+
+def many_agents(count: int = 200) -> str:
+    """Return a table: what agents of an idle run cost the launcher, and how a death is named."""
+    platform = unisono.Platform(device="mpi", ranks=count)
+    plan = RunPlan.of(platform, timeout_s=None, max_restarts=0)
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder, f"payload-{plan.run_id}").touch(mode=0o600)
+        ranks = AgentRanks(
+            rank_job(checked_request(print, (), {}, on=platform), dump_call(print, (), {}), {}),
+            plan,
+            0,
+            console=Console([], prefix=False),
+            job_dir=Path(folder),
+            command=[sys.executable, "-c", AGENTS, str(count)],
+        )
+        supervisor = Supervisor(ranks, plan, 0)
+        thread = threading.Thread(target=supervisor.run)
+        thread.start()
+        while not all(state.is_ready for state in ranks.states):
+            time.sleep(0.01)
+        time.sleep(1.0)
+        before = time.process_time()
+        time.sleep(5.0)
+        idle = (time.process_time() - before) / 5.0
+        victim = ranks.states[count // 2]
+        begin = time.perf_counter()
+        os.kill(victim.pid, signal.SIGKILL)
+        while victim.state != "failed":
+            time.sleep(0.001)
+        named_s = time.perf_counter() - begin
+        thread.join()
+        logs = [Path(folder, f"rank-{rank}.log").read_text() for rank in range(count)]
+        lines = sum(text.count("\n") for text in logs)
+    return "\n".join(
+        [
+            "| agents | CPU of the idle launcher | a death is named | lines of output |",
+            "|---:|---:|---:|---:|",
+            f"| {count} | {100 * idle:.2f} % | {named_s:.2f} s | {lines} of {100 * count} |",
+        ]
+    )
+
+
 def main() -> None:
     parser = parser_for(__doc__)
+    parser.add_argument("--agents", type=int, help="measure a launcher of so many agents, 200 say")
     parser.add_argument("--ranks", type=int, nargs="+", help="measure so many ranks, 2 to 128 say")
     options = parser.parse_args()
     rounds = 2 if options.quick else 5
     if options.ranks:
         table = many_ranks(options.ranks, 1 if options.quick else 3)
         publish("Many ranks on one host", table, write=not options.quick)
+        return
+    if options.agents:
+        publish("Agents of one launcher", many_agents(options.agents), write=not options.quick)
         return
     rows: list[Row] = []
 
@@ -231,6 +408,8 @@ def main() -> None:
     loops = [unisono.run(both_loops, on="cpu", ranks=2, logs=QUIET)[0] for _ in range(rounds)]
     with_it, without = (statistics.median(side) for side in zip(*loops, strict=True))
     rows.append(Row("should_stop: every=10", with_it, without, "without", 1.1))
+    rows.append(warm_memory())
+    rows += others_launchers([2] if options.quick else [2, 16, 64], 2 if options.quick else 3)
     if not options.quick:
         result, copied = in_turns(
             [lambda: unisono.run(big, on="cpu", ranks=1, logs=QUIET), travel], rounds

@@ -16,8 +16,6 @@ from torch import nn
 import unisono
 from unisono.launch.places.slurm import cluster
 
-os.environ.setdefault("UNISONO_CONFIG", str(Path(__file__).with_name("unisono.toml")))
-
 
 def train(folder, steps):
     """Fit a plane; when asked to stop, save and start again later. Returns losses and attempt."""
@@ -65,6 +63,7 @@ def main():
     on = options.on or ("cluster" if has_cluster() else "rehearsal")
     folder = Path("runs").absolute()
     folder.mkdir(exist_ok=True)
+    os.chdir(Path(__file__).resolve().parent)  # where unisono.toml is
 
     print(unisono.launch.dry_run(train, str(folder), 40, on=on, ranks=options.ranks))
     job = unisono.submit(train, str(folder), 40, on=on, ranks=options.ranks, logs=folder)

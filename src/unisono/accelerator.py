@@ -15,6 +15,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from unisono.errors import PlatformError
+
 if TYPE_CHECKING:
     import torch
 
@@ -52,6 +54,19 @@ def is_kind(word: str) -> bool:
     return default is not None and default.type == word
 
 
+def refuse_number(word: str) -> None:
+    """Raise `PlatformError` if `word` names one device by its number, such as `"cuda:0"`."""
+    of, _, number = word.partition(":")
+    if number.isdigit() and (of == "gpu" or is_kind(of)):
+        variable = {"xpu": _HIDDEN_BY[-1]}.get(of, _HIDDEN_BY[0] if of in ("cuda", "gpu") else "")
+        alone = f"; for this device alone: {variable}={number} and ranks=1" if variable else ""
+        raise PlatformError.because(
+            f"ranks on {word!r}",
+            "a place is a kind of device; rank r of a host works on device r of it",
+            hint=f'on="{of}"{alone}',
+        )
+
+
 def is_backend(word: str) -> bool:
     """Whether `word` names a backend of process groups that serves an accelerator."""
     if word in BACKENDS:
@@ -59,6 +74,17 @@ def is_backend(word: str) -> bool:
     import torch.distributed as dist
 
     return word in dist.Backend.default_device_backend_map.values() and word != "gloo"
+
+
+def backend(of: str) -> str | None:
+    """Return the process group backend that torch has for a kind; None if only host memory has."""
+    import torch.distributed as dist
+
+    name = dist.Backend.default_device_backend_map.get(of)
+    if name in (None, "gloo", "fake"):
+        return None
+    is_built = getattr(dist, f"is_{name}_available", None)
+    return name if is_built is None or is_built() else None
 
 
 def is_accelerator(device: torch.device) -> bool:

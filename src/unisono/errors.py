@@ -6,7 +6,9 @@ ranks), the arithmetic that fails, and `HINT:` with one thing to type. Nothing h
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 __all__ = [
     "CheckpointError",
@@ -92,6 +94,22 @@ def ranks_by_text(texts: Mapping[int, str]) -> dict[str, list[int]]:
     return ranks
 
 
+def grouped_stacks(stacks: Mapping[int, str], first: Sequence[int] = ()) -> str:
+    """Write the stacks of several ranks; equal ones once, those of ranks `first` at the top.
+
+    >>> print(grouped_stacks({0: "  a", 1: "  b", 2: "  a"}, first=[1]))
+    --- rank 1
+      b
+    --- ranks 0, 2
+      a
+    """
+    order = sorted(stacks, key=lambda rank: (rank not in first, rank))
+    # Thread numbers differ between processes that stand at the same place.
+    texts = {rank: re.sub(r"0x[0-9a-f]{8,}", "0x...", stacks[rank]) for rank in order}
+    groups = ranks_by_text(texts).items()
+    return "\n".join(f"--- {name_ranks(ranks)}\n{text}" for text, ranks in groups)
+
+
 def compress_ranks(ranks: Sequence[int]) -> str:
     """Write a set of ranks the short way.
 
@@ -106,6 +124,33 @@ def compress_ranks(ranks: Sequence[int]) -> str:
         else:
             runs.append((rank, rank))
     return ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in runs)
+
+
+class Spelling:
+    """How a caller writes arguments, for errors: as a Python program does.
+
+    The command line has one of its own.
+    """
+
+    def options(self, **values: Any) -> str:
+        """Return arguments side by side.
+
+        Example:
+            >>> Spelling().options(on="cpu", ranks=2)
+            "on='cpu', ranks=2"
+        """
+        return ", ".join(f"{name}={value!r}" for name, value in values.items())
+
+    def run(self, **values: Any) -> str:
+        """Return a call of `run` with these arguments."""
+        return f"unisono.run(..., {self.options(**values)})"
+
+    def platform(self, **values: Any) -> str:
+        """Return a platform with these fields."""
+        return f"Platform({self.options(**values)})"
+
+
+PYTHON = Spelling()
 
 
 class UnisonoError(RuntimeError):

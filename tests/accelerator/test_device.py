@@ -12,7 +12,7 @@ import sys
 import pytest
 import torch
 import torch.nn.functional as F
-from tests.accelerator.ranks import device_ranks
+from tests.accelerator.ranks import device_ranks, own_device
 from torch import nn
 
 pytestmark = device_ranks(1, timeout=100)
@@ -197,6 +197,7 @@ def test_backward_follows_the_streams_of_forward(schedule):
 def test_the_schedule_of_the_test_is_that_of_its_ranks(schedule):
     import simdev
 
+    own_device()
     expected_s = {"prompt": (0, 0), "late_kernels": (0.05, 0), "late_collectives": (0, 0.05)}
     assert simdev._C.patience() == expected_s.get(schedule, (0.05, 0.05))
 

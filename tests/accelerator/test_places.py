@@ -46,7 +46,7 @@ found["initialised now"] = accelerator.initialised()
 found["after first use"] = list(
     unisono.run(work, on="sim", seed=1, logs=unisono.Logs(console="none"))
 )
-for on, ranks in (("sim", 3), ("xpu", 1)):
+for on, ranks in (("sim", 3), ("xpu", 1), ("sim:0", 1), ("cuda:1", 2)):
     try:
         unisono.run(work, on=on, ranks=ranks)
     except PlatformError as error:
@@ -71,6 +71,8 @@ def test_ranks_run_on_the_device_by_any_of_its_names(device_environment, tmp_pat
     assert found["initialised now"] == "sim"
     assert "3 ranks > 2 GPUs" in found["sim 3"]
     assert "0 GPUs of the kind 'xpu'" in found["xpu 1"]
+    assert 'on="sim"' in found["sim:0 1"]
+    assert "CUDA_VISIBLE_DEVICES=1" in found["cuda:1 2"]
 
 
 OUT_OF_MEMORY = """

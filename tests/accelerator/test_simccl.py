@@ -11,15 +11,15 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
-from tests.accelerator.ranks import device_ranks, own_device
+from tests.accelerator.ranks import BOTH, TORCHS, device_ranks, own_device
 
-pytestmark = device_ranks(2)
+pytestmark = device_ranks(2, backend=TORCHS)
 
 
 # -- verbs ---------------------------------------------------------------------------------------
 
 
-@device_ranks([1, 2, 3])
+@device_ranks([1, 2, 3], backend=BOTH)
 def test_reductions_give_the_numbers_of_gloo(schedule):
     device, rank, size = own_device(), dist.get_rank(), dist.get_world_size()
     operations = dist.ReduceOp.SUM, dist.ReduceOp.MIN, dist.ReduceOp.MAX, dist.ReduceOp.PRODUCT
@@ -47,7 +47,7 @@ def test_reductions_give_the_numbers_of_gloo(schedule):
     assert torch.equal(block, listed)
 
 
-@device_ranks([1, 2, 3])
+@device_ranks([1, 2, 3], backend=[*BOTH, "shm"])
 def test_copies_go_where_they_should(schedule):
     device, rank, size = own_device(), dist.get_rank(), dist.get_world_size()
     x = torch.full((2,), float(rank), device=device)
@@ -75,6 +75,7 @@ def test_copies_go_where_they_should(schedule):
     assert x.tolist() == [2.0 * rank, 2.0 * rank + 1]
 
 
+@device_ranks(2, backend=BOTH)
 def test_messages_of_one_batch_may_cross(schedule):
     device, other = own_device(), 1 - dist.get_rank()
     large = torch.full((1 << 20,), float(other), device=device)
@@ -96,7 +97,7 @@ def test_sends_that_cross_one_by_one_never_complete():
         sent.wait(datetime.timedelta(seconds=0.2))
 
 
-@device_ranks(3)
+@device_ranks(3, backend=BOTH)
 def test_groups_of_some_ranks_work_beside_the_world(schedule):
     device, rank = own_device(), dist.get_rank()
     pair = dist.new_group([0, 2], backend="simccl")
@@ -269,7 +270,7 @@ def test_groups_and_streams_leave_nothing_behind(hygiene):
     assert x.tolist() == [4.0] * 4
 
 
-@device_ranks(1, timeout=100)
+@device_ranks(1, backend=TORCHS, timeout=100)
 def test_a_process_ends_although_a_collective_waits_for_ever(device_path, tmp_path):
     text = """
 import os, torch, torch.distributed as dist

@@ -8,11 +8,13 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from tests.accelerator.ranks import device_ranks, own_device
+from tests.accelerator.ranks import BOTH, device_ranks, own_device
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
-pytestmark = device_ranks(2, timeout=60)
+from unisono.errors import UnisonoError
+
+pytestmark = device_ranks(2, backend=BOTH, timeout=60)
 
 
 def trained(model, batches):
@@ -149,3 +151,25 @@ def test_a_loop_with_autocast_and_pinned_batches_equals_itself_without_streams(s
             optimizer.step()
         losses.append(loss.item())
     assert losses[0] == losses[1]
+
+
+@device_ranks(3, backend=["cpu:shm,sim:simccl", "sim:simccl,cpu:shm", "shm"])
+def test_a_group_of_ours_has_torchs_groups_for_devices_and_ends_them():
+    device, rank = own_device(), dist.get_rank()
+    group = dist.new_group([2, 0])
+    if rank != 1:
+        x = torch.full((2,), rank + 1.0, device=device)
+        dist.all_reduce(x, group=group)
+        assert x.tolist() == [4.0, 4.0]
+        twin = torch.full((2,), rank + 1.0)
+        dist.all_reduce(twin, group=group)
+        assert twin.tolist() == [4.0, 4.0]
+        assert group._get_backend(device).name() == "simccl"
+        with pytest.raises(UnisonoError, match="on cpu and sim"):
+            dist.all_gather_single(torch.empty(4), x, group=group)
+        assert group._inner
+        dist.destroy_process_group(group)
+        assert not group._inner
+    told = [None] * 3
+    dist.all_gather_object(told, rank)
+    assert told == [0, 1, 2]

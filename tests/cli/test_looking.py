@@ -1,4 +1,4 @@
-"""`unisono topo`, `trace` and `bench`: what they show, and how they refuse."""
+"""`unisono trace` and `bench`: what they show, and how they refuse."""
 
 from __future__ import annotations
 
@@ -17,51 +17,6 @@ def traced(path, verb="all_reduce"):
     with trace(path):
         for _ in range(2):
             getattr(unisono.world(), verb)(torch.ones(4))
-
-
-def test_topo_shows_the_machine_and_who_would_be_which_rank(capsys):
-    assert main(["topo", "--on", "cpu", "--ranks", "3"]) == 0
-    text = capsys.readouterr().out
-    assert "cores" in text
-    assert "interfaces" in text
-    assert "3 ranks on cpu" in text
-    assert [line.split()[0] for line in text.splitlines()[-3:]] == ["0", "1", "2"]
-
-
-def test_topo_draws_blocks_and_halos_of_a_mesh(capsys):
-    assert main(["topo", "--mesh", "2x2", "--shape", "8x6", "--kernel", "3x3"]) == 0
-    text = capsys.readouterr().out
-    assert all(f"rank {rank}" in text for rank in range(4))
-    assert "4 x 3" in text
-    assert "halo dim 0" in text
-    assert "rank 3 sends" in text
-    assert "wraps" not in text
-    assert main(["topo", "--mesh", "2", "--shape", "8", "--kernel", "3", "--circular"]) == 0
-    assert "wraps dim 0: 1/0 | wraps dim 0: 0/1" in capsys.readouterr().out
-
-
-def test_topo_puts_missing_leading_dims_on_one_rank(capsys):
-    assert main(["topo", "--mesh", "2", "--shape", "4x10"]) == 0
-    assert "4 x 5" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize(
-    "words",
-    [
-        ["--mesh", "2xtwo"],
-        ["--mesh", "0x2"],
-        ["--shape", "8x8"],
-        ["--mesh", "2x2", "--kernel", "3x3"],
-        ["--mesh", "2", "--shape", "8", "--circular"],
-        ["--on", "cup"],
-        ["--ranks", "0"],
-        ["--image", "a.png"],
-        ["--mesh", "2", "--image", "a.gif"],
-    ],
-)
-def test_topo_refuses_what_it_cannot_draw(words, capsys):
-    assert main(["topo", *words]) == 2
-    assert "HINT:" in capsys.readouterr().err
 
 
 def test_trace_prints_a_table_of_the_saved_calls(tmp_path, capsys):
@@ -153,14 +108,3 @@ def test_bench_runs_a_script_and_tells_when_it_broke(tmp_path, monkeypatch, caps
         ("good", "0.5")
     ]
     assert "bad ended with 3" in captured.err
-
-
-def test_topo_writes_its_picture(tmp_path, capsys):
-    pytest.importorskip("matplotlib")
-    path = tmp_path / "grid.svg"
-    words = ["--mesh", "2x2", "--shape", "8x6", "--kernel", "3x3", "--image", str(path)]
-    assert main(["topo", *words]) == 0
-    shown = capsys.readouterr().out
-    assert "rank 3" in shown
-    assert shown.endswith(f"written to {path}\n")
-    assert ">rank 3</text>" in path.read_text()

@@ -20,7 +20,7 @@ ALL = {"gloo": "ok", "shm": "ok", "mpi": "ok"}
     [
         ("cpu", 1, "shm"),
         ("cpu", 3, "shm"),
-        ("cuda", 2, "cpu:gloo,cuda:nccl"),
+        ("cuda", 2, "cpu:shm,cuda:nccl"),
         ("mps", 1, "shm"),
     ],
 )
@@ -39,7 +39,7 @@ def test_the_environment_is_heard_unless_the_caller_says_otherwise():
 
 
 def test_a_backend_of_another_accelerator_is_chosen_by_device_and_taken_by_name():
-    for asked, expected in ((None, "cpu:gloo,xpu:xccl"), ("xccl", "xccl")):
+    for asked, expected in ((None, "cpu:shm,xpu:xccl"), ("xccl", "xccl")):
         choice = choose_backend(asked, device="xpu", nodes=1, available=ALL, environ={})
         assert choice.name == expected
 

@@ -24,6 +24,7 @@ from unisono.comm import (
     trace,
     world,
 )
+from unisono.comm.collectives import all_reduce_together
 from unisono.comm.health.deadlock import announce_return
 from unisono.comm.reductions import defined_ops
 from unisono.errors import CollectiveMismatch, MeshError, PartitionError, UnisonoError
@@ -113,8 +114,6 @@ def test_sixteen_bit_means_are_divided_before_they_are_rounded(n):
     means += [comm.reduce_scatter(big, op="mean"), comm.all_reduce_(big.clone(), "mean")]
     if (at_root := comm.reduce(big, 0, "mean")) is not None:
         means.append(at_root)
-    with comm.coalesce():
-        means += [comm.all_reduce(big, "mean"), comm.all_reduce(big[:2], "mean")]
     assert all(torch.equal(mean, torch.full_like(mean, 40_000.0)) for mean in means)
 
 
@@ -474,61 +473,25 @@ def test_all_equal_compares_values_and_types():
         assert not comm.all_equal(torch.zeros(2, comm.rank + 1))
 
 
-@pytest.mark.ranks([1, 2, 3], backend=["gloo", "shm"])
-def test_a_coalesced_tensor_that_comes_again_gives_what_single_calls_give():
-    def steps(comm):
-        x = torch.arange(6.0, dtype=torch.float64).view(2, 3) + comm.rank
-        y = torch.ones(2, dtype=torch.float64)
-        comm.all_reduce_(x)
-        comm.all_reduce_(y, "mean")
-        comm.all_reduce_(x)  # again
-        comm.all_reduce_(x[1], "max")  # a view
-        comm.all_reduce_(x[:, 1], "mean")  # a strided one
-        read = comm.all_reduce(x[0])  # only read
-        again = comm.all_reduce(read)  # a result that is not there yet
-        comm.all_reduce_(torch.empty(0))
-        return [x, y, read, again]
-
-    single = steps(world())
-    with world().coalesce():
-        joined = steps(world())
-    for found, expected in zip(joined, single, strict=True):
-        assert torch.equal(found, expected)
-
-
-@pytest.mark.ranks(2)
-def test_coalesced_tensors_side_by_side_in_one_memory_are_joined():
-    flat = torch.ones(10)
-    with trace() as t, world().coalesce():
-        for part in flat.split(2):
-            world().all_reduce_(part)
-        assert not t.events
-    assert len(t.events) == 1
-    assert flat.tolist() == [2.0] * 10
-
-
 @pytest.mark.ranks([1, 2, 3], backend=BACKENDS)
-def test_coalesced_all_reduces_equal_single_ones():
+def test_tensors_that_are_reduced_together_equal_single_ones_and_make_few_calls():
     comm = world()
-    xs = [torch.full((n,), float(comm.rank + n)) for n in (1, 3, 0, 70_000)]
-    ys = [torch.tensor([comm.rank]), torch.tensor([comm.rank + 4])]
-    with comm.coalesce(max_mb=0.1):
-        sums = [comm.all_reduce(x) for x in xs]
-        means = comm.all_reduce(xs[1], "mean")
-        tops = [comm.all_reduce_(y.clone(), "max") for y in ys]
-    for x, total in zip(xs, sums, strict=True):
-        assert torch.equal(total, comm.all_reduce(x))
-    assert torch.equal(means, comm.all_reduce(xs[1], "mean"))
-    assert [int(t) for t in tops] == [comm.size - 1, comm.size + 3]
+    xs = [torch.full((n,), float(comm.rank + n)) for n in (1, 3, 0, 70_000, 400, 400)]
+    xs += [torch.tensor([comm.rank, 4]), torch.ones(3, 2).t() * comm.rank]
+    single = [comm.all_reduce(x, "max") for x in xs]
+    with trace() as t:
+        all_reduce_together(comm, xs, "max", max_mb=0.002)
+    assert all(torch.equal(x, y) for x, y in zip(xs, single, strict=True))
+    assert len(t.events) == 4  # the large one, two batches of float32, one of int64
 
 
-@pytest.mark.ranks([2], backend=BACKENDS)
-def test_coalescing_makes_one_call_of_many():
-    comm = world()
-    with trace() as t, comm.coalesce():
-        for _ in range(6):
-            comm.all_reduce(torch.ones(256))
-    assert [e.op for e in t.events] == ["all_reduce"]
+def test_a_name_that_was_removed_says_what_to_write_instead():
+    for name, words in (("coalesce", r"torch\.cat"), ("tune", "UNISONO_ALGO")):
+        assert not hasattr(world(), name)
+        with pytest.raises(AttributeError, match=words):
+            getattr(world(), name)
+    with pytest.raises(AttributeError, match="no attribute 'nothing'"):
+        _ = world().nothing
 
 
 def test_verbs_refuse_what_cannot_be_right():

@@ -13,6 +13,7 @@ from unisono.compat.ddpw import functional as DF
 from unisono.compat.ddpw.io import IO
 from unisono.compat.ddpw.wrapper import setup
 from unisono.errors import PlatformError
+from unisono.launch.checks import check_platform
 
 # As printed on the first page of the library's documentation; the import line alone is ours.
 FIRST_SNIPPET = """\
@@ -74,7 +75,7 @@ def test_the_decorator_snippet_runs_when_called(printed):
 def test_old_names_of_fields_are_understood_and_fields_can_be_set():
     platform = Platform(device="gpu", n_gpus=2, n_cpus=3, ram=8)
     assert (platform.world_size, platform.cpus_per_rank, platform.mem_per_node) == (2, 3, 8)
-    platform.check()  # the CPUs are those of a rank, so nothing has to be divided
+    check_platform(platform)  # the CPUs are those of a rank, so nothing has to be divided
     twin = pickle.loads(pickle.dumps(platform))
     assert (twin, twin.cpus_per_rank, twin.n_cpus) == (platform, 3, 3)
     twin.n_gpus, twin.n_cpus_per_node = 4, 8  # the last one said is the one that counts
@@ -86,6 +87,21 @@ def test_old_names_of_fields_are_understood_and_fields_can_be_set():
     assert Platform(device="gpu", n_gpus_per_node=2, n_cpus_per_node=4).cpus_per_rank == 2
     with pytest.raises(PlatformError, match="n_gpus is an old name of n_gpus_per_node"):
         Platform(n_gpus=2, n_gpus_per_node=3)
+
+
+def test_fields_have_ddpws_order_and_defaults():
+    platform = Platform("job", "CUDA", "part", 1, 2, 4, 16)
+    assert (platform.name, platform.device, platform.partition) == ("job", Device.GPU, "part")
+    assert (platform.n_gpus_per_node, platform.n_cpus_per_node) == (2, 4)
+    plain = Platform()
+    assert (plain.name, plain.device, plain.seed) == ("ddpw", Device.GPU, 1889)
+    assert (plain.mem_per_node, plain.ipc_groups, plain.verbose) == (32, [], True)
+    assert plain.partition == "general"
+    assert not plain.is_explicit("partition")  # a cluster without it may take its default
+    assert platform.but(ranks=3).is_explicit("partition")
+    assert not plain.but(ranks=3).is_explicit("partition")
+    with pytest.raises(PlatformError, match="did you mean n_nodes"):
+        Platform(n_node=2)
 
 
 def test_the_present_spelling_gets_ranks_group_and_platform():

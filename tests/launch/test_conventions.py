@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -104,3 +105,23 @@ def test_a_wrapper_keeps_its_platform_and_a_decorated_function_its_name(monkeypa
     decorated = wrapper(platform)(train)
     assert (decorated.__name__, decorated.__doc__) == ("train", "Train.")
     assert inspect.signature(decorated) == inspect.signature(train)
+
+
+@pytest.mark.parametrize("device", ["mpi", "ray"])
+def test_one_rank_elsewhere_does_not_run_in_this_process(monkeypatch, device):
+    import unisono.launch.api as launching
+
+    monkeypatch.setattr(launching, "checked_request", lambda *_a, on, **_k: request_on(on))
+    monkeypatch.setattr(launching, "execute", lambda request: request.place)
+    monkeypatch.setattr(launching, "run_in_process", lambda _request: "in this process")
+    for ranks in (1, 2):
+        platform = Platform(device=device, ranks=ranks)
+        assert Wrapper(platform).start(print) == device
+    assert Wrapper(Platform(device="cpu")).start(print) == "in this process"
+
+
+def request_on(platform):
+    """Return what a checked request of one place has, without asking for mpiexec or Ray."""
+    return SimpleNamespace(
+        platform=platform, place=platform.kind.value, ranks=platform.ranks or 1, joins_world=False
+    )

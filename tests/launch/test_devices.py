@@ -74,7 +74,7 @@ def test_more_ranks_than_gpus_are_refused_with_both_numbers_and_a_way_out(monkey
     message = str(caught.value)
     assert "4 ranks > 2 GPUs" in message
     assert "CUDA_VISIBLE_DEVICES='0,1'" in message
-    assert 'HINT: on="cpu", ranks=4' in message
+    assert "HINT: on='cpu', ranks=4" in message
     gpus(monkeypatch, 0)
     with pytest.raises(PlatformError, match="0 GPUs visible"):
         unisono.run(print, on=unisono.Platform(device="gpu"))

@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import os
-import shutil
 import signal
 import time
 from pathlib import Path
 
 import pytest
-import torch
 from tests.waiting import wait_until
 
 import unisono
 from unisono.errors import JobCancelled, PlatformError, RankFailed, RankTimeout, Requeue
-from unisono.launch import Job, dry_run, job_files, simulate_preemption
-from unisono.processes import process_start
+from unisono.launch import dry_run, simulate_preemption
 
 QUIET = unisono.Logs(console="none")
 
@@ -39,57 +36,33 @@ def sleepy():
     time.sleep(600)
 
 
-def test_a_running_job_shows_its_stacks_and_is_cancelled_from_another_process(tmp_path):
+def test_a_running_job_shows_its_stacks_and_its_lines_and_is_cancelled(tmp_path):
     job = unisono.submit(sleepy, on="cpu", ranks=2, logs=tmp_path)
     wait_until(lambda: all(job.logs(rank).count("\n") == 3 for rank in range(2)))
     assert job.status() == "running"
     assert job.logs(0, tail=2) == "b\nc\n"
-    other = Job(job.dir)  # as another process would have it
-    for handle in (job, other):
-        stacks = handle.stacks()
-        assert sorted(stacks) == [0, 1]
-        assert all("in sleepy" in text for text in stacks.values())
-        with pytest.raises(PlatformError, match="rank from 0 to 1"):
-            handle.logs(9)
+    stacks = job.stacks()
+    assert sorted(stacks) == [0, 1]
+    assert all("in sleepy" in text for text in stacks.values())
+    with pytest.raises(PlatformError, match="rank from 0 to 1"):
+        job.logs(9)
+    with pytest.raises(PlatformError, match="not elastic"):
+        job.resize(3)
     with pytest.raises(TimeoutError):
         job.result(timeout_s=0.01)
-    assert Job.attach(job.dir) is job
-    assert (other.id, other.status()) == (job.id, "running")
-    # An order to the supervising thread: this process, which submitted the job, is not touched.
-    other.cancel()
-    assert (other.status(), job.wait(10), job.status()) == ("cancelled", True, "cancelled")
-    assert list(other.logs(0, follow=True)) == ["a", "b", "c"]
-    for handle in (job, other):
-        with pytest.raises(JobCancelled) as caught:
-            handle.result()
-        assert caught.value.job_id == job.id
+    job.cancel()
+    assert (job.wait(10), job.status(), job.stacks()) == (True, "cancelled", {})
+    assert list(job.logs(0, follow=True)) == ["a", "b", "c"]
+    with pytest.raises(JobCancelled) as caught:
+        job.result()
+    assert caught.value.job_id == job.id
 
 
-def test_a_job_without_a_directory_to_keep_can_be_cancelled_from_both_sides(monkeypatch, tmp_path):
-    for side in (0, 1):
-        job = unisono.submit(sleepy, on="cpu", ranks=1)
-        monkeypatch.chdir(tmp_path)  # its id is enough, wherever one is
-        handles = job, Job(job_files.directories()[job.id])
-        handles[side].cancel()
-        assert job.wait(30)
-        assert not job.dir.exists()
-        assert job.id not in job_files.directories()
-        assert job.status() == "cancelled"
-        with pytest.raises(JobCancelled if side else PlatformError):
-            handles[1].result()
-
-
-def test_a_job_that_ends_at_the_moment_of_its_cancellation_is_no_error(tmp_path, monkeypatch):
-    me = {"pid": os.getpid(), "pid_start": process_start(os.getpid())}
-    (tmp_path / "job").mkdir(mode=0o700)
-    state = {"id": "job", "ranks": 1, "state": "running", "attempt": 0, "reason": "", **me}
-    job_files.write_state(tmp_path / "job", state)
-    job = Job.attach(tmp_path / "job")
-    with monkeypatch.context() as patch:
-        patch.setattr(job, "done", lambda: shutil.rmtree(job.dir))
-        patch.setattr(job, "wait", lambda _: True)
-        job.cancel()
-    assert (job.status(), job.stacks()) == ("cancelled", {})
+def test_a_job_without_a_directory_to_keep_leaves_none():
+    job = unisono.submit(sleepy, on="cpu", ranks=1)
+    job.cancel()
+    assert job.status() == "cancelled"
+    assert not job.dir.exists()
 
 
 def test_a_job_whose_last_word_raises_has_failed_and_one_that_is_refused_leaves_nothing(
@@ -107,63 +80,12 @@ def test_a_job_whose_last_word_raises_has_failed_and_one_that_is_refused_leaves_
     assert list(tmp_path.glob("unisono-*")) == []
 
 
-def test_the_directory_of_a_run_that_somebody_waits_for_is_not_a_job(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    directory = job_files.LOCAL_JOBS / "run"
-    directory.mkdir(parents=True, mode=0o700)
-    job_files.write_state(directory, {"plan": {}})
-    assert job_files.directories() == {}
-    with pytest.raises(PlatformError, match="somebody waits for"):
-        Job.attach(directory)
-
-
-def test_ids_are_found_by_a_unique_part_and_forgotten_when_their_directory_is(tmp_path):
-    for job in ("train-1234", "train-5678"):
-        (tmp_path / job).mkdir()
-        job_files.write_state(tmp_path / job, {"id": job, "ranks": 1})
-        job_files.remember(job, tmp_path / job)
-    assert Job.attach("5678").id == "train-5678"
-    with pytest.raises(PlatformError, match="2 jobs with that in their names"):
-        Job.attach("train")
-    (tmp_path / "train-1234" / "job.json").unlink()
-    assert list(job_files.directories()) == ["train-5678"]
-    link = job_files.folder() / "train-1234"
-    assert link.is_symlink()  # it may be on another host
-    os.utime(link, (0, 0), follow_symlinks=False)
-    job_files.directories()
-    assert not link.is_symlink()
-
-
-def test_a_kept_job_is_known_by_its_directory_and_only_to_its_owner(tmp_path):
-    job = unisono.submit(lambda: [torch.ones(2), lambda: 3], on="cpu", ranks=1, logs=tmp_path)
-    job.wait(60)
-    other = job_handle = Job.attach(job.dir)
-    assert torch.equal(other.result()[0][0], torch.ones(2))
-    assert other.result()[0][1]() == 3  # a function of nobody's module
-    assert (job_handle.reason, job_handle.stacks()) == ("", {})
-    outcome = job.dir / job_files.OUTCOME
-    assert outcome.stat().st_mode & 0o777 == 0o600
-    outcome.chmod(0o644)
-    with pytest.raises(PlatformError, match="mode 0644"):
-        other.result()
-    outcome.unlink()
-    outcome.symlink_to(job.dir / job_files.STATE)
-    with pytest.raises(PlatformError, match="a link"):
-        other.result()
-    with pytest.raises(PlatformError, match="no such job"):
-        Job.attach("nothing-here")
-
-
 def test_a_failed_job_tells_why(tmp_path):
     job = unisono.submit(lambda: 1 / 0, on="cpu", ranks=1, logs=tmp_path)
     with pytest.raises(RankFailed, match="ZeroDivisionError"):
         job.result()
     assert job.status() == "failed"
     assert "ZeroDivisionError" in job.reason
-    with pytest.raises(RankFailed, match="ZeroDivisionError") as caught:
-        Job.attach(job.dir).result()
-    assert (caught.value.rank, caught.value.exception) == (0, None)
-    assert "lambda: 1 / 0" in str(caught.value)
     late = unisono.submit(time.sleep, 600, on="cpu", ranks=1, timeout_s=0.2, logs=tmp_path)
     with pytest.raises(RankTimeout):
         late.result()

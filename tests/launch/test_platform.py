@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import inspect
 import os
 import pickle
 import socket
@@ -15,7 +14,7 @@ import unisono
 from unisono.comm import backends
 from unisono.cores import cgroup_quota, threads_per_rank, usable_cores
 from unisono.errors import MissingExtra, PlatformError
-from unisono.launch import IO, Device, Platform, platform
+from unisono.launch import IO, Device, Platform, fields, platform
 from unisono.launch.platform import gpu_index
 
 QUIET = unisono.Logs(console="none")
@@ -44,19 +43,15 @@ def test_sizes_follow_from_the_fields_that_were_given(fields, per_node, world, c
     assert platform.requires_ipc == (world > 1)
 
 
-def test_the_order_of_fields_and_their_defaults_are_those_of_ddpw():
-    platform = Platform("job", "CUDA", "part", 1, 2, 4, 16)
-    assert (platform.name, platform.device, platform.partition) == ("job", Device.GPU, "part")
-    assert (platform.n_gpus_per_node, platform.n_cpus_per_node) == (2, 4)
-    plain = Platform()
-    assert (plain.name, plain.device, plain.seed) == ("ddpw", Device.GPU, 1889)
-    assert plain.mem_per_node == 32
-    assert plain.ipc_groups == []
-    assert not plain.is_explicit("device")
-    assert platform.is_explicit("partition")
+def test_every_field_has_a_kind_and_the_table_of_places_names_fields_and_places():
+    callables = {"device", "upon_finish", "upon_error"}
+    assert platform.FIELDS - platform.KINDS.keys() == callables
+    assert platform.ONLY_AT.keys() <= platform.FIELDS
+    places = {device.value for device in Device}
+    assert all(set(taken) < places for taken in platform.ONLY_AT.values())
 
 
-def test_a_platform_does_not_change_and_what_another_one_changes_counts_as_given():
+def test_a_platform_does_not_change_but_another_one_may_differ():
     platform = Platform(device="cpu")
     with pytest.raises(FrozenInstanceError):
         platform.ranks = 3
@@ -64,7 +59,6 @@ def test_a_platform_does_not_change_and_what_another_one_changes_counts_as_given
     assert (other.device, other.world_size) == (Device.GPU, 3)
     assert other.is_explicit("n_gpus_per_node")
     assert not platform.is_explicit("n_gpus_per_node")
-    assert list(inspect.signature(Platform).parameters)[:3] == ["name", "device", "partition"]
 
 
 def test_copies_and_pickles_keep_what_was_given():
@@ -72,7 +66,7 @@ def test_copies_and_pickles_keep_what_was_given():
     for twin in (platform.but(), copy.deepcopy(platform), pickle.loads(pickle.dumps(platform))):
         assert twin == platform
         assert twin.world_size == 3
-    platform = Platform(ipc_groups=[[0]], hosts=["a"], env={"A": "1"})
+    platform = Platform(device="mpi", ipc_groups=[[0]], hosts=["a"], env={"A": "1"})
     twin = platform.but()
     twin.ipc_groups[0].append(9)
     twin.hosts.append("b")
@@ -92,7 +86,21 @@ def test_copies_and_pickles_keep_what_was_given():
             ["7 ranks / 2 nodes = 3.5", "ranks=6 or ranks=8"],
         ),
         ({"ranks": 3, "n_cpus_per_node": 4}, ["4 CPUs / 3 ranks = 1.33333", "n_cpus_per_node=3"]),
-        ({"n_nodes": 2}, ["n_nodes=2", "torchrun"]),
+        ({"n_nodes": 2}, ["n_nodes=2", "on='mpi', hosts=['a', 'b']", "torchrun"]),
+        ({"hosts": ["a"]}, ["cpu takes no hosts", "on='mpi', hosts=['a']"]),
+        ({"device": "mpi", "hosts": ["a", "b", "a"]}, ["'a' more than once", "ranks=3"]),
+        (
+            {"device": "mpi", "hosts": ["a", "-oProxyCommand=x"]},
+            ["'-oProxyCommand=x' is not the name of a host"],
+        ),
+        ({"device": "mpi", "hosts": "a"}, ["str, not a list of strings", "hosts=['a']"]),
+        ({"device": "mpi", "hosts": ["a", "b"], "n_nodes": 3}, ["3 nodes != 2 hosts"]),
+        (
+            {"device": "mpi", "hosts": ["a", "b"], "ranks": 3},
+            ["3 ranks / 2 nodes = 1.5", "ranks=2 or ranks=4"],
+        ),
+        ({"device": "ssh"}, ["device='ssh'", 'on="mpi", hosts=']),
+        ({"ssh_args": ["-p", "2222"]}, ["ssh_args=", "~/.ssh/config"]),
         ({"ranks": 2, "ipc_groups": [[0], [2]]}, ["rank 2 in group 1", "0 to 1"]),
         ({"ranks": 2, "ipc_groups": [[0, 1], [1]]}, ["rank 1 is in group 0 and group 1"]),
         ({"ranks": 3, "ipc_groups": [[0], [2]]}, ["rank 1 is in no group"]),
@@ -170,7 +178,7 @@ def test_the_printed_table_shows_where_ranks_meet_only_if_they_do(capsys, monkey
 
 
 def test_a_backend_that_ranks_could_not_use_is_refused_before_any_is_started(monkeypatch):
-    assert set(backends.NAMES) <= set(platform.BACKENDS)
+    assert set(backends.NAMES) <= set(fields.BACKENDS)
     monkeypatch.setattr("importlib.util.find_spec", lambda _name: None)
     with pytest.raises(MissingExtra, match="unisono\\[mpi\\]"):
         unisono.run(print, on=Platform(device="cpu", backend="mpi"))

@@ -6,6 +6,7 @@ import functools
 import inspect
 import sys
 import threading
+import warnings
 from types import SimpleNamespace
 
 import pytest
@@ -73,9 +74,9 @@ def said_of(call, *args, **given):
     ("given", "words"),
     [
         ({"on": "cqu"}, ["on='cqu'", "'cpu', 'gpu'", "did you mean"]),
-        ({"on": "gpu"}, ["0 GPUs visible", "1 rank > 0 GPUs", 'on="cpu", ranks=1']),
+        ({"on": "gpu"}, ["0 GPUs visible", "1 rank > 0 GPUs", "on='cpu', ranks=1"]),
         ({"on": "cuda", "ranks": 3}, ["3 ranks > 0 GPUs", "CUDA_VISIBLE"]),
-        ({"on": unisono.Device.MPS}, ["no Apple GPU", 'device="cpu"']),
+        ({"on": unisono.Device.MPS}, ["no Apple GPU", "on='cpu'"]),
         ({"ranks": 0}, ["ranks=0", "not an integer >= 1"]),
         ({"ranks": -2}, ["ranks=-2"]),
         ({"ranks": 2.0}, ["ranks=2.0", "float, not an integer"]),
@@ -125,6 +126,19 @@ def test_a_keyword_that_both_know_belongs_to_neither(call, name):
     text = said_of(call, knows_all, **{name: 1})
     assert f"run takes {name} itself" in text
     assert f"functools.partial(knows_all, {name}=...)" in text
+
+
+def test_a_keyword_that_looks_like_an_option_of_run_is_asked_about():
+    def takes_any(**keywords):
+        return sorted(keywords)
+
+    with pytest.warns(RuntimeWarning, match=r"did you mean ranks=4, timeout_s=5\?") as caught:
+        results = unisono.run(takes_any, on="inline", rank=4, timeout=5, lr=1)
+    assert (list(results), len(caught)) == ([["lr", "rank", "timeout"]], 1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        unisono.run(takes_any, on="inline", n=1, one=2, logger=3, epochs=4)
+    assert "did you mean ranks=4?" in said_of(unisono.run, train, 1, rank=4)
 
 
 def test_what_cannot_be_pickled_is_named_by_its_path():

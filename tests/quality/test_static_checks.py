@@ -39,8 +39,8 @@ def test_pyright_finds_no_type_error_in_src_benchmarks_and_examples():
     passes("pyright", "--pythonpath", sys.executable)
 
 
-MAY_NAME_CUDA = ("accelerator.py", "bayes/__init__.py", "bayes/cuda.py", "compat", "comm")
-"""The file that knows the kinds, pytagi's and other libraries' names, and `comm` for now."""
+MAY_NAME_CUDA = ("accelerator.py", "bayes/__init__.py", "bayes/cuda.py", "compat")
+"""The file that knows the kinds, and pytagi's and other libraries' names."""
 
 
 def names_a_kind(node: ast.AST) -> bool:

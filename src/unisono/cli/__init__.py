@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import unisono
-from unisono.cli import bench, demo, doctor, job, plan, report, run, topo, trace
+from unisono.cli import bench, demo, doctor, job, plan, report, run, trace
 from unisono.cli.outcome import exit_code_of
 
 __all__ = ["main"]
@@ -32,7 +32,7 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"unisono {unisono.__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    for command in (run, job, demo, report, doctor, topo, trace, plan, bench):
+    for command in (run, job, demo, report, doctor, trace, plan, bench):
         command.add_parser(commands)
     return parser
 

@@ -22,7 +22,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from unisono.cli.outcome import as_typed
 from unisono.errors import PlatformError
 
 if TYPE_CHECKING:
@@ -110,10 +109,11 @@ def execute(args: argparse.Namespace) -> int:
     """Run all checks, print them as they end, and return 1 if one failed."""
     place, more = args.on, []
     if place not in (None, "auto"):
+        from unisono.cli.outcome import Shell
         from unisono.launch.request import known_place
         from unisono.launch.settings import read_configuration
 
-        known_place(place, read_configuration())
+        known_place(place, read_configuration(), Shell("doctor"))
     if place == "slurm":
         more = SLURM_CHECKS
     elif place not in (None, "cpu"):
@@ -180,7 +180,7 @@ def _fix(error: Exception, name: str) -> str:
     """Return what to type against an error that a check did not expect."""
     hints = [line for line in str(error).splitlines() if "HINT: " in line]
     if hints:
-        return as_typed(f"\n{hints[-1].strip()}").partition("HINT: ")[2]
+        return hints[-1].partition("HINT: ")[2]
     if isinstance(error, ImportError):
         package = (error.name or "torch").partition(".")[0]
         return f"{_PIP} {package}"

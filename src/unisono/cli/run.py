@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from unisono.cli import targets
+from unisono.cli.outcome import SHELL
 from unisono.compat.libraries import LIBRARIES
 from unisono.compat.serving import AS_CPU, call_served, notice, serving
 from unisono.errors import PlatformError, RankFailed
@@ -35,18 +36,9 @@ examples:
 Arguments after the script go to the script; everything after -- does in any case.
 """
 
-_ONLY_AT = {
-    **dict.fromkeys(("partition", "mem_per_node", "timeout_min", "submitter"), ("slurm",)),
-    **dict.fromkeys(("slurm_additional_parameters", "srun_args"), ("slurm",)),
-    **dict.fromkeys(("mpiexec", "mpiexec_args"), ("mpi",)),
-    **dict.fromkeys(("hosts", "ssh_args", "python"), ("ssh",)),
-    "ray_init": ("ray",),
-    "console_logs": ("slurm", "mpi"),
-}
-"""Fields that only some places use."""
 _ABOUT_RANKS = (
     *("on", "ranks", "nodes", "hosts", "gpus", "partition", "timeout_s", "max_restarts", "logs"),
-    *("console", "script", "record", "to"),
+    *("console", "record", "to"),
 )
 """Options for ranks that the command starts."""
 
@@ -63,7 +55,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     parser.add_argument("target", nargs="?", help="script.py, or package.module:function")
     parser.add_argument("-m", dest="module", metavar="MODULE", help="run a module as a script")
     places = parser.add_argument_group("sizes and places")
-    places.add_argument("--on", help="cpu, gpu, mps, mpi, ssh, ray, slurm, inline, or a profile")
+    places.add_argument("--on", help="cpu, gpu, mps, mpi, ray, slurm, inline, or a profile")
     places.add_argument(
         "-n",
         "--ranks",
@@ -72,9 +64,9 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         help="number of ranks (2 on cpu and mpi); 2:8 for 2 to 8 ranks of an elastic job",
     )
     places.add_argument("--nodes", type=int, metavar="N", help="number of hosts (1)")
-    places.add_argument("--hosts", metavar="A,B", help="the hosts of --on ssh")
+    places.add_argument("--hosts", metavar="A,B", help="the hosts of --on mpi")
     places.add_argument("--gpus", type=int, metavar="N", help="GPUs per node, with one rank each")
-    places.add_argument("--partition", metavar="NAME", help="partition or queue of the cluster")
+    places.add_argument("--partition", metavar="NAME", help="partition of the cluster")
     places.add_argument(
         "--set", action="append", default=[], metavar="FIELD=VALUE", help="any field of Platform"
     )
@@ -131,7 +123,6 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     other = parser.add_argument_group("instead of running now")
     other.add_argument("--dry-run", action="store_true", help="only show the ranks")
     other.add_argument("--check", action="store_true", help="only check the request")
-    other.add_argument("--script", choices=("pbs", "lsf"), help="only print a batch script")
     other.add_argument("--detach", action="store_true", help="run in the background, print the id")
     other.add_argument("--supervise", action="store_true", help=argparse.SUPPRESS)
     parser.set_defaults(execute=execute)
@@ -180,8 +171,6 @@ def _execute(args: argparse.Namespace) -> int:
         if not (args.dry_run or args.check):
             function()
         return 0
-    if args.script is not None:
-        return _print_script(args)
     request = _request(args, function, is_script=is_script)
     if args.dry_run or args.check:
         return _show(args, request)
@@ -253,6 +242,7 @@ def _request(
         fields=fields,
         title=args.module or Path(args.target.rpartition(":")[2]).stem,
         is_script=is_script,
+        spelling=SHELL,
     )
     _check_uses(fields, request)
     return request
@@ -277,20 +267,20 @@ def _fields(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def _check_uses(fields: Mapping[str, Any], request: Request) -> None:
-    """Refuse a field that the place ignores; files and variables may have it for other places.
+    """Raise for a field that the place does not take; files may have it for other places.
 
     In an existing world, or with UNISONO_FORCE_ON, the place is not the user's choice.
     """
+    from unisono.launch.platform import unused_fields
+
     if os.environ.get("UNISONO_FORCE_ON") or request.joins_world:
         return
-    for name, value in fields.items():
-        places = _ONLY_AT.get(name, (request.place,))
-        if request.place not in places:
-            raise PlatformError.because(
-                f"unisono.run(..., {name}={value!r}, on={request.place!r})",
-                f"{name} is used on {' and '.join(places)} only",
-                hint=f"on={places[0]!r}",
-            )
+    for name, places in unused_fields(fields, request.place):
+        raise PlatformError.because(
+            SHELL.run(**{name: fields[name]}, on=request.place),
+            f"{name} is used on {' and '.join(places)} only",
+            hint=SHELL.options(on=places[0]),
+        )
 
 
 def _show(args: argparse.Namespace, request: Request) -> int:
@@ -306,23 +296,6 @@ def _show(args: argparse.Namespace, request: Request) -> int:
         print(judge_script(request))
     _note_missing_gpus(args, request)
     print(f"unisono: {_count(request.ranks, 'rank')} on {request.place} can be started")
-    return 0
-
-
-def _print_script(args: argparse.Namespace) -> int:
-    """Print a batch script in which the same command starts the ranks of a job."""
-    from unisono.launch.places.batch import script_text
-    from unisono.launch.request import resolve
-    from unisono.launch.settings import read_configuration
-
-    on, fields = args.on or "mpi", _fields(args)
-    if on == "ssh" and args.hosts is None:  # the job will know
-        fields["hosts"] = [f"node-{number}" for number in range(args.nodes or 1)]
-    sizes = {"ranks": args.ranks, "n_nodes": args.nodes}
-    fields |= {name: size for name, size in sizes.items() if size is not None}
-    place, platform = resolve(on, fields, read_configuration().at(on))
-    cut = args.words.index("--") if "--" in args.words else len(args.words)
-    print(script_text(args.script, place, platform, args.words[:cut], args.words[cut:]), end="")
     return 0
 
 

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import difflib
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 from functools import partial
 from importlib.util import find_spec
 from typing import Any
@@ -17,22 +18,20 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed import config
 
+from unisono import accelerator
+from unisono.comm.arguments import environment_timeout_s
 from unisono.comm.engines import mpi
-from unisono.comm.engines.shm import core
-from unisono.comm.engines.shm.rendezvous import ShmProcessGroup
+from unisono.comm.engines.base import SelfEngine
+from unisono.comm.engines.shm import Rendezvous, core
+from unisono.comm.health import watchdog
+from unisono.comm.torch.process_group import TransportProcessGroup
 from unisono.errors import MissingExtra, PlatformError
 
-NAMES: tuple[str, ...] = ("gloo", "nccl", "shm", "mpi")
+NAMES: tuple[str, ...] = ("gloo", "shm", "mpi", *accelerator.BACKENDS)
 """What the platform's `backend` may say."""
 
 _TORCH_NAME = {"mpi": "mpi4py"}
 """Names torch.distributed uses where they differ; it keeps "mpi" for a backend of its own."""
-
-_GROUPS: dict[str, type[ShmProcessGroup | mpi.MpiProcessGroup]] = {
-    "shm": ShmProcessGroup,
-    "mpi4py": mpi.MpiProcessGroup,
-}
-"""Our backends, by torch's names."""
 
 
 @dataclass(frozen=True)
@@ -52,6 +51,7 @@ def choose_backend(
     nodes: int,
     available: Mapping[str, str],
     environ: Mapping[str, str] = os.environ,
+    is_mpi_job: bool = False,
 ) -> BackendChoice:
     """Return the backend for a world.
 
@@ -61,6 +61,7 @@ def choose_backend(
         nodes: number of hosts.
         available: for each backend "ok" or why it does not work here.
         environ: `UNISONO_BACKEND` in it goes before our choice, not before `asked`.
+        is_mpi_job: whether MPI joins the ranks.
 
     >>> choose_backend(None, device="cpu", nodes=1, available={"shm": "ok"}, environ={}).name
     'shm'
@@ -71,15 +72,21 @@ def choose_backend(
         source = f"UNISONO_BACKEND={wanted}"
     if wanted is not None:
         return BackendChoice(_checked(wanted, source, available), f"asked for by {source}")
-    name = dist.Backend.default_device_backend_map.get(device, "gloo")
-    if name != "gloo":
-        return BackendChoice(f"cpu:gloo,{device}:{name}", f"tensors on {device} travel by {name}")
-    through = "" if device == "cpu" else f"; tensors on {device} travel through CPU memory"
-    if available.get("shm") == "ok":
-        where = "one host" if nodes == 1 else f"{nodes} hosts: gloo carries what leaves a host"
-        return BackendChoice("shm", f"CPU tensors through shared memory ({where}){through}")
-    missing = available.get("shm", "not there")
-    return BackendChoice("gloo", f"no shared memory here: {missing}{through}")
+    name, reason = "shm", "CPU tensors through shared memory"
+    if nodes > 1 and is_mpi_job:
+        name = "mpi4py"
+        reason = f"{nodes} hosts of an MPI job: MPI between hosts, shared memory inside one"
+    elif available.get("shm") == "ok":
+        where = "one host" if nodes == 1 else f"{nodes} hosts: gloo for groups of several hosts"
+        reason = f"{reason} ({where})"
+    else:
+        name, reason = "gloo", f"no shared memory here: {available.get('shm', 'not there')}"
+    if device == "cpu":
+        return BackendChoice(name, reason)
+    own = dist.Backend.default_device_backend_map.get(device, "gloo")
+    if own == "gloo":
+        return BackendChoice(name, f"{reason}; tensors on {device} travel through CPU memory")
+    return BackendChoice(f"cpu:{name},{device}:{own}", f"{reason}; tensors on {device} by {own}")
 
 
 def _checked(wanted: str, source: str, available: Mapping[str, str]) -> str:
@@ -110,16 +117,16 @@ def register() -> None:
 
     Usually `unisono.autoload` has done it when torch was imported.
     """
-    for name in _GROUPS:
+    for name in _MAKERS:
         if name not in dist.Backend.backend_list:
             dist.Backend.register_backend(
                 name, partial(create, name), extended_api=True, devices=["cpu"]
             )
 
 
-def create(name: str, options: Any, _: Any) -> dist.ProcessGroup:
+def create(name: str, options: Any, _: Any) -> Any:
     """Make a group of one of our backends for torch.distributed, from its backend options."""
-    return _GROUPS[name](
+    return _MAKERS[name](
         options.store,
         options.group_rank,
         options.group_size,
@@ -127,6 +134,48 @@ def create(name: str, options: Any, _: Any) -> dist.ProcessGroup:
         options.global_ranks_in_group,
         str(options.group_id),
     )
+
+
+def make_shm_group(
+    store: dist.Store,
+    rank: int,
+    size: int,
+    timeout: timedelta,
+    ranks: Sequence[int] = (),
+    name: str = "",  # noqa: ARG001
+) -> Any:
+    """Make a group of ranks that share memory, or talk over gloo where they cannot. Collective.
+
+    Args:
+        store: where the ranks meet.
+        rank: own rank in the group.
+        size: ranks of the group.
+        timeout: deadline of making the group, and of each call.
+        ranks: world ranks of the group; empty means 0 to `size` - 1.
+        name: name of the group.
+    """
+    deadline_s = environment_timeout_s()
+    ranks = tuple(ranks) or tuple(range(size))
+    if size == 1:
+        own = dist.PrefixStore("shm/alone", store)
+        return TransportProcessGroup(SelfEngine(), ranks, timeout, "shm", deadline_s, own)
+    rendezvous = Rendezvous(dist.PrefixStore("shm", store), rank, ranks, timeout.total_seconds())
+    rendezvous.introduce()
+    engine = rendezvous.share_memory()
+    own = dist.PrefixStore(f"shm/{rendezvous.nonce}", store)
+    group: Any
+    if engine is None:
+        group = dist.ProcessGroupGloo(own, rank, size, timeout)
+    else:
+        group = TransportProcessGroup(engine, ranks, timeout, "shm", deadline_s, own)
+    rendezvous.clean()
+    if not dist.is_initialized():
+        watchdog.ensure_soon()  # others may wait for this rank before it makes a call
+    return group
+
+
+_MAKERS: dict[str, Callable[..., Any]] = {"shm": make_shm_group, "mpi4py": mpi.make_group}
+"""How groups of our backends are made, by torch's names."""
 
 
 class _Available(Mapping[str, str]):

@@ -19,6 +19,8 @@ from types import FrameType
 
 import torch
 
+from unisono.frames import folded
+
 
 @dataclass(slots=True, eq=False)
 class Call:
@@ -44,6 +46,10 @@ class Call:
     """Sizes of all blocks, where the caller gave them."""
     recv_sizes: tuple[int, ...] | None = None
     """Rows expected from each rank (all_to_all)."""
+    device: str | None = None
+    """Kind of device whose backend carries it; None where this rank brought no tensor."""
+    signature: tuple[int, ...] | None = None
+    """What ranks compare of a call on a device (`engines.signature`)."""
     requires_grad: bool | None = None
     """Whether the tensor takes part in autograd; None where it does not matter."""
     is_async: bool = False
@@ -98,7 +104,7 @@ class Call:
         text = f"{self.op}({inner}){number} on {self.group}"
         if self.dtype is not None and self.shape is not None:
             text += f", {str(self.dtype).removeprefix('torch.')} {list(self.shape)}"
-        return text
+        return text if self.device in (None, "cpu") else f"{text} on {self.device}"
 
 
 def sent_to(rank: int, tag: int) -> str:
@@ -138,6 +144,7 @@ def blocked() -> tuple[Call, int] | None:
 _PACKAGE = Path(__file__).resolve().parents[1]
 _LIBRARIES: tuple[str, ...] = (
     f"{_PACKAGE}{os.sep}",
+    f"{Path(torch.__file__).parent}{os.sep}",
     f"{Path(torch.__file__).resolve().parent}{os.sep}",
     "<frozen ",
 )
@@ -189,28 +196,17 @@ def _innermost(frame: FrameType | None) -> str:
 def thread_stacks() -> str:
     """Return the Python stacks of the threads that run the user's code, main thread first.
 
-    Threads of libraries alone are left out. In each stack the user's frames come first, outermost
-    at the top; of the libraries only the innermost frame is shown.
+    Threads of libraries alone are left out; the form is that of `unisono.frames.folded`.
     """
     main = threading.main_thread().ident
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     parts: list[str] = []
     for ident, frame in sorted(sys._current_frames().items(), key=lambda t: (t[0] != main, t[0])):
-        stack = traceback.extract_stack(frame)
-        has_user = any(not is_library(entry.filename) for entry in stack)
-        if has_user or ident == main:
-            parts.append(f"thread {names.get(ident, '?')}:\n{_arranged(stack)}")
+        stack = [
+            (f.f_code.co_filename, n, f.f_code.co_name) for f, n in traceback.walk_stack(frame)
+        ]
+        if ident == main:
+            parts.append(folded(stack))
+        elif any(not is_library(file) for file, _, _ in stack):
+            parts.append(f"  in thread {names.get(ident, '?')}:\n{folded(stack)}")
     return "\n".join(parts)
-
-
-def _arranged(stack: traceback.StackSummary) -> str:
-    """Write a stack with the user's frames first."""
-    users = [entry for entry in stack if not is_library(entry.filename)]
-    text = "".join(traceback.format_list(users))
-    innermost = stack[-1]
-    if is_library(innermost.filename):
-        hidden = len(stack) - len(users)
-        plural = "s" if hidden > 1 else ""
-        text += f"  {hidden} frame{plural} of libraries, the innermost:\n"
-        text += "".join(traceback.format_list([innermost]))
-    return text.rstrip()

@@ -6,21 +6,17 @@ Each verb prepares a `Transfer`. `Collectives` performs it and returns the resul
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import pickle
-from bisect import bisect_left
-from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 import cloudpickle
 import torch
 from torch import Tensor
 
-from unisono.comm import call as calls
 from unisono.comm import seal
 from unisono.comm.arguments import (
     bytes_of,
@@ -67,8 +63,6 @@ class Collectives(Performer):
             The same bits on every rank; `x` is unchanged.
         """
         check_tensor(x, self._device_for(x), "all_reduce")
-        if self._entry.coalescer is not None:
-            return self._held(self._entry.coalescer, None, x, op, timeout_s)
         out = x.detach().clone(memory_format=torch.contiguous_format)
         return self._reduced(out, x, op, timeout_s)
 
@@ -78,8 +72,6 @@ class Collectives(Performer):
     ) -> Transfer[Tensor]:
         """Replace `x` by its reduction over all ranks; see `all_reduce`. Returns `x`."""
         check_target(x, self._device_for(x), "all_reduce_")
-        if self._entry.coalescer is not None:
-            return self._held(self._entry.coalescer, x, x, op, timeout_s)
         return self._reduced(x, x, op, timeout_s)
 
     def _reduced(
@@ -173,46 +165,6 @@ class Collectives(Performer):
         engine = self._engine_for(x.device)
         kernel = partial(engine.reduce_scatter, out, ins, op, alike=alike)
         return Transfer(call, kernel, finish, timeout_s)
-
-    @contextlib.contextmanager
-    def coalesce(self, max_mb: float = 1.0) -> Iterator[None]:
-        """Join the small all_reduces issued inside into one per (op, dtype); results at exit.
-
-        Collective over the communicator: all ranks issue the same all_reduces inside. Tensors
-        above `max_mb` are reduced at once. A tensor in memory that waits for a result (the same
-        one again, a view of it) first gets this result: what is held is sent then. On an exception
-        nothing is sent.
-        """
-        if self._entry.coalescer is not None:
-            yield  # the outer block does it
-            return
-        coalescer = Coalescer(int(max_mb * 2**20), self._reduce_joined)
-        self._entry.coalescer = coalescer
-        try:
-            yield
-        finally:
-            self._entry.coalescer = None
-        coalescer.flush()
-
-    def _held(
-        self, coalescer: Coalescer, out: Tensor | None, x: Tensor, op: str, timeout_s: float | None
-    ) -> Transfer[Tensor]:
-        """Prepare an all_reduce that waits for the end of the block, unless it is too large.
-
-        `out` is `x`, or None for a copy of it.
-        """
-        coalescer.settle(x)  # an all_reduce before this one may owe `x` its values
-        if out is None:
-            out = x.detach().clone(memory_format=torch.contiguous_format)
-        reduced = self._reduced(out, x, op, timeout_s)
-        return coalescer.held(reduced, out) or reduced
-
-    def _reduce_joined(self, flat: Tensor, op: str) -> None:
-        before, self._entry.coalescer = self._entry.coalescer, None
-        try:
-            self._perform(self._reduced(flat, flat, op, None))
-        finally:
-            self._entry.coalescer = before
 
     # -- copies ---------------------------------------------------------------------------------
 
@@ -662,101 +614,33 @@ class StartedCollectives:
     all_equal = started(Collectives.all_equal)
 
 
-class Coalescer:
-    """Holds all-reduces until the end of a `with comm.coalesce():` block: latency is paid once.
+def all_reduce_together(
+    comm: Collectives, tensors: Sequence[Tensor], op: str = "sum", max_mb: float = 1.0
+) -> None:
+    """Replace tensors by their reductions: one call for each `max_mb` of small ones of a dtype.
 
-    It is the ticket of what it holds: whoever waits has all of it done.
-
-    Args:
-        max_bytes: tensors above this many bytes are not held; no joined buffer exceeds it.
-        reduce_: does one all-reduce in place.
+    Collective over the communicator. No two of the tensors may share memory.
     """
+    batches: dict[torch.dtype, list[Tensor]] = {}
 
-    def __init__(self, max_bytes: int, reduce_: Callable[[Tensor, str], None]) -> None:
-        self.max_bytes = max_bytes
-        self._reduce = reduce_
-        self._held: dict[tuple[str, torch.dtype], list[Tensor]] = defaultdict(list)
-        self._after: list[Callable[[], object]] = []
-        self._begins: list[int] = []
-        self._ends: list[int] = []
-        """Memory that waits for a result, as addresses: sorted intervals, none over another."""
+    def flush(batch: list[Tensor]) -> None:
+        flat = torch.cat([x.reshape(-1) for x in batch])
+        comm.all_reduce_(flat, op)
+        for x, part in zip(batch, flat.split([x.numel() for x in batch]), strict=True):
+            x.copy_(part.view(x.shape))
 
-    def held(self, reduced: Transfer[Tensor], result: Tensor) -> Transfer[Tensor] | None:
-        """Return an all-reduce into `result` as one that only waits here; None if it is too large.
-
-        Before, `settle` was called with the tensor to reduce.
-        """
-        x, op = cast("partial[Any]", reduced.kernel).args
-        if x.nbytes > self.max_bytes:
-            return None
-
-        def hold(*, async_op: bool, timeout_s: float) -> Coalescer | None:  # noqa: ARG001
-            self._held[op, x.dtype].append(x)
-            self._after.append(cast("Callable[[], Tensor]", reduced.finish))
-            begin, end = _extent(result)
-            if begin < end:
-                place = bisect_left(self._begins, begin)
-                self._begins.insert(place, begin)
-                self._ends.insert(place, end)
-            return self if async_op else None
-
-        call, is_collective = reduced.call, False  # the joined one is
-        return Transfer(call, hold, lambda: result, None, is_collective, is_quiet=True)
-
-    def settle(self, x: Tensor) -> None:
-        """Do what is held if `x` lies in memory that waits for a result: `x` is to be read now."""
-        begin, end = _extent(x)
-        place = bisect_left(self._ends, begin + 1)  # the first that ends behind `begin`
-        if begin < end and place < len(self._begins) and self._begins[place] < end:
-            self.flush()
-
-    def wait(self, timeout_s: float) -> None:  # noqa: ARG002
-        """Do what is held; each all-reduce has its own deadline."""
-        calls.waited_call = None  # but those that are made now
-        self.flush()
-
-    def done(self) -> bool:
-        """Whether nothing is held."""
-        return not self._after
-
-    def flush(self) -> None:
-        """Do what is held: one all-reduce per (op, dtype) and `max_bytes`."""
-        held, self._held = self._held, defaultdict(list)
-        for (op, _), tensors in held.items():
-            for batch in self._batches(tensors):
-                if len(batch) == 1:
-                    self._reduce(batch[0], op)
-                    continue
-                flat = torch.cat([x.reshape(-1) for x in batch])
-                self._reduce(flat, op)
-                for x, part in zip(batch, flat.split([x.numel() for x in batch]), strict=True):
-                    x.view(-1).copy_(part)
-        self._begins.clear()
-        self._ends.clear()
-        after, self._after = self._after, []
-        for step in after:
-            step()
-
-    def _batches(self, tensors: list[Tensor]) -> list[list[Tensor]]:
-        batches: list[list[Tensor]] = [[]]
-        filled = 0
-        for x in tensors:
-            nbytes = x.nbytes
-            if batches[-1] and filled + nbytes > self.max_bytes:
-                batches.append([])
-                filled = 0
-            batches[-1].append(x)
-            filled += nbytes
-        return batches
-
-
-def _extent(x: Tensor) -> tuple[int, int]:
-    """Return the addresses between which the elements of `x` lie."""
-    begin = x.data_ptr()
-    if not x.numel():
-        return begin, begin
-    last = sum((n - 1) * stride for n, stride in zip(x.shape, x.stride(), strict=True))
-    return begin, begin + (last + 1) * x.element_size()
+    for x in tensors:
+        if x.nbytes > max_mb * 2**20:
+            comm.all_reduce_(x, op)
+            continue
+        batch = batches.setdefault(x.dtype, [])
+        if sum(other.nbytes for other in batch) + x.nbytes > max_mb * 2**20:
+            flush(batch)
+            batch.clear()
+        batch.append(x)
+    for batch in batches.values():
+        if batch:
+            flush(batch)
 
 
 def leaves_graph(x: Tensor, verb: str) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -11,12 +12,12 @@ from torch.distributed.distributed_c10d import GroupName
 
 from unisono.comm import groups
 from unisono.comm.arguments import check_device, check_ranks, check_timeout, environment_timeout_s
-from unisono.comm.engines.algorithms import measure_limits
 from unisono.comm.groups import GroupEntry, Handle
 from unisono.comm.machine import host_id
 from unisono.comm.messages import Messages, StartedVerbs
 from unisono.errors import MeshError, UnisonoError, an
 from unisono.expect import is_integer
+from unisono.removed import removed_name
 
 
 class Communicator(Messages):
@@ -174,15 +175,6 @@ class Communicator(Messages):
         """Return the same group for tensors on another device. Local."""
         return type(self)(self._entry, device=torch.device(device), timeout_s=self._own_timeout_s)
 
-    def tune(self) -> dict[str, int]:
-        """Measure up to how many bytes the low-latency algorithms win; collective, some seconds.
-
-        Returns:
-            Limit in bytes per verb, the same on all ranks. Save it as JSON and name the file in
-            `UNISONO_ALGO_FILE` to use it.
-        """
-        return measure_limits(self)
-
     def close(self) -> None:
         """Drop this handle; the group is destroyed if we made it and nobody else holds it.
 
@@ -218,6 +210,11 @@ class Communicator(Messages):
             f"a Communicator does not change (tried to set {name!r}); "
             "with_timeout() and with_device() return changed copies"
         )
+
+    if not TYPE_CHECKING:  # else every name would be one of its attributes
+
+        def __getattr__(self, name: str) -> NoReturn:
+            raise removed_name(f"unisono.Communicator.{name}")
 
     def __copy__(self) -> Communicator:
         return self

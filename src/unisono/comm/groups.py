@@ -26,11 +26,11 @@ from unisono.comm.engines.staged import StagedEngine
 from unisono.comm.engines.stream import StreamEngine
 from unisono.comm.health import failures, mark_as_news, streams, watchdog
 from unisono.comm.health.failures import Meaning, meaning_of
+from unisono.comm.health.streams import Lane
 from unisono.comm.torch import private
 from unisono.errors import MeshError, RankFailed, RankTimeout, UnisonoError
 
 if TYPE_CHECKING:
-    from unisono.comm.collectives import Coalescer
     from unisono.comm.engines.mpi.groups import Standalone
 
 DEFAULT_TIMEOUT_S = 600.0
@@ -75,7 +75,6 @@ class GroupEntry:
         if maker is None and _parents_world is not None and _parents_world() is world is not None:
             self.mark_forked()
         self.single: dist.ProcessGroup | None = None
-        self.coalescer: Coalescer | None = None
         self.turn: threading.RLock | None = threading.RLock()
         """Held by the thread that is inside a collective; None where threads are let in as they
         come."""
@@ -140,22 +139,20 @@ class GroupEntry:
         """Name of the backend that serves tensors on `device`."""
         if self.group is None or len(self.ranks) == 1:
             return "self"
-        if self.maker is not None:
-            return self.group.name()
-        config = private.backend_config(self.group).split(",")
-        names = dict(item.split(":") for item in config if ":" in item)
         if self._has_streams(device):
-            return names[device.type]
+            return private.backends_of(self.group)[device.type]
+        own = getattr(self.group, "unisono_engine", None)
+        if isinstance(own, Engine):
+            return own.backend
         # Host memory, and tensors that travel through it.
-        default = str(dist.get_backend(self.group)) if "cpu" in self._devices() else _BESIDE
-        return names.get("cpu", default)
+        return self.group._get_backend(_CPU).name() if "cpu" in self._devices() else _BESIDE
 
     def _has_streams(self, device: torch.device) -> bool:
         """Whether a backend that works on streams of `device` serves the group."""
-        if self.group is None or device.type == "cpu" or device.type not in self._devices():
+        if self.group is None or device.type == "cpu":
             return False
-        name = self.group._get_backend(device).name()
-        return "cpu" not in dist.Backend.backend_capability.get(name, ())
+        name = private.backends_of(self.group).get(device.type)
+        return name is not None and "cpu" not in dist.Backend.backend_capability.get(name, ())
 
     def serves(self, device: torch.device) -> bool:
         """Whether the group has a backend of its own for tensors on `device`."""
@@ -187,15 +184,20 @@ class GroupEntry:
         if self._has_streams(device):
             self._timeout_s = self.timeout_s  # the engine changes that of the backend
             host, report = partial(self.engine, _CPU), self._end
-            return StreamEngine(
-                self.group, backend, device, self.ranks, self._timeout_s, host, report
-            )
+            inner = getattr(self.group, "inner_group", None)
+            group = self.group if inner is None else inner(device)
+            lane = Lane(self.key, self.ranks, group._get_backend(device).abort, report)
+            return StreamEngine(group, backend, device, self._timeout_s, host, lane)
         if device.type != "cpu":
             return StagedEngine(self.engine(_CPU))
         if "cpu" not in self._devices():
             return entry_for(self.ranks, backend=_BESIDE).engine(_CPU)
         own = getattr(self.group, "unisono_engine", None)
         return own if isinstance(own, Engine) else TorchEngine(self.group, backend)
+
+    def is_cause(self, error: BaseException, engine: Engine) -> bool:
+        """Whether an error has broken the group, as `engine` or another one of it knows."""
+        return any(error is other.cause for other in (engine, *self._engines.values()))
 
     def _end(self, error: UnisonoError) -> None:
         """Mark the group as unusable because of an error that was found while no call waited."""
@@ -336,7 +338,7 @@ def part_of(whole: GroupEntry, ranks: tuple[int, ...], *, wait_s: float) -> Grou
         wait_s: how long to wait for the others to come.
     """
     if whole.maker is not None:
-        return alone(ranks[0]) if len(ranks) == 1 else whole.maker.part(whole, ranks, wait_s)
+        return alone(ranks[0]) if len(ranks) == 1 else whole.maker.part_of(ranks, wait_s)
     backend = None if whole.group is None else str(dist.get_backend(whole.group))
     return entry_for(ranks, backend=backend, wait_s=wait_s)
 

@@ -186,8 +186,8 @@ def start_world(
     if place.type != "cpu" and place.index is not None and torch.accelerator.device_count() > 1:
         torch.accelerator.set_device_index(place)
     if not dist.is_initialized() and environment.is_world:
-        if store is None:
-            store = _store_through_mpi(environment, timeout_s)
+        through_mpi = None if store is not None else _store_through_mpi(environment, timeout_s)
+        store = store or through_mpi
         if store is None:
             store = open_store(environment, timeout_s=timeout_s)
         choose_interface(environment, store)
@@ -196,6 +196,7 @@ def start_world(
             device=place.type,
             nodes=environment.nodes,
             available=backends.available(),
+            is_mpi_job=through_mpi is not None,
         )
         dist.init_process_group(
             choice.name,
@@ -204,6 +205,8 @@ def start_world(
             world_size=environment.size,
             timeout=timedelta(seconds=timeout_s),
         )
+        if through_mpi is not None:
+            backends.mpi.wire_world()
         # What this rank starts has the same variables, and would wait for a world of its own.
         _set_for_this_world(RANK_PID, rank_mark(os.environ, os.getpid()), always=True)
     comm = world()

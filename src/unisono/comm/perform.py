@@ -24,7 +24,7 @@ from unisono.comm.arguments import check_tensor, check_timeout, refuse_transform
 from unisono.comm.call import Call, call_site
 from unisono.comm.engines.base import Engine, Ticket
 from unisono.comm.groups import GroupEntry
-from unisono.comm.health import check, failures, mark_as_news, trace
+from unisono.comm.health import check, deadlock, failures, mark_as_news, trace
 from unisono.comm.torch import private
 from unisono.errors import CollectiveMismatch, RankFailed, UnisonoError
 
@@ -312,6 +312,7 @@ class Performer:
             _warn_of_cut(op)
         call = Call(op, entry.name, entry.key, x.shape, x.dtype, kind, **facts)
         call.requires_grad = needs_grad
+        call.device = "cpu" if x.is_cpu or not entry.serves(x.device) else x.device.type
         return call
 
     def _messages(
@@ -336,28 +337,25 @@ class Performer:
         entry, ranks = self._entry, self.ranks
         call = Call(op, entry.name, entry.key)
         call.sends_to, call.receives_from = tuple(sends), tuple(recvs)
-        # Counted, so that a message which will never be sent is told from a late one; those of
-        # higher tags are announced before they are waited for.
-        is_counted = tag <= EXCHANGE_TAG
         outgoing: list[tuple[int, Tensor]] = []
         incoming: list[tuple[int, Tensor]] = []
         if engine is None:
             engine = self._engine_for(self._one_device(op, sends, recvs))
+        call.device = engine.device_type
         for peer, x in sends.items():
             if nbytes := x.nbytes:
                 outgoing.append((peer, x))
                 call.sent += nbytes
-                if is_counted:
-                    key = ranks[peer], tag
-                    entry.sent[key] = entry.sent.get(key, 0) + 1
+                # Counted, so that a message which will never be sent is told from a late one.
+                key = ranks[peer], tag
+                entry.sent[key] = entry.sent.get(key, 0) + 1
         for peer, x in recvs.items():
             if nbytes := x.nbytes:
                 incoming.append((peer, x))
                 call.received += nbytes
-                if is_counted:
-                    key = ranks[peer], tag
-                    entry.awaited[key] = number = entry.awaited.get(key, 0) + 1
-                    call.awaits += ((*key, number),)
+                key = ranks[peer], tag
+                entry.awaited[key] = number = entry.awaited.get(key, 0) + 1
+                call.awaits += ((*key, number),)
         kernel = partial(engine.exchange, outgoing, incoming, tag)
         return Transfer(call, kernel, finish, timeout_s, is_collective=False)
 
@@ -519,17 +517,15 @@ class Performer:
             told = failures.timed_out(call, self.ranks, deadline, error)
             self._entry.broken = f"{call.describe()} timed out"
             return told
-        if isinstance(error, RankFailed) or (
-            isinstance(error, CollectiveMismatch)
-            and (error.returned or error is self._engine.cause)
-        ):
-            self._entry.broken = str(error).partition("\n")[0]
-            return mark_as_news(error)
-        if isinstance(error, UnisonoError) or not failures.tells_of_another(error):
-            return error
-        lost = failures.connection_lost(call, str(error))
-        self._entry.broken = str(lost).partition("\n")[0]
-        return lost
+        is_mismatch = isinstance(error, CollectiveMismatch)
+        if is_mismatch and self._entry.is_cause(error, self._engine):
+            error = deadlock.explained(error, call, self.ranks)
+        elif not isinstance(error, RankFailed) and not (is_mismatch and error.returned):
+            if isinstance(error, UnisonoError) or not failures.tells_of_another(error):
+                return error
+            error = failures.connection_lost(call, str(error))
+        self._entry.broken = str(error).partition("\n")[0]
+        return mark_as_news(error)
 
     def count(self, what: str) -> int:
         """Count one more `what` of this group; ranks that wait for a returned one learn of it.

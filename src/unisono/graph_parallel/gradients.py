@@ -18,6 +18,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from unisono.comm import Communicator
 from unisono.comm.claims import check_unclaimed, claim, is_claimed
+from unisono.comm.collectives import all_reduce_together
 from unisono.comm.health import check as checking
 from unisono.comm.torch.private import at_end_of_backward
 from unisono.errors import CollectiveMismatch, LayoutError, PartitionError
@@ -248,9 +249,7 @@ def _sync(
             present.copy_(torch.tensor(has_grad))
         for comm in (groups.gp, groups.dp):
             if comm.size > 1:
-                with comm.coalesce(bucket_mb):
-                    for tensor in (*grads, present):
-                        comm.all_reduce_(tensor)
+                all_reduce_together(comm, [*grads, present], "sum", bucket_mb)
         # What this rank has, somebody has: the sums are read only where it lacks one.
         seen = has_grad if all(has_grad) else present.tolist()
         for p, grad, replicate, count in zip(wanted, grads, is_whole, seen, strict=True):

@@ -64,15 +64,15 @@ def run(
         fn: any function: of a module, of `__main__`, a closure, a lambda.
         args: its positional arguments.
         on: `"cpu"`, `"gpu"`, `"mps"` for processes of this host, `"mpi"` for ranks under an
-            `mpiexec` of ours, `"ssh"` for the hosts in `hosts`, `"ray"` for actors of a Ray
-            cluster, `"slurm"` for a job of a cluster, `"inline"` for this very process as a world
-            of one (where a debugger works and exceptions pass as they are), a profile of
-            `unisono.toml`, a `Device` or a `Platform`. Default: GPUs if there are any.
+            `mpiexec` of ours, `"ray"` for actors of a Ray cluster, `"slurm"` for a job of a
+            cluster, `"inline"` for this very process as a world of one (where a debugger works and
+            exceptions pass as they are), a profile of `unisono.toml`, a `Device` or a `Platform`.
+            Default: GPUs if there are any.
         ranks: number of ranks over all nodes; if not given 2 on `"cpu"`, `"mpi"` and `"ray"`, all
-            GPUs on `"gpu"`, 1 on `"mps"`, one per node on `"slurm"` and `"ssh"`. Each rank gets
-            cores / ranks threads. `(2, 8)` are the fewest and the most of an elastic job.
+            GPUs on `"gpu"`, 1 on `"mps"`, one per node on `"slurm"` and on several nodes. Each rank
+            gets cores / ranks threads. `(2, 8)` are the fewest and the most of an elastic job.
         nodes: number of hosts, for `"mpi"`, `"ray"` and `"slurm"`; 1 if not given.
-        hosts: names of the hosts, as ssh takes them, for `"ssh"`.
+        hosts: names of the hosts for `"mpi"`, as ssh takes them.
         timeout_s: deadline, counted from the moment all ranks are ready.
         max_restarts: how many times to start again after a failure; 0 if not given.
         logs: a directory to keep logs in, or a `Logs`.

@@ -295,7 +295,7 @@ class Run(Attempts):
         if kind is Device.MPI:
             from unisono.launch.places.mpi import MpiRanks as start
         elif kind is Device.RAY:
-            from unisono.launch.places.ray import ray_ranks as start
+            from unisono.launch.places.ray import RayRanks as start
         elif kind is Device.SLURM:  # inside an allocation; else a driver in the job does this
             from unisono.launch.places.slurm.driver import srun_ranks as start
         else:

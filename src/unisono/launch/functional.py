@@ -21,6 +21,7 @@ from torch.utils.data.distributed import DistributedSampler
 from unisono import accelerator
 from unisono.accelerator import is_accelerator
 from unisono.comm import Communicator, detect, has_world, world
+from unisono.comm.collectives import all_reduce_together
 from unisono.errors import PlatformError
 from unisono.launch.context import here
 from unisono.launch.platform import Device, Platform, gpu_index
@@ -75,11 +76,8 @@ def average_params_grads(
         tensors = _agreed_gradients(weights, comm) if grads else []
         tensors += [p.data for p in weights if params and (p.is_floating_point() or p.is_complex())]
         for place in dict.fromkeys(tensor.device for tensor in tensors):
-            here = comm.with_device(place)
-            with here.coalesce():
-                for tensor in tensors:
-                    if tensor.device == place:
-                        here.all_reduce_(tensor, op="mean")
+            here = [tensor for tensor in tensors if tensor.device == place]
+            all_reduce_together(comm.with_device(place), here, "mean")
 
 
 def _agreed_gradients(weights: list[nn.Parameter], comm: Communicator) -> list[Tensor]:

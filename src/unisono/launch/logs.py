@@ -24,8 +24,8 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, BinaryIO, Literal, NoReturn, TextIO
 
-from unisono.errors import PlatformError, an
-from unisono.expect import expect, expect_choice, expect_int
+from unisono.errors import PYTHON, PlatformError, Spelling, an
+from unisono.expect import expect, expect_int
 
 __all__ = ["IO", "Logs", "checked_logs"]
 
@@ -72,13 +72,13 @@ class Logs:
                 return frozenset(chosen)
 
 
-def checked_logs(logs: str | Path | Logs | None, ranks: int) -> Logs:
+def checked_logs(logs: str | Path | Logs | None, ranks: int, spelling: Spelling = PYTHON) -> Logs:
     """Return `logs` as a `Logs`, or raise `PlatformError` if it makes no sense for `ranks`."""
     if logs is None or isinstance(logs, (str, Path)):
         return Logs(dir=logs)
     if not isinstance(logs, Logs):
         raise PlatformError.because(
-            f"unisono.run(..., logs={logs!r})",
+            spelling.run(logs=logs),
             an(type(logs).__name__),
             None,
             'logs="runs" for a directory, or logs=unisono.Logs(console="rank0")',
@@ -86,7 +86,11 @@ def checked_logs(logs: str | Path | Logs | None, ranks: int) -> Logs:
     console = logs.console
     if isinstance(console, str):
         known = ("auto", "all", "rank0", "none")
-        expect_choice("Logs.console", console, known, error=PlatformError)
+        if console not in known:
+            listed = ", ".join(map(repr, known))
+            raise PlatformError.because(
+                spelling.run(console=console), hint=f"one of {listed}, or a list of ranks"
+            )
     else:
         expect(
             "Logs.console", console, (str, Collection), 'Logs(console="all"), or a list of ranks'

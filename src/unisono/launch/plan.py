@@ -41,6 +41,8 @@ class RunPlan:
     """Time between asking a rank to stop and killing it."""
     interrupt_s: float
     """Time that ranks have to save and end after the first Ctrl-C."""
+    lost_after_s: float
+    """How long a connection to an agent may be away before its rank is given up."""
     max_restarts: int
     """Attempts after a failure."""
     max_requeues: int
@@ -53,8 +55,6 @@ class RunPlan:
     """More words for `srun`."""
     versions: Sequence[str] = field(default_factory=own_versions)
     """Python and unisono of whoever made the plan."""
-    lost_after_s: float = 60.0
-    """How long a connection to an agent may be away before its rank is given up."""
     elastic: dict[str, Any] | None = None
     """For ranks that may die: `least`, the fewest members, and `stall_s`, how long these may wait
     for another one."""
@@ -75,6 +75,7 @@ class RunPlan:
             start_timeout_s=platform.start_timeout_s,
             grace_s=platform.grace_s,
             interrupt_s=platform.interrupt_s,
+            lost_after_s=platform.lost_after_s,
             max_requeues=platform.max_requeues,
             stack_signal=platform.stack_signal,
             run_id=secrets.token_hex(8),

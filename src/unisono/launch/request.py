@@ -9,6 +9,7 @@ Then the place: `on` becomes a checked platform; it may be a word, a profile, a 
 
 from __future__ import annotations
 
+import difflib
 import functools
 import inspect
 import math
@@ -20,12 +21,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from unisono import accelerator
-from unisono.errors import PlatformError, an
+from unisono.errors import PYTHON, PlatformError, Spelling, an
 from unisono.expect import expect_choice
+from unisono.launch.checks import check_machine, check_platform
 from unisono.launch.elastic.settings import Chaos, Elastic, bounds, checked
-from unisono.launch.logs import Logs, checked_logs
-from unisono.launch.platform import COUNT_OR_ZERO, KINDS, Device, Platform, nearest
+from unisono.launch.fields import COUNT_OR_ZERO, nearest
+from unisono.launch.logs import Logs, checked_logs, warn
+from unisono.launch.platform import FIELDS, KINDS, Device, Platform
 from unisono.launch.settings import NAMES, RUN_NAMES, Configuration, read_configuration
+from unisono.removed import REMOVED
 
 if TYPE_CHECKING:
     from unisono.launch.context import Here
@@ -216,17 +220,36 @@ def check_call(
             and p.default is p.empty
             and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)
         ]
-        hint = (
-            f"functools.partial({name}, {wanted[0]}=...): run takes {wanted[0]} itself"
-            if wanted
-            else f"unisono.run({name}, ...) with the arguments of its signature"
-        )
+        hint = f"unisono.run({name}, ...) with the arguments of its signature"
+        if wanted:
+            hint = f"functools.partial({name}, {wanted[0]}=...): run takes {wanted[0]} itself"
+        elif near := _like_options(kwargs, signature):
+            hint = f"did you mean {PYTHON.options(**near)}?"
         raise PlatformError.because(
             f"unisono.run({name}, ...) calls {name}{signature}",
             f"{len(args)} positional arguments and keywords {sorted(kwargs)}",
             str(error),
             hint,
         ) from None
+    if near := _like_options(kwargs, signature):
+        words = " and ".join(word for word in kwargs if _option_like(word) in near)
+        warn(
+            f"unisono.run({name}, ...) hands {words} to {name}, which takes any keyword; "
+            f"did you mean {PYTHON.options(**near)}?"
+        )
+
+
+def _option_like(word: str) -> str | None:
+    """Return the option of `run` that a keyword is very like, if there is one."""
+    options = [option for option in RESERVED if option != "on"]  # which is like too many words
+    return next(iter(difflib.get_close_matches(word, options, n=1, cutoff=0.8)), None)
+
+
+def _like_options(kwargs: Mapping[str, object], signature: inspect.Signature) -> dict[str, object]:
+    """Return options of `run` that keywords are like, but for those that the function names."""
+    free = {word: value for word, value in kwargs.items() if word not in signature.parameters}
+    near = {_option_like(word): value for word, value in free.items()}
+    return {option: value for option, value in near.items() if option is not None}
 
 
 def function_name(fn: object) -> str:
@@ -236,12 +259,15 @@ def function_name(fn: object) -> str:
     return getattr(fn, "__qualname__", None) or type(fn).__qualname__
 
 
-PLACES = ("cpu", "gpu", "mps", "mpi", "ssh", "ray", "slurm", "inline")
+PLACES = ("cpu", "gpu", "mps", "mpi", "ray", "slurm", "inline")
 """Places where ranks can be started."""
-SCHEDULERS = ("pbs", "lsf")
-"""Schedulers for which batch scripts can be written (`places/batch.py`)."""
+_INSTEAD = {
+    "ssh": REMOVED["unisono.Device.SSH"],
+    **dict.fromkeys(("pbs", "lsf"), "mpiexec or torchrun in the batch script: run joins its ranks"),
+}
+"""What to write for places where ranks cannot be started."""
 _DEFAULT_RANKS = {"cpu": 2, "mps": 1, "mpi": 2, "ray": 2, "inline": 1}
-_SIZES = frozenset(("ranks", "n_gpus_per_node", "n_cpus_per_node"))
+_SIZES = frozenset(("ranks", "n_gpus_per_node", "n_cpus_per_node", "hosts", "n_nodes"))
 _TRACES = frozenset(
     ("RANK", "TORCHELASTIC_RUN_ID", "OMPI_COMM_WORLD_SIZE", "PMI_RANK", "SLURM_STEP_ID")
 )
@@ -309,15 +335,16 @@ def checked_request(
     title: str | None = None,
     is_script: bool = False,
     convention: Convention | None = None,
+    spelling: Spelling = PYTHON,
 ) -> Request:
     """Return the request, or raise `PlatformError` that says what is wrong with it.
 
-    What the caller leaves open comes from `UNISONO_*` variables, else from `unisono.toml`. The
-    first options are those of `run`. `chaos` kills ranks of an elastic job, `invite` and `join` are
-    files by which hosts share one; `fields` are more fields of the platform that the caller gives;
-    `title` is shown instead of the function; `is_script` leaves it to the function when its ranks
-    join their world; `convention` says how ranks call it. That the call fits the function is for
-    the caller to check (`check_call`).
+    What the caller leaves open comes from `unisono.toml`. The first options are those of `run`.
+    `chaos` kills ranks of an elastic job, `invite` and `join` are files by which hosts share one;
+    `fields` are more fields of the platform that the caller gives; `title` is shown instead of the
+    function; `is_script` leaves it to the function when its ranks join their world; `convention`
+    says how ranks call it; `spelling` is how the caller writes options, in errors. That the call
+    fits the function is for the caller to check (`check_call`).
     """
     least = None
     if elastic or isinstance(ranks, (tuple, list)):
@@ -328,8 +355,12 @@ def checked_request(
     fields = dict(fields or {})
     if hosts is not None:
         fields["hosts"] = hosts
+    if fields.get("hosts") and nodes == 1 < len(fields["hosts"]):
+        found = f"1 node != {len(fields['hosts'])} hosts"
+        call = spelling.run(nodes=1, hosts=list(fields["hosts"]))
+        raise PlatformError.because(call, found, hint="leave nodes out: it is the number of hosts")
     if seed is not None:
-        COUNT_OR_ZERO.check("seed", seed, "unisono.run(..., {})")
+        COUNT_OR_ZERO.check("seed", seed, "run", spelling)
         fields["seed"] = seed
     configuration = read_configuration()
     left_open = ("timeout_s", "max_restarts", "logs")
@@ -339,13 +370,13 @@ def checked_request(
     wanted = {**dict.fromkeys(RUN_NAMES), **settings, **asked}
     for name in ("ranks", "nodes", "timeout_s", "max_restarts"):
         if wanted[name] is not None:
-            KINDS[name].check(name, wanted[name], "unisono.run(..., {})")
+            KINDS[name].check(name, wanted[name], "run", spelling)
     sizes = {"ranks": wanted["ranks"], "n_nodes": wanted["nodes"]}
     sizes = {name: size for name, size in sizes.items() if size is not None}
-    place, platform = resolve(wanted["on"], {**fields, **sizes}, configuration)
+    place, platform = resolve(wanted["on"], {**fields, **sizes}, configuration, spelling)
     joins_world = platform.detect and is_in_world()
     if not joins_world:  # else that world counts, whatever is asked for
-        platform.check_machine()
+        check_machine(platform, spelling)
     grows = None
     if least is not None or chaos is not None:
         grows = checked(place, platform, least, chaos, invite, join)
@@ -359,7 +390,7 @@ def checked_request(
     if configuration.path is not None:
         known = {*asked, *fields}
         if isinstance(on, Platform):
-            known |= {name for name in NAMES if name in ("ranks", "nodes") or on.is_explicit(name)}
+            known |= {name for name in NAMES if name not in FIELDS or on.is_explicit(name)}
         decided = configuration.decisions(known)
     is_endless = wanted["timeout_s"] is not None and math.isinf(wanted["timeout_s"])
     return Request(
@@ -372,7 +403,7 @@ def checked_request(
         joins_world=joins_world,
         timeout_s=None if is_endless else wanted["timeout_s"],
         max_restarts=wanted["max_restarts"] or 0,
-        logs=checked_logs(wanted["logs"], platform.world_size),
+        logs=checked_logs(wanted["logs"], platform.world_size, spelling),
         is_explicit=ranks is not None or on not in (None, "auto"),
         name=title or function_name(fn),
         is_script=is_script,
@@ -384,14 +415,18 @@ def checked_request(
 
 
 def resolve(
-    on: str | Device | Platform | None, given: Mapping[str, Any], configuration: Configuration
+    on: str | Device | Platform | None,
+    given: Mapping[str, Any],
+    configuration: Configuration,
+    spelling: Spelling = PYTHON,
 ) -> tuple[str, Platform]:
     """Return the place and a private platform that makes sense on some machine.
 
     Args:
-        on: what the caller, a file or a variable says; None chooses.
+        on: what the caller or a file says; None chooses.
         given: fields of the platform that the caller gives.
         configuration: settings at that place, for the fields that the caller leaves open.
+        spelling: how the caller writes options, in errors.
     """
     forced = os.environ.get("UNISONO_FORCE_ON")
     settings = {
@@ -400,51 +435,67 @@ def resolve(
         if name not in (*RUN_NAMES, "device")
     }
     if isinstance(on, Platform):
-        left_open = {name: v for name, v in settings.items() if not on.is_explicit(name)}
+        left_open = {
+            name: v for name, v in settings.items() if name in FIELDS and not on.is_explicit(name)
+        }
         platform = on.but(**{**left_open, **given})
         place, keeps_size = platform.kind.value, bool(forced)
     else:
         given = {**settings, **given}
         nodes = given.get("n_nodes", 1)
-        is_spread = "hosts" in given or (isinstance(nodes, int) and nodes > 1)
+        is_spread = bool(given.get("hosts")) or (isinstance(nodes, int) and nodes > 1)
         keeps_size = is_spread and forced is not None and _is_of_one_host(forced)
-        place, platform = _from_word(on if keeps_size else forced or on, given, configuration)
+        place, platform = _from_word(
+            on if keeps_size else forced or on, given, configuration, spelling
+        )
     if forced and keeps_size:
         size = platform.world_size
         platform = platform.but(device=forced, n_nodes=1, hosts=())
         if platform.world_size != size:
             platform = platform.but(ranks=size)
         place = platform.kind.value
-    platform.check()
-    if place == "inline" and platform.world_size > 1:
+    check_platform(platform, spelling)
+    if place == "inline" and (size := platform.world_size) > 1:
         raise PlatformError.because(
-            f'unisono.run(..., on="inline", ranks={platform.world_size})',
+            spelling.run(on="inline", ranks=size),
             "one process, this one",
-            f"{platform.world_size} ranks > 1 process",
-            f'on="cpu", ranks={platform.world_size}',
+            f"{size} ranks > 1 process",
+            spelling.options(on="cpu", ranks=size),
         )
     return place, platform
 
 
 def _from_word(
-    on: str | Device | None, given: Mapping[str, Any], configuration: Configuration
+    on: str | Device | None,
+    given: Mapping[str, Any],
+    configuration: Configuration,
+    spelling: Spelling,
 ) -> tuple[str, Platform]:
     """Return the place that a word means, and its platform with these fields given."""
     if on is None or on == "auto":
         word = "gpu" if accelerator.kind() not in (None, "mps") else "cpu"
     else:
-        word = known_place(on.value if isinstance(on, Device) else on, configuration)
+        word = known_place(on.value if isinstance(on, Device) else on, configuration, spelling)
         if word in configuration.profiles:
             word = configuration.profiles[word]["device"]
     if word == "inline":
-        return word, Platform.at(Device.CPU, {"ranks": _DEFAULT_RANKS[word], **given})
+        return word, Platform(**{"ranks": _DEFAULT_RANKS[word], **given, "device": Device.CPU})
     device = Device.from_str(word)
     defaults: dict[str, Any] = {}
     if device is Device.GPU:
         defaults["n_gpus_per_node"] = max(1, accelerator.count(None if word == "gpu" else word))
-    elif device.value in _DEFAULT_RANKS and _SIZES.isdisjoint(given):
+        if given.get("n_gpus_per_node") == 0 and "ranks" not in given:
+            asked = spelling.platform(device=word, n_gpus_per_node=0)
+            raise PlatformError.because(asked, "no rank at all", hint=spelling.options(on="cpu"))
+    elif device.value in _DEFAULT_RANKS and not _says_size(given):
         defaults["ranks"] = _DEFAULT_RANKS[device.value]
-    return device.value, Platform.at(word, {**defaults, **given})
+    return device.value, Platform(**{**defaults, **given, "device": word})
+
+
+def _says_size(given: Mapping[str, Any]) -> bool:
+    """Whether fields say how many ranks there are; one node alone does not."""
+    sizes = {name: value for name, value in given.items() if name in _SIZES and value}
+    return bool(sizes) and sizes != {"n_nodes": 1}
 
 
 def _is_of_one_host(word: str) -> bool:
@@ -452,28 +503,22 @@ def _is_of_one_host(word: str) -> bool:
     return word in ("cpu", "gpu") or accelerator.is_kind(word)
 
 
-def known_place(word: object, configuration: Configuration) -> str:
+def known_place(word: object, configuration: Configuration, spelling: Spelling = PYTHON) -> str:
     """Return the usual spelling of a place or profile, or explain which there are."""
     places = [*PLACES, *configuration.profiles]
     if isinstance(word, str):
         if word in places:
             return word
         spelled = word.strip().lower()
-        if spelled not in SCHEDULERS and (spelled in PLACES or accelerator.is_kind(spelled)):
+        accelerator.refuse_number(spelled)
+        if spelled in PLACES or (spelled not in _INSTEAD and accelerator.is_kind(spelled)):
             return spelled
-    if word in SCHEDULERS:
-        raise PlatformError.because(
-            f"unisono.run(..., on={word!r})",
-            "ranks are started inside a job of that scheduler, not from here",
-            None,
-            f"unisono run --script {word} ... train.py prints a batch script to submit",
-        )
     near = nearest(str(word), (*places, "auto"))
+    meant = f"did you mean {spelling.options(on=near)}?" if near else spelling.options(on="cpu")
     raise PlatformError.because(
-        f"unisono.run(..., on={word!r})",
+        spelling.run(on=word),
         f"ranks can be started on: {', '.join(map(repr, places))}",
-        None,
-        f"did you mean on={near!r}?" if near else 'on="cpu"',
+        hint=_INSTEAD.get(str(word).strip().lower(), meant),
     )
 
 

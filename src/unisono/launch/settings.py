@@ -1,6 +1,6 @@
-"""Settings from `unisono.toml` and `UNISONO_*` variables, each with where it came from.
+"""Settings from `unisono.toml`, each with where it came from.
 
-Order: defaults, the file (`[run]`, then a profile), variables, arguments; the later one wins.
+Order: defaults, the file (`[run]`, then a profile), arguments; the later one wins.
 `UNISONO_FORCE_ON` alone goes before an argument, so that a GPU script runs on a laptop unchanged
 (`request.py`).
 
@@ -21,8 +21,9 @@ from pathlib import Path
 from typing import Any
 
 from unisono.errors import PlatformError
+from unisono.launch.fields import nearest
 from unisono.launch.logs import warn
-from unisono.launch.platform import FIELDS, KINDS, nearest
+from unisono.launch.platform import FIELDS
 
 FILE_NAME = "unisono.toml"
 RUN_NAMES = ("on", "ranks", "nodes", "timeout_s", "max_restarts", "logs")
@@ -34,7 +35,7 @@ _SIZES = frozenset(("ranks", "n_nodes", "n_gpus_per_node", "n_cpus_per_node"))
 _PREFIX = "UNISONO_"
 _READ_ELSEWHERE = frozenset(
     (
-        *("ALGO", "ALGO_FILE", "BACKEND", "CHECK", "CONFIG", "CORE", "DETECT", "ELASTIC"),
+        *("ALGO", "BACKEND", "CHECK", "CORE", "DETECT", "ELASTIC"),
         *("FORCE_ON", "FRAMES", "HOST_ID", "JOB_DIR", "KEY_FILE", "LOG_MB", "RANK_PID", "REQUIRE"),
         *("RESTART", "RUN_ID", "SERVER_IDLE_S", "STDIN_RANK", "STRUCTURE_CHECK", "TEST_KILL"),
         *("TIMEOUT_S", "TRACE"),
@@ -74,9 +75,8 @@ class Configuration:
         where = f"[platform.{place}] of {self.path}"
         profile = {name: Setting(value, where) for name, value in self.profiles[place].items()}
         dropped = set() if _SIZES.isdisjoint(profile) else {"nodes", *_SIZES}
-        variables = {n: s for n, s in self.settings.items() if s.source.startswith(_PREFIX)}
         general = {n: s for n, s in self.settings.items() if n not in dropped}
-        return replace(self, settings={**general, **profile, **variables})
+        return replace(self, settings={**general, **profile})
 
     def decisions(self, given: Collection[str]) -> str:
         """Return a line on what the file decides, but for what the caller has `given`; or "".
@@ -86,7 +86,7 @@ class Configuration:
         decided = [
             f"{name}={sorted(s.value) if isinstance(s.value, dict) else s.value!r}"
             for name, s in self.settings.items()
-            if not s.source.startswith(_PREFIX) and name not in given
+            if name not in given
         ]
         return f"unisono: {self.path} decides: {', '.join(decided)}" if decided else ""
 
@@ -94,39 +94,31 @@ class Configuration:
 def read_configuration(
     env: Mapping[str, str] | None = None, directory: Path | None = None
 ) -> Configuration:
-    """Read the file and the variables in force for this process, in this directory."""
-    env = os.environ if env is None else env
-    path = find_file(env, Path.cwd() if directory is None else directory)
+    """Read the file in force for this process, in this directory.
+
+    Raises:
+        PlatformError: the file makes no sense, or others could have written it; or a variable asks
+            for what only the file and arguments can say.
+    """
+    _check_variables(os.environ if env is None else env)
+    path = find_file(Path.cwd() if directory is None else directory)
     settings: dict[str, Setting] = {}
     profiles: dict[str, dict[str, Any]] = {}
     if path is not None:
         run, profiles = _read_file(path)
         settings = {name: Setting(value, f"[run] of {path}") for name, value in run.items()}
-    variables = _read_variables(env)
-    for level in (settings, variables):
-        if "device" in level:  # of all fields of a platform, this one is an argument of `run`
-            level.setdefault("on", level.pop("device"))
-    return Configuration({**settings, **variables}, profiles, path)
+    if "device" in settings:  # of all fields of a platform, this one is an argument of `run`
+        settings.setdefault("on", settings.pop("device"))
+    return Configuration(settings, profiles, path)
 
 
-def find_file(env: Mapping[str, str], directory: Path) -> Path | None:
-    """Return the file: what `UNISONO_CONFIG` says, else the nearest one upwards.
+def find_file(directory: Path) -> Path | None:
+    """Return the nearest file upwards.
 
     The search ends at a directory with `.git`, which is where a project ends, and at the home
     directory. A file of another user on the way is passed over with a warning: whoever may write
     to `/tmp` or `/scratch` could otherwise have this user run what they like, or nothing at all.
-
-    Raises:
-        PlatformError: the file that was named, or one of this user's own, could have been written
-            by others; or there is none where `UNISONO_CONFIG` says.
     """
-    if named := env.get("UNISONO_CONFIG"):
-        path = Path(named)
-        if not path.is_file():
-            raise PlatformError.because(
-                f"UNISONO_CONFIG={named}", "no such file", None, "unset UNISONO_CONFIG"
-            )
-        return path
     home: Path | None = None
     with suppress(OSError, RuntimeError):  # a user without a home
         home = Path.home().resolve()
@@ -137,7 +129,7 @@ def find_file(env: Mapping[str, str], directory: Path) -> Path | None:
                 return path
             warn(
                 f"{path} is not used: it belongs to user {owner}, and what it says could run "
-                f"programs in your name; UNISONO_CONFIG=... names a file of yours"
+                f"programs in your name; a copy that belongs to you is used"
             )
         if (folder / ".git").exists() or folder.resolve() == home:
             break
@@ -175,7 +167,7 @@ def _read_file(path: Path) -> tuple[dict[str, Any], dict[str, dict[str, Any]]]:
         raise PlatformError.because(
             f"the settings in {path}, which may say which programs run in your name",
             f"{kind}, so somebody else could have written it",
-            hint=f"chmod go-w {path}" if owner is None else "UNISONO_CONFIG=... names a copy",
+            hint=f"chmod go-w {path}" if owner is None else "a copy of your own",
         )
     content = _table(content, str(path), ("run", "platform"), "tables")
     run = _table(content.get("run", {}), f"[run] of {path}", NAMES, "settings")
@@ -206,33 +198,25 @@ def _table(
     return value
 
 
-def _read_variables(env: Mapping[str, str]) -> dict[str, Setting]:
-    found: dict[str, Setting] = {}
-    for variable, text in sorted(env.items()):
+def _check_variables(env: Mapping[str, str]) -> None:
+    """Warn about variables that mean nothing; raise for those that once were settings."""
+    for variable in sorted(env):
         if not variable.startswith(_PREFIX):
             continue
         word = variable.removeprefix(_PREFIX)
         if word in _READ_ELSEWHERE or word.startswith(_FAMILIES):
             continue
-        if (name := word.lower()) in NAMES:
-            found[name] = Setting(_value(name, text, variable), variable)
-            continue
-        near = nearest(variable, [_PREFIX + n.upper() for n in sorted(NAMES)])
+        name = word.lower()
+        if name == "config" or name in NAMES:
+            instead = f"{FILE_NAME} in the directory of your project, or one above"
+            if name != "config":
+                call = "run(..., {}=...)" if name in RUN_NAMES else "Platform({}=...)"
+                instead = f"{name} in [run] of {FILE_NAME}, or {call.format(name)}"
+            raise PlatformError.because(
+                f"{variable}={env[variable]}",
+                "settings are read from the file and from arguments, no longer from variables",
+                hint=f"unset {variable}; write {instead}",
+            )
+        near = nearest(variable, [_PREFIX + known for known in sorted(_READ_ELSEWHERE)])
         hint = f"; did you mean {near}?" if near else ""
         warn(f"{variable} means nothing to unisono{hint}")
-    return found
-
-
-def _value(name: str, text: str, variable: str) -> Any:
-    """Return the value of a variable: text as it stands, or what it is in TOML."""
-    kind = KINDS.get(name)
-    if kind is None or kind.is_text:  # a place, or a directory of logs
-        return text
-    try:
-        value = tomllib.loads(f"value = {text}")["value"]
-    except tomllib.TOMLDecodeError:
-        value = text
-    if not kind.fits(value):
-        found = f"{type(value).__name__}, not {kind.what}"
-        raise PlatformError.because(f"{variable}={text}", found, None, f"{variable}={kind.toml}")
-    return value

@@ -20,11 +20,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 
-from unisono.errors import PlatformError, RankTimeout, Requeue, explain
+from unisono.errors import PlatformError, RankTimeout, Requeue, explain, grouped_stacks
 from unisono.expect import expect_int
 from unisono.launch.context import here
 from unisono.launch.pool.protocol import tell
-from unisono.launch.pool.stacks import grouped
 
 __all__ = ["job_dir", "requeue", "restart_count", "should_stop", "simulate_preemption"]
 
@@ -333,8 +332,8 @@ def _timeout(timeout_s: float, rank: int, size: int) -> RankTimeout:
             stacks |= {other: answer["stacks"] for other, answer in dog.ask_stacks().items()}
     return RankTimeout(
         f"rank {rank} of {size} not done within timeout_s={timeout_s:g}\n"
-        f"{grouped(stacks, [rank])}\n"
-        "HINT: a longer timeout_s if this is only slow",
+        f"{grouped_stacks(stacks, [rank])}\n"
+        "HINT: a longer timeout_s (--timeout-s) if this is only slow",
         stacks=stacks,
         rank=rank,
     )

@@ -48,6 +48,8 @@ class AttentionPlan:
     dropout_p: float = 0.0
     seed: int = 0
     """Of the dropped weights of this rank; drawn anew in the backward, not kept."""
+    kept: Tensor | None = None
+    """Which weights of own queries and all keys are not dropped; None: `seed` says it."""
 
     def tiles(self, block: int, queries: int) -> list[Tile]:
         """Return the parts of a block of keys that own queries see."""
@@ -411,6 +413,10 @@ def _kept(tile: Tile, top: int, weights: Tensor, plan: AttentionPlan) -> Tensor 
         return None
     if weights.is_meta:
         return torch.empty_like(weights)
+    if plan.kept is not None:
+        first = tile.top + top
+        rows = plan.kept[:, :, first : first + weights.shape[2], tile.low : tile.high]
+        return rows.to(weights.dtype).div_(1 - p if p < 1 else 1)
     place = (tile.low * 1_000_003 + tile.top + top) * 7919
     generator = torch.Generator(weights.device).manual_seed((plan.seed + place) % 2**62)
     drawn = torch.rand(
@@ -466,6 +472,8 @@ def attended(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, plan: Attenti
             mask = mask.reshape(math.prod(mask.shape[:-3]), *mask.shape[-3:])
         q, k, v = (t[(None,) * max(0, 3 - t.ndim)] for t in (q, k, v))
         q, k, v = (t.reshape(math.prod(batch), *t.shape[-3:]) for t in (q, k, v))
+        if plan.kept is not None:
+            plan = replace(plan, kept=plan.kept.reshape(*q.shape[:3], -1))
     elif mask is not None:
         mask = mask[(None,) * (4 - mask.ndim)]
     q, k, v = (t if t.stride(-1) == 1 else t.contiguous() for t in (q, k, v))
@@ -491,9 +499,12 @@ def _by_groups(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, plan: Atten
     own_heads = mask is not None and mask.shape[1] != 1
     masks = mask.split(heads * shared, 1) if mask is not None and own_heads else None
     parts = zip(q.split(heads * shared, 1), k.split(heads, 1), v.split(heads, 1), strict=True)
+    kept = None if plan.kept is None else plan.kept.split(heads * shared, 1)
     results = [
         Attention.apply(
-            *part, masks[i] if masks is not None else mask, replace(plan, seed=plan.seed + i)
+            *part,
+            masks[i] if masks is not None else mask,
+            replace(plan, seed=plan.seed + i, kept=None if kept is None else kept[i]),
         )
         for i, part in enumerate(parts)
     ]

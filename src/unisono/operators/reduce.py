@@ -27,7 +27,7 @@ def _sum_over_ranks(x: Tensor, plan: GroupPlan) -> Tensor:
     comm = plan.comm
     if torch.compiler.is_compiling():
         total = traced.all_reduce(sent, comm)
-    elif comm._entry.coalescer is None and sent.layout is torch.strided:
+    elif sent.layout is torch.strided:
         # The operator has checked its tensor; the verb would do so once more.
         out = sent.detach().clone(memory_format=torch.contiguous_format)
         total = comm._perform(comm._reduced(out, sent, "sum", None))

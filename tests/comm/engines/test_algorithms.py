@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-
 import pytest
 import torch
 from hypothesis import given
@@ -51,22 +49,12 @@ def test_gloo_follows_the_threshold_table(verb, nbytes, size, expected):
     assert choose(verb, nbytes, True, size, "gloo") == expected
 
 
-def test_the_environment_can_force_and_tune(monkeypatch, tmp_path):
+def test_the_environment_can_force_an_algorithm(monkeypatch):
     monkeypatch.setenv("UNISONO_ALGO", "all_gather:broadcasts, all_reduce:all_to_all")
     assert choose("all_gather", 10, True, 2, "gloo") == "broadcasts"
     assert choose("all_reduce", 1 << 30, True, 2, "gloo") == "all_to_all"
     monkeypatch.setenv("UNISONO_ALGO", "all_gather:ring")
     with pytest.raises(UnisonoError, match="'all_gather:ring' names no algorithm"):
-        choose("all_gather", 10, True, 2, "gloo")
-    monkeypatch.delenv("UNISONO_ALGO")
-    file = tmp_path / "limits.json"
-    file.write_text(json.dumps({"all_gather": 5}))
-    monkeypatch.setenv("UNISONO_ALGO_FILE", str(file))
-    assert choose("all_gather", 10, True, 2, "gloo") == "broadcasts"
-    broken = tmp_path / "broken.json"
-    broken.write_text("[1")
-    monkeypatch.setenv("UNISONO_ALGO_FILE", str(broken))
-    with pytest.raises(UnisonoError, match="cannot be read as a table of limits"):
         choose("all_gather", 10, True, 2, "gloo")
     assert parse_forced("") == {}
 
@@ -100,11 +88,3 @@ def test_sums_are_the_same_bits_on_every_rank():
     for n in (5, 50_000):
         x = torch.randn(n, generator=generator) * 10.0 ** (comm.rank * 3)
         assert comm.all_equal(comm.all_reduce(x))
-
-
-@pytest.mark.ranks(2)
-def test_tuning_gives_one_table_for_all_ranks():
-    limits = world().tune()
-    assert set(limits) == {"all_gather", "all_reduce"}
-    assert all(0 <= limit <= 1 << 20 for limit in limits.values())
-    assert world().all_equal(limits)

@@ -59,8 +59,9 @@ class Job:
 def run_job(interpreter, mpiexec):
     """Return a function that runs a script on some ranks to its end."""
 
-    def run(ranks, script, *arguments, threads="multiple"):
+    def run(ranks, script, *arguments, threads="multiple", core="0"):
         env = {**os.environ, "OMP_NUM_THREADS": "1", "MPI4PY_RC_THREAD_LEVEL": threads}
+        env["UNISONO_CORE"] = core  # without it ranks of one host talk over MPI as those of several
         began = time.monotonic()
         words = [mpiexec, "-n", str(ranks), interpreter.python, "-W", "ignore", str(HERE / script)]
         process = subprocess.Popen(
@@ -143,24 +144,28 @@ def test_without_threads_everything_is_done_in_the_call_and_other_threads_are_re
     assert "aborted" not in job.output
 
 
-def test_a_job_with_a_rank_that_never_comes_is_aborted_after_the_report(run_job):
-    job = run_job(2, "endings.py", "beside_a_hung_rank")
+@pytest.mark.parametrize("core", ["0", "1"])
+def test_a_job_with_a_rank_that_never_comes_is_aborted_after_the_report(run_job, core):
+    job = run_job(2, "endings.py", "beside_a_hung_rank", core=core)
     assert job.code != 0
-    assert "not arrived: rank 1" in job.output
+    assert "rank 1 has not arrived" in job.output
     assert "time.sleep(300)" in job.output  # where rank 1 was
-    assert "the MPI job is aborted" in job.output
+    assert ("the MPI job is aborted" if core == "0" else "have 1 s to end") in job.output
     assert job.seconds < 60
 
 
-def test_communicators_of_mpi4py_stand_on_their_own(run_job):
+@pytest.mark.parametrize("core", ["0", "1"])
+def test_communicators_of_mpi4py_stand_on_their_own(run_job, core):
+    """Over MPI, and in the memory that ranks of one host share."""
     cases = ["any_order", "a_world_that_comes_later", "beside_a_world", "everything_works"]
-    job = run_job(4, "standalone.py", *cases)
+    job = run_job(4, "standalone.py", *cases, core=core)
     assert job.code == 0, job.output[-5000:]
     assert job.seen == {rank: [f"{case} done" for case in cases] for rank in range(4)}
 
 
-def test_without_a_world_ranks_that_stall_or_make_other_calls_are_named(run_job):
-    job = run_job(4, "standalone.py", "a_stalled_rank", "different_calls")
+@pytest.mark.parametrize("core", ["0", "1"])
+def test_without_a_world_ranks_that_stall_or_make_other_calls_are_named(run_job, core):
+    job = run_job(4, "standalone.py", "a_stalled_rank", "different_calls", core=core)
     said = {
         rank: [line for line in lines if "done" not in line] for rank, lines in job.seen.items()
     }
@@ -169,8 +174,11 @@ def test_without_a_world_ranks_that_stall_or_make_other_calls_are_named(run_job)
     assert said == {rank: missing[rank] + mismatch[rank] for rank in range(4)}, job.output[-5000:]
 
 
-def test_without_a_world_an_exception_reaches_the_ranks_of_its_group_and_ends_the_job(run_job):
-    job = run_job(4, "standalone.py", "a_failing_rank")
+@pytest.mark.parametrize("core", ["0", "1"])
+def test_without_a_world_an_exception_reaches_the_ranks_of_its_group_and_ends_the_job(
+    run_job, core
+):
+    job = run_job(4, "standalone.py", "a_failing_rank", core=core)
     assert job.code != 0
     assert [job.seen[rank][0] for rank in (2, 3)] == ["failed 1 True"] * 2
     assert "ValueError: raised on purpose" in job.output
@@ -235,7 +243,7 @@ def test_our_source_check_needs_no_mpi():
 
 def watch_of(*cards):
     """Return the watch of rank 0 of two, world ranks 4 and 7, with no store to ask."""
-    members = [Member(list(card), "this host", "token", [0, 2]) for card in cards]
+    members = [Member(list(card), "this host", "token", "memory", [0, 2]) for card in cards]
     return MpiWatch((4, 7), 0, members, "a group")
 
 

@@ -14,7 +14,7 @@ import torch.distributed as dist
 import torch.distributed._functional_collectives as funcol
 
 from unisono.comm import Pending
-from unisono.comm.engines.queued import Job, JobQueue
+from unisono.comm.engines.mpi.queue import Job, JobQueue
 from unisono.comm.torch.work import TransportWork
 
 

@@ -14,6 +14,7 @@ from dataclasses import asdict, replace
 import pytest
 
 import unisono
+from unisono.compat import ddpw
 from unisono.environment import Environment
 from unisono.errors import MissingExtra, PlatformError, RankFailed
 from unisono.launch import Platform, dry_run, job_files
@@ -183,7 +184,7 @@ def test_what_the_cluster_does_not_have_is_refused(two_partitions, capsys):
     with pytest.raises(PlatformError, match="3 nodes > 2"):
         cluster.check_cluster(Platform(device="slurm", partition="debug", n_nodes=3))
     assert cluster.check_cluster(Platform(device="slurm", partition="long")) == "long"
-    assert cluster.check_cluster(Platform(device="slurm")) is None  # which is DDPW's "general"
+    assert cluster.check_cluster(ddpw.Platform(device="slurm")) is None  # it asks for "general"
     assert "no partition 'general'; the default one is debug" in capsys.readouterr().err
 
 

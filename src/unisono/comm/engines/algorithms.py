@@ -1,23 +1,15 @@
-"""Which way to do a collective: a pure function over one table of thresholds.
+"""Which way to do a collective: a pure function of what all ranks know alike.
 
 On gloo a small collective costs its latencies: a ring of W ranks has W-1 of them, a pairwise
-exchange one. A large one costs its bytes. The answer depends only on what all ranks know alike.
-`measure_limits` finds the thresholds of a machine and its network.
+exchange one. A large one costs its bytes.
 """
 
 from __future__ import annotations
 
 import contextlib
-import json
 import os
-import statistics
-import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from functools import lru_cache
-from pathlib import Path
-from typing import TYPE_CHECKING
-
-import torch
 
 from unisono.errors import UnisonoError
 
@@ -29,8 +21,7 @@ ALGORITHMS: dict[str, tuple[str, ...]] = {
 """Ways known for each verb; `native` is the backend's own call."""
 
 SMALL_BYTES = 64 * 1024
-"""Below this many bytes in all, a gloo collective is latency. A starting value; `Communicator.tune`
-measures the crossover of a machine."""
+"""Below this many bytes in all, a gloo collective is latency."""
 
 MAX_PAIRWISE_RANKS = 8
 """Above this many ranks an exchange of copies with every peer costs more than a ring."""
@@ -68,7 +59,7 @@ def choose(
         return forced
     if backend != "gloo":
         return "native"
-    small = nbytes_total <= measured_limits().get(verb, SMALL_BYTES)
+    small = nbytes_total <= SMALL_BYTES
     if verb == "reduce_scatter":
         return "all_to_all"
     if verb == "all_gather":
@@ -120,71 +111,3 @@ def forcing(verb: str, name: str) -> Iterator[None]:
 def forced_algorithms() -> Mapping[str, str]:
     """Return the algorithms forced by `forcing` or by `UNISONO_ALGO`."""
     return _override or parse_forced(os.environ.get("UNISONO_ALGO", ""))
-
-
-def measured_limits() -> dict[str, int]:
-    """Return the limits saved in the file `UNISONO_ALGO_FILE` names; empty without one."""
-    path = os.environ.get("UNISONO_ALGO_FILE")
-    return _read_limits(path) if path else {}
-
-
-@lru_cache(maxsize=8)
-def _read_limits(path: str) -> dict[str, int]:
-    try:
-        saved = json.loads(Path(path).read_text(encoding="utf-8"))
-        return {str(verb): int(limit) for verb, limit in saved.items() if verb in ALGORITHMS}
-    except (OSError, ValueError, AttributeError) as error:
-        raise UnisonoError.because(
-            f"UNISONO_ALGO_FILE={path!r}",
-            f"it cannot be read as a table of limits: {error}",
-            None,
-            'write one with json.dump(comm.tune(), file), e.g. {"all_gather": 65536}',
-        ) from None
-
-
-if TYPE_CHECKING:
-    from unisono.comm.communicator import Communicator
-
-_SIZES = (1 << 10, 1 << 12, 1 << 14, 1 << 16, 1 << 18, 1 << 20)
-_ROUNDS = 7
-_RIVALS = {"all_gather": ("all_to_all", "broadcasts"), "all_reduce": ("all_to_all", "native")}
-
-
-def measure_limits(comm: Communicator) -> dict[str, int]:
-    """Return per verb the largest size, in bytes of the whole, at which the first rival wins."""
-    limits: dict[str, int] = {}
-    if comm.size == 1:
-        return limits
-    for verb, (small, large) in _RIVALS.items():
-        limits[verb] = 0
-        for nbytes in _SIZES:
-            run = _case(comm, verb, nbytes)
-            quick = _slowest_rank(comm, run, verb, small)
-            slow = _slowest_rank(comm, run, verb, large)
-            if quick < slow:
-                limits[verb] = nbytes
-    return limits
-
-
-def _slowest_rank(
-    comm: Communicator, run: Callable[[], object], verb: str, algorithm: str
-) -> float:
-    """Return the median over rounds of the slowest rank's time; equal on all ranks."""
-    times: list[float] = []
-    with forcing(verb, algorithm):
-        for _ in range(_ROUNDS):
-            comm.barrier()
-            start = time.perf_counter()
-            run()
-            times.append(time.perf_counter() - start)
-    mine = torch.tensor([statistics.median(times)], dtype=torch.float64, device=comm.device)
-    return float(comm.all_reduce(mine, "max"))
-
-
-def _case(comm: Communicator, verb: str, nbytes: int) -> Callable[[], object]:
-    if verb == "all_gather":
-        share = max(nbytes // comm.size, 1)
-        x = torch.ones(share, dtype=torch.uint8, device=comm.device)
-        return lambda: comm.all_gather(x, sizes=[share] * comm.size)
-    x = torch.ones(nbytes, dtype=torch.uint8, device=comm.device)
-    return lambda: comm.all_reduce(x, "max")

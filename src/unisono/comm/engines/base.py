@@ -75,6 +75,8 @@ class Engine(ABC):
     """Number of ranks in the group."""
     backend: str
     """Name of the backend, as the chooser and traces spell it."""
+    device_type: str = "cpu"
+    """Kind of device whose memory it moves."""
     reduces: frozenset[torch.dtype] = PLAIN_DTYPES
     """Dtypes that it reduces as they are; others stand in for the rest (`reductions.encode`)."""
     has_tags: bool = True

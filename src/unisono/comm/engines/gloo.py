@@ -64,7 +64,7 @@ _HEAD = struct.Struct("<4q")
 _MESSAGE = 0x756E69736F6E6F
 _BODY_TAG = 1 << 30
 """Large messages have tags from here on: each one its own, so that it finds its place."""
-_MOST_KNOWN = 1024
+MOST_KNOWN = 1024
 """Calls that are remembered as compared."""
 _WIDENED: dict[torch.dtype, torch.dtype] = {torch.int16: torch.int32, torch.bool: torch.uint8}
 
@@ -490,7 +490,7 @@ class TorchEngine(Engine):
         ticket = self._tell(signature)
         if key not in self._known:
             ticket.wait(timeout_s)
-            if len(self._known) >= _MOST_KNOWN:
+            if len(self._known) >= MOST_KNOWN:
                 self._known.clear()
             self._known.add(key)
         return ticket

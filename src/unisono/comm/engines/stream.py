@@ -23,10 +23,11 @@ from unisono.comm import call as calls
 from unisono.comm.arguments import bytes_of
 from unisono.comm.call import Call
 from unisono.comm.engines.base import Blocks, Engine, How, Messages, Ticket
-from unisono.comm.engines.gloo import NATIVE_OPS, one_block
+from unisono.comm.engines.gloo import MOST_KNOWN, NATIVE_OPS, one_block
+from unisono.comm.engines.signature import Signature, check, sign, sign_blocks
 from unisono.comm.health.streams import Lane
 from unisono.comm.reductions import reduce_in_rank_order
-from unisono.errors import UnisonoError
+from unisono.errors import CollectiveMismatch
 
 _REDUCED: frozenset[torch.dtype] = frozenset(
     (
@@ -63,9 +64,7 @@ class StreamTicket:
         timeout_s: float,
         finish: Callable[[], object] | None = None,
     ) -> None:
-        self.call = calls.latest_call or Call(
-            "transfer", engine.backend, str(engine.group.group_name)
-        )
+        self.call = calls.latest_call or Call("transfer", engine.backend, engine.lane.key)
         self.call.is_queued = True
         _ = self.call.site  # could not be looked up when the call has returned
         self.began = time.monotonic()
@@ -141,10 +140,9 @@ class StreamEngine(Engine):
         group: the process group.
         backend: name of its backend for `device`.
         device: a device of the accelerator.
-        ranks: world ranks of the group.
         timeout_s: deadline of the group's calls.
         host: returns the engine of a CPU group of the same ranks; collective when it makes one.
-        report: called with the error that has ended the group.
+        lane: looks after what is under way.
     """
 
     has_tags = False
@@ -154,21 +152,23 @@ class StreamEngine(Engine):
         group: dist.ProcessGroup,
         backend: str,
         device: torch.device,
-        ranks: Sequence[int],
         timeout_s: float,
         host: Callable[[], Engine],
-        report: Callable[[UnisonoError], object],
+        lane: Lane,
     ) -> None:
         self.group = group
         self.rank = group.rank()
         self.size = group.size()
         self.backend = backend
+        self.device_type = device.type
         self._device = device
         self._host = host
         self._is_connected = False
-        transport = group._get_backend(device)
-        transport.set_timeout(timedelta(seconds=timeout_s + _GRACE_S))
-        self.lane = Lane(str(group.group_name), ranks, transport.abort, report)
+        self._known: set[tuple[Signature | None, Signature]] = set()
+        """Calls that were compared, each with the one before it."""
+        self._latest: Signature | None = None
+        group._get_backend(device).set_timeout(timedelta(seconds=timeout_s + _GRACE_S))
+        self.lane = lane
 
     @property
     def host(self) -> Engine:
@@ -187,6 +187,33 @@ class StreamEngine(Engine):
             work = self.group.allreduce([token], dist.AllreduceOptions())
             self._started([work], [token], timeout_s).wait(timeout_s)
 
+    def _agree(self, signature: Signature, timeout_s: float) -> None:
+        """Have all ranks connected, and their calls compared: a backend of streams does not.
+
+        A call that has followed the latest one before is not compared again: nothing is exchanged
+        then, and no host waits. A rank that alone makes a new one waits for the others on the host,
+        they wait for it on their streams, and what they say of their waits shows the difference.
+        What only one rank knows, such as how much it sends, is not compared: such a call could be
+        new on some ranks only.
+        """
+        self.connect(timeout_s)
+        if signature.sends:
+            signature = Signature(signature.code, 0, signature.digest)
+        if calls.latest_call is not None:
+            calls.latest_call.signature = signature[:3]
+        step, self._latest = (self._latest, signature), signature
+        if step in self._known:
+            return
+        try:
+            rows = self.host.all_gather_ints(signature[:3], timeout_s=timeout_s)
+            check([Signature(row[0], row[1], row[2]) for row in rows], self.lane.ranks)
+        except CollectiveMismatch as error:
+            self.cause = error  # ranks are at different places in the order of calls
+            raise
+        if len(self._known) >= MOST_KNOWN:
+            self._known.clear()
+        self._known.add(step)
+
     def _started(
         self,
         works: Sequence[dist.Work | None],
@@ -199,22 +226,26 @@ class StreamEngine(Engine):
     # -- reductions -----------------------------------------------------------------------------
 
     def all_reduce_(self, x: Tensor, op: str, **how: Unpack[How]) -> Ticket | None:
-        self.connect(how["timeout_s"])
+        self._agree(sign("all_reduce", x.dtype, x.nbytes, op=op), how["timeout_s"])
         if not _is_native(x.dtype, op):
-            copies = list(x.new_empty((self.size, *x.shape)).unbind())
-            ticket = self.all_to_all(copies, [x] * self.size, **how)
-            self.last_algorithm = "all_to_all"
-            return ticket.then(partial(reduce_in_rank_order, x, copies, op))
+            return self._reduced_here(x, [x] * self.size, op, how["timeout_s"])
         options = dist.AllreduceOptions()
         return self._reduced(x, op, options, self.group.allreduce, how["timeout_s"])
 
     def reduce_(self, x: Tensor, dst: int, op: str, **how: Unpack[How]) -> Ticket | None:
+        self._agree(sign("reduce", x.dtype, x.nbytes, op=op, root=dst), how["timeout_s"])
         if not _is_native(x.dtype, op):
-            return self.all_reduce_(x, op, **how)
-        self.connect(how["timeout_s"])
+            return self._reduced_here(x, [x] * self.size, op, how["timeout_s"])
         options = dist.ReduceOptions()
         options.rootRank = dst
         return self._reduced(x, op, options, self.group.reduce, how["timeout_s"])
+
+    def _reduced_here(self, out: Tensor, ins: Blocks, op: str, timeout_s: float) -> StreamTicket:
+        """Fill `out` with the reduction of what ranks have for this one, in their order."""
+        blocks = list(out.new_empty((self.size, *out.shape)).unbind())
+        ticket = self._swap(blocks, ins, timeout_s)
+        self.last_algorithm = "all_to_all"
+        return ticket.then(partial(reduce_in_rank_order, out, blocks, op))
 
     def _reduced(
         self,
@@ -235,12 +266,12 @@ class StreamEngine(Engine):
     def reduce_scatter(
         self, out: Tensor, ins: Blocks, op: str, *, alike: int = 0, **how: Unpack[How]
     ) -> Ticket | None:
-        self.connect(how["timeout_s"])
-        if len({block.numel() for block in ins}) > 1 or not _is_native(out.dtype, op):
-            blocks = list(out.new_empty((self.size, *out.shape)).unbind())
-            ticket = self.all_to_all(blocks, ins, **how)
-            self.last_algorithm = "all_to_all"
-            return ticket.then(partial(reduce_in_rank_order, out, blocks, op))
+        lengths = [block.numel() for block in ins]
+        nbytes = sum(lengths) * out.element_size()
+        signature = sign("reduce_scatter", out.dtype, nbytes, alike, *lengths, op=op)
+        self._agree(signature, how["timeout_s"])
+        if len(set(lengths)) > 1 or not _is_native(out.dtype, op):
+            return self._reduced_here(out, ins, op, how["timeout_s"])
         self.last_algorithm = "native"
         joined = _encoded(torch.cat([block.reshape(-1) for block in ins]), op, self.size)
         block = joined.new_empty(out.numel())
@@ -254,7 +285,7 @@ class StreamEngine(Engine):
     # -- copies ---------------------------------------------------------------------------------
 
     def broadcast_(self, x: Tensor, src: int, **how: Unpack[How]) -> Ticket | None:
-        self.connect(how["timeout_s"])
+        self._agree(sign("broadcast", x.dtype, x.nbytes, root=src), how["timeout_s"])
         self.last_algorithm = "native"
         if not x.nbytes:
             return None
@@ -269,8 +300,10 @@ class StreamEngine(Engine):
         self, outs: Blocks, x: Tensor, *, alike: int = 0, **how: Unpack[How]
     ) -> Ticket | None:
         """See `Engine`. Blocks of different lengths are broadcasts that the backend joins."""
-        self.connect(how["timeout_s"])
-        whole, is_even = one_block(outs), len({out.numel() for out in outs}) == 1
+        lengths = [out.numel() for out in outs]
+        nbytes = sum(lengths) * x.element_size()
+        self._agree(sign("all_gather", x.dtype, nbytes, alike, *lengths), how["timeout_s"])
+        whole, is_even = one_block(outs), len(set(lengths)) == 1
         self.last_algorithm = "native" if is_even and whole is not None else "broadcasts"
         if is_even and whole is not None:
             options = AllgatherOptions()
@@ -284,8 +317,16 @@ class StreamEngine(Engine):
         return self._started(works, [x, *outs], how["timeout_s"]) if works else None
 
     def all_to_all(self, outs: Blocks, ins: Blocks, **how: Unpack[How]) -> StreamTicket:
-        """See `Engine`. One flat transfer of bytes, any sizes."""
-        self.connect(how["timeout_s"])
+        return self.swap_blocks("all_to_all", outs, ins, -1, **how)
+
+    def swap_blocks(
+        self, verb: str, outs: Blocks, ins: Blocks, root: int, **how: Unpack[How]
+    ) -> StreamTicket:
+        self._agree(sign_blocks(verb, outs, ins, root), how["timeout_s"])
+        return self._swap(outs, ins, how["timeout_s"])
+
+    def _swap(self, outs: Blocks, ins: Blocks, timeout_s: float) -> StreamTicket:
+        """Exchange blocks in one flat transfer of bytes, any sizes."""
         self.last_algorithm = "native"
         send, target = one_block(ins), one_block(outs)
         if send is None:
@@ -299,7 +340,7 @@ class StreamEngine(Engine):
                 bytes_of(out).copy_(block)
 
         finish = unpack if target is None else None
-        return self._started([work], [recv, send, *ins, *outs], how["timeout_s"], finish)
+        return self._started([work], [recv, send, *ins, *outs], timeout_s, finish)
 
     def exchange(
         self, sends: Messages, recvs: Messages, tag: int, **how: Unpack[How]
@@ -336,7 +377,7 @@ class StreamEngine(Engine):
 
     def barrier(self, **how: Unpack[How]) -> Ticket | None:
         """See `Engine`. The host waits: for all that ranks have put on their streams before."""
-        self.connect(how["timeout_s"])
+        self._agree(sign("barrier", torch.uint8, 0), how["timeout_s"])
         token = torch.zeros(1, device=self._device)
         work = self.group.allreduce([token], dist.AllreduceOptions())
         return BarrierTicket(self, [work], [token], how["timeout_s"])

@@ -118,6 +118,12 @@ _RULES = (
     _Rule("different operations", lambda p: p["op"]),
     _Rule("different reductions or arguments", lambda p: p["kind"]),
     _Rule("different roots", lambda p: p["root"]),
+    _Rule(
+        "tensors on different devices",
+        lambda p: p["device"],
+        "device",
+        "x.to(device) on all ranks: each kind of device has a backend of its own",
+    ),
     _Rule("different dims", lambda p: p["dim"]),
     _Rule(
         "different sizes",
@@ -171,7 +177,10 @@ def _comparable_shape(p: Fingerprint) -> list[int] | None:
 def _fingerprint(call: Call) -> Fingerprint:
     lists = {name: getattr(call, name) for name in ("sizes", "recv_sizes", "shape")}
     return {
-        **{name: getattr(call, name) for name in ("op", "kind", "root", "dim", "requires_grad")},
+        **{
+            name: getattr(call, name)
+            for name in ("op", "kind", "root", "dim", "requires_grad", "device")
+        },
         **{name: None if value is None else list(value) for name, value in lists.items()},
         "dtype": None if call.dtype is None else str(call.dtype),
         "site": call.site,

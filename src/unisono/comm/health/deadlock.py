@@ -15,7 +15,8 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Mapping
+import time
+from collections.abc import Mapping, Sequence
 from types import ModuleType
 from typing import Any
 
@@ -26,8 +27,14 @@ from unisono.comm.health.watchdog import Watchdog
 from unisono.errors import CollectiveMismatch, UnisonoError, name_ranks
 
 _COMPARED = ("op", "kind", "root")
+_COMPARED_IF_KNOWN = ("device", "signature")
+"""Facts of calls on tensors; None where a rank brings none."""
+_ONE_DEVICE = "x.to(device) on all ranks: each kind of device has a backend of its own"
+_EXPLAIN_S = 1.0
+"""Longest time to wait for the words of ranks that raise the same error at the same time."""
 _MOST_SENDERS = 64
 """Senders that are told, so that a message from each of very many ranks costs the store little."""
+_NAP_S = 0.01
 _MAKES_NO_CALLS = ("unisono", "tqdm_monitor", "pytest_timeout")
 """Starts of the names of threads that only look after things."""
 
@@ -86,6 +93,8 @@ def _unlike_calls(call: Call, dog: Watchdog) -> CollectiveMismatch | None:
         "kind": call.kind,
         "root": call.root,
         "text": f"{call.describe()} at {call.site}",
+        "device": call.device,
+        "signature": call.signature and list(call.signature),
     }
     for item in dog.news():
         if (item.get("group"), item.get("number")) == (call.key, call.number):
@@ -95,10 +104,16 @@ def _unlike_calls(call: Call, dog: Watchdog) -> CollectiveMismatch | None:
     theirs = json.loads(text) if text is not None else None
     if theirs is None or theirs["number"] < call.number:
         dog.put(key, json.dumps(mine))
-    elif theirs["number"] == call.number and any(theirs[k] != mine[k] for k in _COMPARED):
+    elif theirs["number"] == call.number and _are_unlike(theirs, mine):
         return _publish([theirs, mine], call, dog)
     receiver = _waiting_receiver(call, dog)
     return None if receiver is None else _publish([receiver, mine], call, dog)
+
+
+def _are_unlike(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
+    return any(one[k] != other[k] for k in _COMPARED) or any(
+        None not in (one[k], other[k]) and one[k] != other[k] for k in _COMPARED_IF_KNOWN
+    )
 
 
 def _publish(pair: list[dict[str, Any]], call: Call, dog: Watchdog) -> CollectiveMismatch:
@@ -111,10 +126,36 @@ def _mismatch(said: list[dict[str, Any]], call: Call) -> CollectiveMismatch:
     told = {item["rank"]: item["text"] for item in said}
     lines = [f"ranks of {call.group} wait for each other in different calls"]
     lines += [f"  rank {rank} | {text}" for rank, text in sorted(told.items())]
-    lines.append(
-        "  HINT: different numbers of batches? All ranks must make the same collectives, in order"
-    )
+    hint = "different numbers of batches? All ranks must make the same collectives, in order"
+    devices = {item.get("device") for item in said} - {None}
+    lines.append(f"  HINT: {_ONE_DEVICE if len(devices) > 1 else hint}")
     return CollectiveMismatch("\n".join(lines), told)
+
+
+def explained(error: CollectiveMismatch, call: Call, ranks: Sequence[int]) -> CollectiveMismatch:
+    """Return the error of a broken group with the call and the source line of every rank.
+
+    All ranks raise it at the same time, so each tells the others what it has called.
+    """
+    dog = watchdog.of(call.key)
+    if dog is None or len(ranks) > _MOST_SENDERS:
+        return error
+    key, deadline = f"unlike/{call.key}", time.monotonic() + _EXPLAIN_S
+    said = {dog.rank: {"text": f"{call.describe()} at {call.site}", "device": call.device}}
+    dog.put(f"{key}/{dog.rank}", json.dumps(said[dog.rank]))
+    while missing := [rank for rank in ranks if rank not in said]:
+        texts = {rank: dog.find(f"{key}/{rank}") for rank in missing}
+        said |= {rank: json.loads(text) for rank, text in texts.items() if text is not None}
+        if time.monotonic() > deadline:
+            break
+        time.sleep(_NAP_S)
+    made = {rank: f" | {said[rank]['text']}" for rank in ranks if rank in said}
+    lines = [str(error).partition("\n")[0]]
+    lines += [f"  rank {rank}: {text}{made.get(rank, '')}" for rank, text in error.calls.items()]
+    devices = {item["device"] for item in said.values()} - {None}
+    hint = "all ranks must make the same collectives in the same order"
+    lines.append(f"  HINT: {_ONE_DEVICE if len(devices) > 1 else hint}")
+    return CollectiveMismatch("\n".join(lines), error.calls)
 
 
 # -- a message against a collective ---------------------------------------------------------------

@@ -11,9 +11,17 @@ from typing import Any
 
 import torch.distributed as dist
 
-from unisono.comm.call import Call
+from unisono.comm.call import Call, thread_stacks
 from unisono.comm.health import mark_as_news, watchdog
-from unisono.errors import RankFailed, RankTimeout, UnisonoError, compress_ranks, name_ranks
+from unisono.errors import (
+    RankFailed,
+    RankTimeout,
+    UnisonoError,
+    compress_ranks,
+    grouped_stacks,
+    name_ranks,
+    ranks_by_text,
+)
 
 _POSTED_WAIT_S = 1.0
 _LOST = (dist.DistBackendError, dist.DistNetworkError, dist.DistStoreError)
@@ -106,10 +114,15 @@ def connection_lost(call: Call, backend_words: str) -> RankFailed:
         if time.monotonic() > give_up:
             break
         time.sleep(0.05)
+    dog = watchdog.of(call.key)
+    others = () if dog is None else (rank for rank in dog.ranks if rank != dog.rank)
+    dead = next((rank for rank in others if dog and dog.condition(rank) == "dead"), None)
+    gone = "another rank of the group has gone" if dead is None else f"rank {dead} has died"
     lost = RankFailed(
-        f"{call.describe()} at {call.site} broke off: another rank of the group has gone\n"
+        f"{call.describe()} at {call.site} broke off: {gone}\n"
         f"  the backend says: {backend_words.strip()}\n"
-        "  HINT: look at the output of the other ranks; the first to stop is the cause"
+        "  HINT: look at the output of the other ranks; the first to stop is the cause",
+        rank=dead,
     )
     return mark_as_news(lost)
 
@@ -136,38 +149,59 @@ def timed_out(
             answers = {}
     others = [r for r in ranks if dog is None or r != dog.rank]
     missing = _missing(call, ranks, others, answers, cause)
-    lines = [f"{call.describe()} timed out after {timeout_s:g} s at {call.site}"]
+    lines = [_headline(call, ranks, missing, answers, timeout_s)]
     told = "" if cause is None else str(cause).partition("\n")[0]
     if isinstance(cause, RankTimeout) and "timed out after" not in told:
-        lines = [f"{call.describe()} at {call.site} was given up", f"  {told}"]
-    if missing:
-        lines.append(f"  {_absence(call)}: {name_ranks(missing)}")
+        absence = f"{_absence(call, missing)}: " if missing else ""
+        lines = [f"{absence}{call.describe()} at {call.site} was given up", f"  {told}"]
+    under_way = f"latest collective {call.describe()} (under way)"
+    states = {} if dog is None else {dog.rank: under_way}
     last: dict[int, str] = {}
     for rank in others:
         if rank not in answers:
-            lines.append(
-                f"  rank {rank}: {_SILENT['unknown' if dog is None else dog.condition(rank)]}"
-            )
+            states[rank] = _SILENT["unknown" if dog is None else dog.condition(rank)]
             continue
         answer = answers[rank]
         state = "done" if answer["done"] else "under way"
         last[rank] = f"{answer['call']} ({state})" if answer["call"] else "none yet"
-        told = f"latest collective {last[rank]}"
-        told = told if answer["call"] else f"alive, has made no call yet; it is at {answer['site']}"
-        lines.append(f"  rank {rank}: {told}")
-    lines.append(f"  HINT: {_hint(call, ranks, others, answers)}")
-    for rank in [*missing, *(r for r in others if r not in missing)]:
-        if rank in answers:
-            lines.append(f"--- stacks of rank {rank}\n{answers[rank]['stacks']}")
+        states[rank] = f"latest collective {last[rank]}"
+        if not answer["call"]:
+            states[rank] = f"alive, has made no call yet; it is at {answer['site']}"
+    states = {rank: states[rank] for rank in sorted(states, key=lambda r: (r not in missing, r))}
+    lines += [f"  {name_ranks(r)}: {state}" for state, r in ranks_by_text(states).items()]
+    stacks = {rank: answer["stacks"] for rank, answer in answers.items()}
+    if stacks:
+        here = {} if dog is None else {dog.rank: thread_stacks()}
+        lines.append(grouped_stacks({**stacks, **here}, missing))
+    lines.append(f"HINT: {_hint(call, ranks, others, answers)}")
     late = RankTimeout(
         "\n".join(lines),
-        stacks={r: a["stacks"] for r, a in answers.items()},
+        stacks=stacks,
         missing=missing,
         op=call.op,
         site=call.site,
         last_collective=last,
     )
     return mark_as_news(late)
+
+
+def _headline(
+    call: Call,
+    ranks: Sequence[int],
+    missing: Sequence[int],
+    answers: Mapping[int, Mapping[str, Any]],
+    timeout_s: float,
+) -> str:
+    """Say who is late, for what, and who waits for them."""
+    deadline = f"{call.describe()} timed out after {timeout_s:g} s at {call.site}"
+    if not missing:
+        return deadline
+    elsewhere = [r for r in answers if answers[r]["done"] or answers[r]["group"] != call.key]
+    waiting = [r for r in ranks if r not in missing and r not in elsewhere]
+    if not waiting:
+        return f"{_absence(call, missing)}: {deadline}"
+    verb, whom = "waits" if len(waiting) == 1 else "wait", "it" if len(missing) == 1 else "them"
+    return f"{_absence(call, missing)}: {deadline}; {name_ranks(waiting)} {verb} for {whom}"
 
 
 def _missing(
@@ -192,13 +226,14 @@ def _missing(
     ]
 
 
-def _absence(call: Call) -> str:
+def _absence(call: Call, missing: Sequence[int]) -> str:
     """Say in words what missing ranks have not done."""
+    late, has = name_ranks(missing), "has" if len(missing) == 1 else "have"
     if call.receives_from and not call.sends_to:
-        return "no message came from"
+        return f"no message came from {late}"
     if call.sends_to and not call.receives_from:
-        return "the message was not taken by"
-    return "not arrived"
+        return f"{late} {has} not taken the message"
+    return f"{late} {has} not arrived"
 
 
 def _hint(
@@ -297,17 +332,21 @@ def peer_failed(doing: str, me: int, teller: int, culprit: int, host: str, text:
 def peer_gave_up(
     doing: str, me: int, teller: int, culprit: int, host: str, text: str
 ) -> RankFailed | RankTimeout:
-    """Return the error for a peer whose own deadline has passed: it will not come any more."""
+    """Return the error for a peer whose own deadline has passed: it will not come any more.
+
+    `doing` is empty where this rank has made no call.
+    """
     if culprit == me:
+        during = f" during {doing}" if doing else ""
         return RankTimeout(
-            f"{doing} on rank {me} cannot end: "
-            f"rank {teller} waited for this rank and has given up\n{text}",
+            f"rank {me} is late: rank {teller} waited for this rank and has given up{during}\n"
+            f"{text}",
             missing=[teller],
-            op=doing,
+            op=doing or None,
         )
+    during = f", while rank {me} waited in {doing}" if doing else ""
     return RankFailed(
-        f"rank {teller} has given up waiting for rank {culprit}, "
-        f"while rank {me} waited in {doing}\n{text}",
+        f"rank {teller} has given up waiting for rank {culprit}{during}\n{text}",
         rank=culprit,
         host=host,
         traceback=text,

@@ -29,7 +29,7 @@ from unisono.comm.health import failures, mark_as_news, watchdog
 from unisono.comm.health.deadlock import hopeless
 from unisono.comm.health.watchdog import Watchdog
 from unisono.comm.machine import is_card_dead
-from unisono.errors import UnisonoError
+from unisono.errors import CollectiveMismatch, UnisonoError
 
 TICK_S = 0.1
 """Seconds between two looks at the oldest transfers."""
@@ -78,7 +78,7 @@ class Lane:
         self.cause: UnisonoError | None = None
         """Why the group cannot be used any more."""
         self.key = key
-        self._ranks = tuple(ranks)
+        self.ranks = tuple(ranks)
         self._abort = abort
         self._report = report
         self._transfers: deque[Queued] = deque()
@@ -103,7 +103,7 @@ class Lane:
             if last is None:
                 return
             if time.monotonic() > last.deadline + _GRACE_S:  # and the thread has not said why
-                raise failures.timed_out(last.call, self._ranks, last.timeout_s)
+                raise failures.timed_out(last.call, self.ranks, last.timeout_s)
             time.sleep(_NAP_S)
 
     @property
@@ -125,9 +125,10 @@ class Lane:
             error = self._obstacle(oldest.call)
         late = next((t for t in transfers if t.deadline < now and not t.is_complete()), None)
         if error is None and late is not None and self.cause is None:
-            error = failures.timed_out(late.call, self._ranks, late.timeout_s)
+            error = failures.timed_out(late.call, self.ranks, late.timeout_s)
         if error is not None and not (late or oldest).is_complete():
-            self._announce(error)
+            if not isinstance(error, CollectiveMismatch) or error.returned:
+                self._announce(error)  # of unlike calls all ranks learn in the same words
             self.end(error)
         return True
 
@@ -169,7 +170,7 @@ class Lane:
 
     def _dead_peer(self, call: Call, dog: Watchdog) -> UnisonoError | None:
         returned = {item.get("returned") for item in dog.news()}
-        for rank in self._ranks:
+        for rank in self.ranks:
             if rank == dog.rank or rank in returned:
                 continue
             if rank not in self._cards and (text := dog.find(f"process/{rank}")) is not None:
@@ -197,7 +198,7 @@ class Lane:
             return
         for item in dog.news():
             if item.get("gave_up") == self.key and item["rank"] != dog.rank:
-                doing = calls.latest_call.describe() if calls.latest_call else "its own work"
+                doing = calls.latest_call.describe() if calls.latest_call else ""
                 teller, culprit = item["rank"], item["culprit"]
                 culprit = teller if culprit is None else culprit
                 words = doing, dog.rank, teller, culprit, item["host"], item["text"]

@@ -6,6 +6,7 @@ import itertools
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch.distributed as dist
@@ -16,7 +17,12 @@ from unisono.comm.groups import GroupEntry, has_world
 from unisono.comm.lifecycle import leave_at_exit, start_world
 from unisono.comm.mpi_style import buffers
 from unisono.comm.mpi_style.constants import is_undefined
-from unisono.comm.mpi_style.messages import Mailbox, drop_mailbox, mailbox_of
+from unisono.comm.mpi_style.messages import (
+    Messages,
+    PlainMessages,
+    drop_messages,
+    messages_of,
+)
 from unisono.comm.mpi_style.verbs import Verbs
 from unisono.environment import detect
 from unisono.errors import MeshError, an, explain
@@ -75,6 +81,8 @@ class MPICommunication(Verbs, Communication):
             )
         self._handle = handle
         self._context = 0
+        self._wire: Any = None
+        """Communicator of mpi4py for the messages; None: they go as those of torch do."""
         self._is_null = False
         self._found: Communicator | None = None
         self._found_world: dist.ProcessGroup | None = None
@@ -95,11 +103,24 @@ class MPICommunication(Verbs, Communication):
         return found
 
     @property
-    def _mailbox(self) -> Mailbox:
-        return mailbox_of(self._comm, self._context)
+    def _messages(self) -> Messages:
+        comm = self._comm
+        return messages_of(comm, self._context, partial(self._make_messages, comm))
+
+    def _make_messages(self, comm: Communicator) -> Messages:
+        if self._wire is None or comm.size == 1:
+            return PlainMessages(comm, self._context)
+        from unisono.comm.mpi_style.mpi_messages import MpiMessages  # which loads MPI
+
+        return MpiMessages(comm, self._wire)
 
     def _find(self) -> Communicator:
-        return world_from_environment() if self._handle is None else Communicator.of(self._handle)
+        comm = world_from_environment() if self._handle is None else Communicator.of(self._handle)
+        if transports.mpi.is_communicator(self._handle):
+            self._wire = transports.mpi.wire_of(self._handle)
+        elif self._context == 0 and comm._entry is groups.world_entry():
+            self._wire = transports.mpi.wire_of_world()
+        return comm
 
     def _forget(self) -> None:
         """Let go of a world that has ended; the next use looks again."""
@@ -179,15 +200,17 @@ class MPICommunication(Verbs, Communication):
         """
         is_out = color is None or is_undefined(color)
         part = self._comm.split(None if is_out else color, key)
+        wire = transports.mpi.split(self._wire, None if is_out else color, key)
         if part is None:
             nothing = MPICommunication()
             nothing._is_null = True
             return nothing
-        return _in_new_context(part)
+        return _in_new_context(part, wire)
 
     def Dup(self) -> MPICommunication:
         """Return the same ranks with messages of their own. Collective."""
-        return _in_new_context(Communicator.of(self._comm))
+        comm = Communicator.of(self._comm)
+        return _in_new_context(comm, transports.mpi.split(self._wire, 0, comm.rank))
 
     def Free(self) -> None:
         """Let go of a communicator that `Split` or `Dup` made. Collective."""
@@ -195,7 +218,7 @@ class MPICommunication(Verbs, Communication):
             raise MeshError.because("Free() of the world", None, None, "free what Split returned")
         if not self._is_null:
             comm, self._is_null, self._found = self._comm, True, None
-            drop_mailbox(comm, self._context)
+            drop_messages(comm, self._context)
             if isinstance(self._handle, Communicator) and self._context:
                 comm.close()
 
@@ -234,8 +257,9 @@ class SelfCommunication(MPICommunication):
         return SelfCommunication, ()
 
 
-def _in_new_context(comm: Communicator) -> MPICommunication:
+def _in_new_context(comm: Communicator, wire: Any) -> MPICommunication:
     made = MPICommunication(comm)
+    made._wire = wire
     made._context = next(_contexts.setdefault(comm._entry, itertools.count(1)))
     return made
 

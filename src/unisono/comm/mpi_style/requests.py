@@ -6,6 +6,7 @@ a receive that was posted before a barrier completes inside the barrier.
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections.abc import Callable, Iterable
@@ -15,8 +16,10 @@ from unisono.comm import perform
 from unisono.comm.health.failures import posted_failure
 from unisono.comm.mpi_style.constants import ANY_SOURCE, ANY_TAG
 
-_FIRST_NAP_S = 50e-6
-_LAST_NAP_S = 2e-3
+_YIELD_S = 2e-3
+"""A wait gives its core away so long before it sleeps: MPI moves data only inside its calls."""
+_FIRST_NAP_S = 20e-6
+_LAST_NAP_S = 200e-6
 _LOOK_S = 0.5
 """Seconds between two looks for failures of other ranks."""
 
@@ -67,12 +70,13 @@ def drive(is_ready: Callable[[], bool], timeout_s: float) -> None:
         RankFailed: another rank has told that it failed.
     """
     now = time.monotonic()
-    give_up, next_look, nap_s = now + timeout_s, now + _LOOK_S, _FIRST_NAP_S
+    give_up, next_look = now + timeout_s, now + _LOOK_S
+    sleep_from, nap_s = now + _YIELD_S, _FIRST_NAP_S
     while _movers and not is_ready():
-        if step():
-            nap_s = _FIRST_NAP_S
+        has_moved, now = step(), time.monotonic()
+        if has_moved:
+            sleep_from, nap_s = now + _YIELD_S, _FIRST_NAP_S
             continue
-        now = time.monotonic()
         if now > give_up:
             return
         if now > next_look:
@@ -80,8 +84,11 @@ def drive(is_ready: Callable[[], bool], timeout_s: float) -> None:
             failure = posted_failure()
             if failure is not None:
                 raise failure
-        time.sleep(nap_s)
-        nap_s = min(nap_s * 1.5, _LAST_NAP_S)
+        if now < sleep_from:
+            os.sched_yield()
+        else:
+            time.sleep(nap_s)
+            nap_s = min(nap_s * 1.5, _LAST_NAP_S)
 
 
 class Status:

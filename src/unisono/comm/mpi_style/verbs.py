@@ -14,11 +14,10 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Any, Concatenate, NamedTuple, NoReturn, ParamSpec, TypeVar
 
-import cloudpickle
 import torch
 from torch import Tensor
 
-from unisono.comm.arguments import bytes_of, check_rank, dense
+from unisono.comm.arguments import check_rank, dense
 from unisono.comm.communicator import Communicator
 from unisono.comm.mpi_style import constants
 from unisono.comm.mpi_style.buffers import (
@@ -37,8 +36,8 @@ from unisono.comm.mpi_style.buffers import (
     equal_share,
     unpack_counts,
 )
-from unisono.comm.mpi_style.constants import ANY_SOURCE, ANY_TAG, SUM, InPlace, Op, as_op
-from unisono.comm.mpi_style.messages import Mailbox
+from unisono.comm.mpi_style.constants import SUM, InPlace, Op, as_op
+from unisono.comm.mpi_style.messages import Messages
 from unisono.comm.mpi_style.requests import Request, Status
 from unisono.comm.perform import Pending
 from unisono.comm.reductions import decode, encode, reduce_in_rank_order
@@ -113,7 +112,7 @@ class Verbs(ABC):
 
     @property
     @abstractmethod
-    def _mailbox(self) -> Mailbox: ...
+    def _messages(self) -> Messages: ...
 
     def _staged(self, x: Tensor) -> Tensor:
         """Return `x` on the device on which the group works; `x` itself where it is there."""
@@ -536,18 +535,20 @@ class Verbs(ABC):
     def Recv(
         self,
         buf: Buffer,
-        source: int = ANY_SOURCE,
-        tag: int = ANY_TAG,
+        source: int | None = None,
+        tag: int | None = None,
         status: Status | None = None,
     ) -> None:
         """Fill `buf` with the next message of that source and tag.
 
-        A shorter message fills the first elements; `status.Get_count()` tells how many.
+        With MPI both may be left out, for any, and a shorter message fills the first elements:
+        `status.Get_count()` tells how many. Elsewhere the source is named, the tag is that of the
+        sender (0 if left out), and the message has the size of `buf`.
         """
         self._receive(as_tensor(buf, "Recv", "buf"), source, tag, "Recv").Wait(status)
 
-    def Irecv(self, buf: Buffer, source: int = ANY_SOURCE, tag: int = ANY_TAG) -> Request:
-        """Start `Recv`. Values above 4 KB are fetched by `Wait`, `Test` or another wait."""
+    def Irecv(self, buf: Buffer, source: int | None = None, tag: int | None = None) -> Request:
+        """Start `Recv`."""
         return self._receive(as_tensor(buf, "Irecv", "buf"), source, tag, "Irecv")
 
     def send(self, obj: Any, dest: int, tag: int = 0) -> None:
@@ -562,8 +563,8 @@ class Verbs(ABC):
     def recv(
         self,
         buf: bytearray | memoryview | None = None,
-        source: int = ANY_SOURCE,
-        tag: int = ANY_TAG,
+        source: int | None = None,
+        tag: int | None = None,
         status: Status | None = None,
     ) -> Any:
         """Return the next object of that source and tag; `buf`, room in mpi4py, is not needed."""
@@ -573,8 +574,8 @@ class Verbs(ABC):
     def irecv(
         self,
         buf: bytearray | memoryview | None = None,
-        source: int = ANY_SOURCE,
-        tag: int = ANY_TAG,
+        source: int | None = None,
+        tag: int | None = None,
     ) -> Request:
         """Start `recv`; `Wait` returns the object."""
         _check_room(buf, "irecv")
@@ -593,32 +594,28 @@ class Verbs(ABC):
         expect_int("tag", tag, 0)
         if not self._is_somebody(dest, verb, "dest"):
             return Request.done()
-        x = as_tensor(buf, verb, "sendbuf")
-        flat = bytes_of(dense(self._staged(x)))
-        return self._mailbox.send(
-            flat,
-            x.dtype,
-            dest,
-            tag,
-            is_sync=is_sync,
-            is_copied=is_copied,
-            timeout_s=self._comm.timeout_s,
-        )
+        x = dense(self._staged(as_tensor(buf, verb, "sendbuf")))
+        how = {"is_sync": is_sync, "is_copied": is_copied, "timeout_s": self._comm.timeout_s}
+        return self._messages.send(x, dest, tag, **how)
 
     def _send_object(self, obj: Any, dest: int, tag: int, verb: str) -> None:
         expect_int("tag", tag, 0)
         if self._is_somebody(dest, verb, "dest"):
-            raw = torch.frombuffer(bytearray(cloudpickle.dumps(obj)), dtype=torch.uint8)
-            self._mailbox.send(self._staged(raw), None, dest, tag, timeout_s=self._comm.timeout_s)
+            self._messages.send_object(obj, dest, tag, timeout_s=self._comm.timeout_s)
 
-    def _receive(self, buffer: Tensor | None, source: int, tag: int, verb: str) -> Request:
-        wanted_tag = None if constants.is_any_tag(tag) else expect_int("tag", tag, 0)
-        wanted_source = None if constants.is_any_source(source) else source
-        if wanted_source is not None and not self._is_somebody(wanted_source, verb, "source"):
+    def _receive(
+        self, buffer: Tensor | None, source: int | None, tag: int | None, verb: str
+    ) -> Request:
+        if source is not None and constants.is_any_source(source):
+            source = None
+        elif source is not None and not self._is_somebody(source, verb, "source"):
             return Request.done()
-        return self._mailbox.receive(
-            wanted_source, wanted_tag, buffer, timeout_s=self._comm.timeout_s
-        )
+        if tag is not None and constants.is_any_tag(tag):
+            self._messages.refuse_any_tag(verb)
+            tag = None
+        elif tag is not None:
+            expect_int("tag", tag, 0)
+        return self._messages.receive(buffer, source, tag, timeout_s=self._comm.timeout_s)
 
     def _is_somebody(self, rank: int, verb: str, what: str) -> bool:
         """Check the other rank; False for `PROC_NULL`."""

@@ -8,12 +8,13 @@ for that device. torch's profiler sees every call, and compiled code stops befor
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
 from torch import Tensor
 
 from unisono.comm.torch import private
+from unisono.errors import UnisonoError
 
 Method = TypeVar("Method", bound=Callable[..., Any])
 
@@ -105,9 +106,36 @@ def message(method: Method) -> Method:
     @functools.wraps(method)
     def enter(self: Any, tensors: Any, *args: Any, **kwargs: Any) -> Any:
         tensors = [tensors] if isinstance(tensors, Tensor) else tensors
+        if tensors and not tensors[0].is_cpu:
+            peer = next(iter((*args, *kwargs.values())), self.rank())
+            ends = (self.rank(), peer) if verb == "send" else (peer, self.rank())
+            inner = self.message_group(tensors[0].device, *ends)
+            return getattr(inner, name)(tensors, *args, **kwargs)
         return _enter(self, verb, name, method, (tensors, *args), kwargs)
 
     return private.runs_uncompiled(enter)  # type: ignore[return-value]
+
+
+def _tensors(values: Sequence[Any]) -> Iterator[Tensor]:
+    """Yield the tensors among arguments, those in lists too."""
+    for x in values:
+        if isinstance(x, Tensor):
+            yield x
+        elif isinstance(x, (list, tuple)):
+            yield from _tensors(x)
+
+
+def _one_device(call: str, values: Sequence[Any]) -> Tensor | None:
+    """Return the first tensor of a call; raise if others are on another kind of device."""
+    tensors = list(_tensors(values))
+    kinds = {x.device.type for x in tensors}
+    if len(kinds) > 1:
+        raise UnisonoError.because(
+            f"torch.distributed.{call} with tensors on {' and '.join(sorted(kinds))}",
+            "all tensors of a call must be on one device",
+            hint="x.to(device) first; outputs made by torch.empty_like(x)",
+        )
+    return tensors[0] if tensors else None
 
 
 def _enter(
@@ -118,14 +146,16 @@ def _enter(
     args: tuple[Any, ...],
     kwargs: dict[str, Any] | None = None,
 ) -> Any:
-    x = args[0]
-    while isinstance(x, (list, tuple)) and x:
-        x = x[0]
-    if isinstance(x, Tensor) and not x.is_cpu:
+    first = args[0]
+    if len(args) == 2 and isinstance(first, list) and len(first) == 1:
+        (x,) = first  # the one tensor of a reduction or broadcast
+    else:
+        x = _one_device(verb, args)
+    if x is not None and not x.is_cpu:
         return getattr(group.inner_group(x.device), name)(*args, **(kwargs or {}))
     if not private.is_profiling():
         return method(group, *args, **(kwargs or {}))
-    event = private.profiled(f"{group.name()}:{verb}", [x] if isinstance(x, Tensor) else [])
+    event = private.profiled(f"{group.name()}:{verb}", [] if x is None else [x])
     event.__enter__()
     end = functools.partial(event.__exit__, None, None, None)
     try:

@@ -25,7 +25,7 @@ from torch.distributed import distributed_c10d as c10d
 
 __all__ = [
     "at_end_of_backward",
-    "backend_config",
+    "backends_of",
     "default_store",
     "increment_version",
     "is_batchedtensor",
@@ -112,13 +112,14 @@ def default_store() -> dist.Store:
     return c10d._get_default_store()
 
 
-def backend_config(group: dist.ProcessGroup) -> str:
-    """Return the backend of a group for each kind of device, such as `cpu:gloo,cuda:nccl`."""
-    return str(c10d._world.pg_backend_config.get(group, ""))
+def backends_of(group: dist.ProcessGroup) -> dict[str, str]:
+    """Return the backend of a group for each kind of device; nothing where torch made none."""
+    config = str(c10d._world.pg_backend_config.get(group, ""))
+    return dict(item.split(":") for item in config.split(",") if ":" in item)
 
 
 def new_group(
-    name: str, ranks: tuple[int, ...], backend: str, timeout: timedelta
+    name: str, ranks: tuple[int, ...], backend: str, timeout: timedelta, *, is_listed: bool = True
 ) -> dist.ProcessGroup:
     """Make a group of which only the members know.
 
@@ -131,6 +132,7 @@ def new_group(
         ranks: world ranks of the members; this rank is one of them.
         backend: name of the backend.
         timeout: deadline of making it.
+        is_listed: whether torch.distributed knows the group, and ends it with the world.
     """
     group, _ = c10d._new_process_group_helper(
         len(ranks),
@@ -143,7 +145,16 @@ def new_group(
         group_desc=name,
     )
     made = cast("dist.ProcessGroup", group)
-    c10d._world.pg_group_ranks[made] = {rank: place for place, rank in enumerate(ranks)}
+    if is_listed:
+        c10d._world.pg_group_ranks[made] = {rank: place for place, rank in enumerate(ranks)}
+        return made
+    world = c10d._world
+    for group_by_tag in world.tags_to_pg.values():
+        if made in group_by_tag:
+            group_by_tag.remove(made)
+    for table in (world.pg_map, world.pg_names, world.pg_backend_config, world.pg_to_tag):
+        table.pop(made, None)
+    unregister_group(name)
     return made
 
 

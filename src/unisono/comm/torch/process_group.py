@@ -34,6 +34,7 @@ from torch._C._distributed_c10d import (
 )
 from torch.distributed.distributed_c10d import GroupName
 
+from unisono import accelerator
 from unisono.comm import call as calls
 from unisono.comm.arguments import check_rank, is_dense
 from unisono.comm.call import Call
@@ -63,7 +64,7 @@ class TransportProcessGroup(dist.ProcessGroup):
         timeout: deadline of a call where none is given.
         backend: name under which the transport is registered.
         deadline_s: what the environment says instead of `timeout`; asked for before the ranks meet.
-        store: a store of this group alone; an nccl group for CUDA tensors meets there too.
+        store: a store of this group alone.
     """
 
     unisono_engine: Engine
@@ -84,7 +85,8 @@ class TransportProcessGroup(dist.ProcessGroup):
         self._ranks = tuple(ranks)
         self._backend = backend
         self._store = store
-        self._nccl: Any = None
+        self._inner: dict[tuple[str, str], dist.ProcessGroup] = {}
+        self._is_coalescing = False
         self._group_name: str | None = None
         self._calls: Performer | None = None
         """How calls are run; made with the first one, when the group has its name."""
@@ -109,10 +111,12 @@ class TransportProcessGroup(dist.ProcessGroup):
 
     @property
     def _device_types(self) -> list[torch.device]:
-        return [torch.device("cpu")]
+        return [torch.device(kind) for kind in private.backends_of(self) or ("cpu",)]
 
     def _get_backend(self, device: torch.device) -> Any:
-        return self if device.type == "cpu" else self.inner_group(device)
+        if device.type == "cpu" or self not in private.known_groups:
+            return self
+        return self.inner_group(device)._get_backend(device)
 
     def _set_group_name(self, name: str) -> None:
         self._group_name = name
@@ -135,6 +139,8 @@ class TransportProcessGroup(dist.ProcessGroup):
     def set_timeout(self, timeout: timedelta) -> None:
         """Change the deadline of later calls."""
         self.options._timeout = timeout
+        for group in self._inner.values():
+            group.set_timeout(timeout)
 
     _set_default_timeout = set_timeout
 
@@ -176,21 +182,48 @@ class TransportProcessGroup(dist.ProcessGroup):
         group._set_group_desc(group_desc or f"{self._group_desc}:split:{self._splits}")
         return group
 
-    def inner_group(self, device: torch.device) -> Any:
-        """Return a process group of the same ranks for tensors on `device`; made when asked for."""
-        if device.type == "cuda" and dist.is_nccl_available():
-            if self._nccl is None:
-                options = dist.ProcessGroupNCCL.Options()
-                options._timeout = self.options._timeout
-                store = dist.PrefixStore("nccl", self._store)
-                self._nccl = dist.ProcessGroupNCCL(store, self.rank(), self.size(), options)
-            return self._nccl
-        raise UnisonoError.because(
-            f"a collective on a {device.type} tensor in a {self._backend} group",
-            f"{self._backend} moves CPU tensors",
-            None,
-            "x.cpu(), or a group of another backend",
-        )
+    def inner_group(self, device: torch.device, use: str = "") -> dist.ProcessGroup:
+        """Return the process group of the same ranks for tensors on `device`.
+
+        Made when first asked for, of the backend that was named for the device beside this one
+        (`cpu:shm,cuda:nccl`), else of the device's own. Some backends connect all ranks then.
+
+        Args:
+            device: where the tensors are.
+            use: a word; each has a group of its own, whose streams do not wait for the others'.
+        """
+        group = self._inner.get((device.type, use))
+        if group is None:
+            backend = private.backends_of(self).get(device.type) or accelerator.backend(device.type)
+            if backend is None or self not in private.known_groups:
+                raise UnisonoError.because(
+                    f"a collective on a {device.type} tensor in a {self._backend} group",
+                    f"{self._backend} moves CPU tensors",
+                    None,
+                    "x.cpu(), or a group of another backend",
+                )
+            name = f"{self.group_name}/{device.type}{use}"
+            config, timeout = f"{device.type}:{backend}", self.options._timeout
+            group = private.new_group(name, self._ranks, config, timeout, is_listed=False)
+            self._inner[device.type, use] = group
+        return group
+
+    def message_group(self, device: torch.device, sender: int, receiver: int) -> dist.ProcessGroup:
+        """Return the inner group for a message.
+
+        A stream carries messages out in order. Those that go up the ranks and those that go down
+        have streams of their own, so messages that cross each other pass, also outside a batch.
+        """
+        up, down = self.inner_group(device), self.inner_group(device, " down")  # in one order
+        return down if sender > receiver and not self._is_coalescing else up
+
+    def _start_coalescing(self, device: torch.device) -> None:
+        self._is_coalescing = True
+        self.inner_group(device)._start_coalescing(device)
+
+    def _end_coalescing(self, device: torch.device) -> Work:
+        self._is_coalescing = False
+        return self.inner_group(device)._end_coalescing(device)
 
     @property
     def failure(self) -> BaseException | None:
@@ -204,9 +237,8 @@ class TransportProcessGroup(dist.ProcessGroup):
 
     def shutdown(self) -> None:
         """Leave the group; calls under way end first. Called by `destroy_process_group`."""
-        if self._nccl is not None:
-            self._nccl.shutdown()
-            self._nccl = None
+        while self._inner:
+            self._inner.popitem()[1].shutdown()
         if dist.is_initialized() and dist.group.WORLD is self:
             watchdog.stop()
         self._dropped.clear()
@@ -214,6 +246,8 @@ class TransportProcessGroup(dist.ProcessGroup):
 
     def abort(self) -> None:
         """Break the group: calls under way and later ones fail on all ranks."""
+        for group in self._inner.values():
+            group.abort()
         self.unisono_engine.fail(UnisonoError("the group was aborted"))
         self.unisono_engine.cancel("the group was aborted")
 

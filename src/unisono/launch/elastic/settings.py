@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from unisono.errors import PlatformError
+from unisono.launch.fields import COUNT
 from unisono.launch.job_files import check_ours
-from unisono.launch.platform import COUNT, Platform
+from unisono.launch.platform import Platform
 
 if TYPE_CHECKING:
     from unisono.launch.places.agent import Invitation

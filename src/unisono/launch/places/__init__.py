@@ -1,1 +1,1 @@
-"""Where ranks are started: on this host, under mpiexec, by ssh, on Ray, by a scheduler."""
+"""Where ranks are started: on this host, under mpiexec, on Ray, by a scheduler."""

@@ -17,7 +17,6 @@ import shutil
 import signal
 import socket
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -31,6 +30,7 @@ from unisono.errors import PlatformError
 from unisono.launch.channel import Broken, Channel, Connection, dial
 from unisono.launch.job_files import check_ours, write_private
 from unisono.launch.plan import RunPlan, own_versions
+from unisono.launch.pool.cleanup import make_temporary_directory
 from unisono.launch.pool.client import RankProcess, spawn_rank
 from unisono.launch.pool.monitor import STACKS_S, RankMonitor
 from unisono.launch.pool.payload import nameless_file
@@ -42,7 +42,7 @@ INVITATION = "UNISONO_AGENT"
 """Variable with an `Invitation`; ranks do not inherit it."""
 _OF_OTHERS = (*MISLEADING, "RANK", "UNISONO_RUN_ID")
 """What may be left from another launcher: the starter's own variables tell our place."""
-_CHUNK = 1 << 20
+_CHUNK = (1 << 20) - 4096  # with what pickle adds, one frame
 _DIAL_S = 5.0
 """Longest try of one address."""
 _PAUSE_S = 0.2
@@ -254,7 +254,7 @@ class Agent(RankMonitor):
             check_ours(path)
             self._dir = path.parent
             return os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
-        self._own_dir = self._dir = Path(tempfile.mkdtemp(prefix="unisono-agent-"))
+        self._own_dir = self._dir = make_temporary_directory(None)
         self._send({"wants": "payload"})
         fd, place = nameless_file(), 0
         while data := self._wait_for("payload")["payload"]:
@@ -276,6 +276,7 @@ class Agent(RankMonitor):
                 job_dir=self._dir,
                 keeps_log=False,
                 shared_fds=self._shared_fds,
+                has_own_path=True,
                 # By these an MPI library in the rank talks to who started it.
                 kept_fds=(int(variables["PMI_FD"]),)
                 if variables.get("PMI_FD", "").isdigit()

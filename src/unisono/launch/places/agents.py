@@ -26,11 +26,11 @@ from unisono.launch.channel import Broken, Channel, Listener, new_key
 from unisono.launch.logs import FAILED, STDIN_VARIABLE, Console, RankLog, RankStream
 from unisono.launch.places.agent import INVITATION, Invitation, chunks_of
 from unisono.launch.plan import RunPlan, own_versions
+from unisono.launch.pool import verdict
 from unisono.launch.pool.monitor import LONGEST_S
 from unisono.launch.pool.payload import Parcel, nameless_file
 from unisono.launch.pool.protocol import Failed, Job, RankState, read_available, write_payload
 from unisono.launch.pool.stacks import ANSWER_S, user_threads
-from unisono.launch.pool.verdict import STARTER_LOG
 from unisono.launch.supervisor import Ranks
 from unisono.processes import process_start
 
@@ -57,6 +57,8 @@ class Seat:
     """The answer to the latest question where the rank stands."""
     lost_at: float | None = None
     """When it is given up, unless its agent comes back."""
+    left_at: float = 0.0
+    """When its connection ended, by the clock of this host."""
     why_lost: str = ""
     is_over: bool = False
     """Whether its agent has said its last word, or was given up."""
@@ -167,7 +169,7 @@ class AgentRanks(Ranks):
         if self._command is None:
             raise NotImplementedError
         flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND
-        output = os.open(self._dir / STARTER_LOG, flags, 0o600)
+        output = os.open(self._dir / verdict.STARTER_LOG, flags, 0o600)
         try:
             # A session of its own: signals to our process group are for the ranks alone, and
             # srun would take them as the end.
@@ -310,7 +312,7 @@ class AgentRanks(Ranks):
                 limit_s = self._plan.lost_after_s
                 if end.was_closed:
                     limit_s = min(limit_s, HUNG_UP_S[not self._is_here])
-                seat.lost_at = time.monotonic() + limit_s
+                seat.lost_at, seat.left_at = time.monotonic() + limit_s, time.time()
                 how = "ended" if end.was_closed else f"was away for {limit_s:g} s ({end})"
                 seat.why_lost = f"was lost: its agent {how}"
             return
@@ -378,8 +380,15 @@ class AgentRanks(Ranks):
             seat.is_over = True
 
     def _note(self, seat: Seat, told: RankState) -> None:
-        """Note how a rank stands; times are by the clock of this host."""
+        """Note how a rank stands; times are by the clock of this host.
+
+        One that is killed after another has failed is not to blame: starters clean up that way.
+        """
         known = seat.state
+        is_killed = told.exit_code in (-signal.SIGKILL, -signal.SIGTERM)
+        is_after = any(map(verdict.is_own, self.states)) and not self.policy.replaces
+        if told.state == "died" and is_killed and is_after:
+            told.note("stopped")
         if told.failed is not None and known.failed is None:
             seat.log.write(FAILED + told.failed.traceback.encode(errors="replace"))
         at, now = known.at, time.time()
@@ -391,19 +400,22 @@ class AgentRanks(Ranks):
             at.setdefault(state, now)
 
     def _fail(self, seat: Seat, summary: str, *, traceback: str = "", hint: str = "") -> None:
-        """Note that a rank has failed which cannot say so itself."""
+        """Note that a rank has failed which cannot say so itself.
+
+        Of agents that are lost one after the other, the first is to blame: starters end the others.
+        """
         failed = Failed(
             summary=summary,
             traceback=traceback or summary,
             pickled=None,
-            is_consequence=False,
+            is_consequence=bool(hint) and any(map(verdict.is_own, self.states)),
             lost=hint,
         )
         seat.state.take({"state": "failed", "failed": failed})
 
     def _give_up_lost(self) -> None:
         now = time.monotonic()
-        for seat in self._seats:
+        for seat in sorted(self._seats, key=lambda seat: seat.left_at):
             if seat.lost_at is not None and seat.lost_at <= now:
                 seat.lost_at, seat.is_over = None, True
                 if seat.channel is not None:

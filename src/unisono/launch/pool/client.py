@@ -50,7 +50,8 @@ _SERVER_BOOTSTRAP = (
 _RANK_BOOTSTRAP = (
     "import os, sys; f = int(sys.argv[2]); p = int.from_bytes(os.pread(f, 8, 0), 'little'); "
     "n = int.from_bytes(os.pread(f, 8, p), 'little'); "
-    "sys.path[:] = os.fsdecode(os.pread(f, n, p + 8)).split('\\0'); "
+    "path = os.fsdecode(os.pread(f, n, p + 8)).split('\\0') if n else []; "
+    "sys.path[:] = path + [e for e in sys.path if {adds} and e and e not in path]; "
     "from unisono.launch.pool.rank import main; main()"
 )
 _FROZEN = ("LD_", "PYTHON", "MALLOC_", "GLIBC_", "TORCH_CPP_")
@@ -491,19 +492,23 @@ def spawn_rank(
     job_dir: Path,
     keeps_log: bool = True,
     shared_fds: Sequence[int] = (),
+    has_own_path: bool = False,
     kept_fds: Sequence[int] = (),
     stdin_fd: int = subprocess.DEVNULL,
 ) -> RankProcess:
     """Start a fresh interpreter as `rank`, leader of its own process group.
 
-    `shared_fds` are files that the rank shares with others; `kept_fds` are descriptors of this
-    process that it inherits, too; `stdin_fd` is what it reads from.
+    With `has_own_path` the interpreter's own search path follows that of the payload. `shared_fds`
+    are files that the rank shares with others; `kept_fds` are descriptors of this process that it
+    inherits, too; `stdin_fd` is what it reads from.
     """
     with RankProcess(rank, job_dir, keeps_log=keeps_log) as process:
         inherited = (payload_fd, *process.theirs, *shared_fds)
         label = f"unisono rank {rank} of {ranks}"
         started = subprocess.Popen(
-            interpreter_command(_RANK_BOOTSTRAP, label, *map(str, inherited)),
+            interpreter_command(
+                _RANK_BOOTSTRAP.format(adds=has_own_path), label, *map(str, inherited)
+            ),
             stdin=stdin_fd,
             stdout=process.streams[1],
             stderr=process.streams[2],

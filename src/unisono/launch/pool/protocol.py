@@ -15,6 +15,7 @@ import secrets
 import signal
 import struct
 import sys
+import sysconfig
 import threading
 import time
 from base64 import b64decode, b64encode
@@ -59,53 +60,45 @@ class Job:
     """With it ranks sign what they leave each other (`comm/seal.py`)."""
 
 
-def payload_file(job: Job) -> int:
+def payload_file(job: Job, search_path: Sequence[str] | None = None) -> int:
     """Return a descriptor, good as long as the job, of a nameless file with all it tells ranks.
 
     A file and not a pipe: all ranks read the same one, and none can keep the launcher waiting. It
-    begins with the place of what comes after the call: our search path, and the rest of the job.
+    begins with the place of what comes after the call: the search path (default: that of this
+    process), and the rest of the job.
     """
     fd, end = job.call.fd, job.call.end
     body = pickle.dumps(replace(job, call=Parcel(-1)), protocol=pickle.HIGHEST_PROTOCOL)
+    packed = b"\0".join(map(os.fsencode, sys.path if search_path is None else search_path))
     os.pwrite(fd, end.to_bytes(8, "little"), 0)
-    _write_after_call(fd, end, sys.path, body)
-    return fd
-
-
-def _write_after_call(fd: int, end: int, search_path: Sequence[str], body: bytes) -> None:
-    packed = b"\0".join(map(os.fsencode, search_path))
     os.pwrite(fd, len(packed).to_bytes(8, "little") + packed + body, end)
     os.ftruncate(fd, end + 8 + len(packed) + len(body))
-
-
-def _read_after_call(fd: int) -> tuple[int, list[str], bytes]:
-    """Return where the call ends, the search path, and the rest of the job."""
-    end = int.from_bytes(os.pread(fd, 8, 0), "little")
-    length = int.from_bytes(os.pread(fd, 8, end), "little")
-    search_path = os.fsdecode(os.pread(fd, length, end + 8)).split("\0")
-    return end, search_path, os.pread(fd, os.fstat(fd).st_size, end + 8 + length)
+    return fd
 
 
 def read_payload(payload_fd: int) -> tuple[list[str], Job]:
     """Return the launcher's search path and the job, whose call is not unpickled yet."""
-    _, search_path, body = _read_after_call(payload_fd)
+    end = int.from_bytes(os.pread(payload_fd, 8, 0), "little")
+    length = int.from_bytes(os.pread(payload_fd, 8, end), "little")
+    search_path = os.fsdecode(os.pread(payload_fd, length, end + 8)).split("\0")
+    body = os.pread(payload_fd, os.fstat(payload_fd).st_size, end + 8 + length)
     job: Job = pickle.loads(body)
     return search_path, replace(job, call=Parcel(payload_fd, ROOM, is_owner=True))
 
 
 def write_payload(job: Job, path: Path) -> None:
-    """Write all that a rank is told to a private file, for ranks that share no descriptors."""
-    Parcel(payload_file(job)).save(path)
+    """Write all that a rank is told to a private file, for ranks that share no descriptors.
 
-
-def replace_search_path(path: Path, search_path: Sequence[str]) -> None:
-    """Have ranks that read the payload in `path` look for modules in these directories."""
-    fd = os.open(path, os.O_RDWR | os.O_NOFOLLOW)
-    try:
-        end, _, body = _read_after_call(fd)
-        _write_after_call(fd, end, search_path, body)
-    finally:
-        os.close(fd)
+    A host has a Python of its own, perhaps at another place: the search path is without ours.
+    """
+    paths = sysconfig.get_paths()
+    of_python = [paths[name] for name in ("stdlib", "platstdlib", "purelib", "platlib")]
+    search_path = [
+        entry
+        for entry in sys.path
+        if not entry.endswith(".zip") and not any(Path(entry).is_relative_to(p) for p in of_python)
+    ]
+    Parcel(payload_file(job, search_path)).save(path)
 
 
 @dataclass(frozen=True, kw_only=True)

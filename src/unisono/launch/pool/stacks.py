@@ -5,22 +5,19 @@ Also reads what `faulthandler` wrote about a rank: its threads, and where the us
 
 from __future__ import annotations
 
-import ast
 import linecache
 import os
 import re
-import sys
-import sysconfig
 import time
 import traceback
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
 from types import TracebackType
 
-from unisono.errors import UnisonoError, name_ranks, ranks_by_text
+from unisono.errors import UnisonoError
+from unisono.frames import OF_COMMAND, folded, is_own_file, is_user_file, source_line
 from unisono.launch.logs import size_of, text_from
 
 FRAMES = "UNISONO_FRAMES"
@@ -39,15 +36,7 @@ _OWN_THREADS = re.compile(
 """Threads of ours, which always wait."""
 _CRASH = "Fatal Python error: "
 _NO_FRAMES = "  in a function that is not written in Python"
-_OWN = f"{Path(__file__).resolve().parents[2]}{os.sep}"
-_SHIPPED = (f"{_OWN}_examples", f"{_OWN}_benchmarks")
-"""Programs that an installed package carries along: users run them as they run their own."""
 _FOLDED = "<frames of unisono>"
-_STDLIB = tuple(
-    f"{Path(sysconfig.get_path(key)).resolve()}{os.sep}" for key in ("stdlib", "platstdlib")
-)
-_INSTALLED = frozenset(("site-packages", "dist-packages"))
-"""Folders of packages, which need not be those of this environment: it may add to another one."""
 ANSWER_S = 2.0
 """Longest wait for the stacks of ranks that another process supervises."""
 _LOOK_S = 0.05
@@ -137,9 +126,6 @@ def folded_threads(dump: str) -> str:
     """Return a dump for an error: the user's lines with their source, runs of others as one line.
 
     The innermost call comes first, and the main thread.
-
-    >>> print(folded_threads('  File "/env/site-packages/torch/a.py", line 2 in g'))
-      File "/env/site-packages/torch/a.py", line 2 in g
     """
     before, threads = _parsed(dump)
     lines: list[str] = []
@@ -147,53 +133,8 @@ def folded_threads(dump: str) -> str:
         if len(threads) > 1 and not thread.title.startswith("Current"):
             name = _THREAD.match(thread.title)
             lines.append(f"  in thread {(name and name['name']) or '(unnamed)'}:")
-        lines += _folded_frames(list(thread.frames())) or [_NO_FRAMES]
+        lines.append(folded(list(thread.frames())))
     return "\n".join(lines)
-
-
-def _folded_frames(frames: list[tuple[str, int, str]]) -> list[str]:
-    lines: list[str] = []
-    has_user = any(is_user_file(file) for file, _, _ in frames)
-    for is_shown, run in groupby(frames, lambda f: is_user_file(f[0]) or not has_user):
-        calls = list(run)
-        if not has_user:
-            calls, hidden = calls[:1], calls[1:]  # the innermost, where all are of libraries
-        else:
-            calls, hidden = (calls, []) if is_shown else ([], calls)
-        for file, number, function in calls:
-            source = source_line(file, number, function)
-            lines.append(
-                f'  File "{file}", line {number} in {function}{source and f": `{source}`"}'
-            )
-        if hidden:
-            owners = dict.fromkeys(_owner_of(file) for file, _, _ in hidden)
-            plural = "s" if len(hidden) > 1 else ""
-            lines.append(f"  ... {len(hidden)} frame{plural} of {', '.join(owners)}")
-    return lines
-
-
-def _owner_of(file: str) -> str:
-    """Return the package that a file of no user belongs to."""
-    parts = Path(file).parts
-    for at, folder in enumerate(parts[:-1]):
-        if folder in _INSTALLED:
-            return parts[at + 1].removesuffix(".py")
-    return "unisono" if is_own_file(file) else "Python"
-
-
-def source_line(file: str, number: int, function: str) -> str:
-    """Return the source of a line inside of `function`; nothing where it is not known."""
-    if file != "<string>" or sys.argv[:1] != ["-c"]:
-        return linecache.getline(file, number).strip()
-    # The word after `-c`; code that is made at run time has the same name, but other functions.
-    code = sys.orig_argv[sys.orig_argv.index("-c") + 1]
-    with suppress(SyntaxError):
-        for node in ast.walk(ast.parse(code)):
-            name = "<lambda>" if isinstance(node, ast.Lambda) else getattr(node, "name", "")
-            first, last = getattr(node, "lineno", 0), getattr(node, "end_lineno", 0)
-            if name == function and first <= number <= last:
-                return code.splitlines()[number - 1].strip()
-    return ""
 
 
 class StackDumps:
@@ -259,20 +200,6 @@ def user_line(dump: str) -> str:
     return fallback or "no Python code"
 
 
-def is_user_file(file: str) -> bool:
-    """Whether a file is neither ours, nor Python's, nor of an installed package."""
-    if file.startswith("<"):
-        return not file.startswith("<frozen")
-    path = Path(file).resolve()
-    is_installed = not _INSTALLED.isdisjoint(path.parts) or str(path).startswith((_OWN, *_STDLIB))
-    return not is_installed or str(path).startswith(_SHIPPED)
-
-
-def is_own_file(file: str) -> bool:
-    """Whether a file is part of unisono, and no example in it."""
-    return file.startswith(_OWN) and not file.startswith(_SHIPPED)
-
-
 def format_error(error: BaseException) -> str:
     """Return the traceback of an error, and of what led to it, with frames of ours folded."""
     told = traceback.TracebackException.from_exception(error)
@@ -313,9 +240,17 @@ def _folded(stack: traceback.StackSummary, error: BaseException) -> traceback.St
             run = run[hidden:]
         elif is_own:
             run = []
-        kept += run
+        kept += map(_with_source, run)
         is_outermost = False
     return kept
+
+
+def _with_source(frame: traceback.FrameSummary) -> traceback.FrameSummary:
+    """Return a frame with its line, also where the code was given by `python -c`."""
+    if frame.filename != OF_COMMAND or frame.lineno is None or frame.line:
+        return frame
+    line = source_line(frame.filename, frame.lineno, frame.name)
+    return traceback.FrameSummary(frame.filename, frame.lineno, frame.name, line=line)
 
 
 class _Folding(traceback.StackSummary):
@@ -369,15 +304,6 @@ def site_of(error: BaseException) -> str:
         if is_user_file(frame.filename):
             return f"{Path(frame.filename).name}:{frame.lineno} in {frame.name}"
     return ""
-
-
-def grouped(stacks: Mapping[int, str], first: Sequence[int] = ()) -> str:
-    """Write the stacks of several ranks; equal ones once, those of ranks `first` at the top."""
-    order = sorted(stacks, key=lambda rank: (rank not in first, rank))
-    # Thread numbers differ between processes that stand at the same place.
-    texts = {rank: re.sub(r"0x[0-9a-f]{8,}", "0x...", stacks[rank]) for rank in order}
-    found = ranks_by_text(texts).items()
-    return "\n".join(f"--- {name_ranks(ranks)}\n{text}" for text, ranks in found)
 
 
 def outside_collectives(stacks: Mapping[int, str]) -> list[int]:

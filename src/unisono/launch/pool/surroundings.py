@@ -22,12 +22,22 @@ from pathlib import Path
 from typing import Any
 
 from unisono.environment import RANK_PID, Environment
+from unisono.frames import OF_COMMAND, command_code, set_command_code
 
 MISLEADING = (
     *(RANK_PID, "UNISONO_DETECT", "MASTER_ADDR", "MASTER_PORT"),
     *("TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_USE_AGENT_STORE"),
 )
 """Variables of a launcher that tell of another world than that of its ranks."""
+_FOR_OTHER_HOSTS = (
+    *("UNISONO_", "PYTHON", "TORCH", "OMP_", "MKL_", "GLOO_", "NCCL_"),
+    *("COLUMNS", "LINES"),
+)
+"""Starts of names of variables that ranks of other hosts get as well."""
+_OF_THIS_HOST = (
+    *("PYTHONPATH", "PYTHONHOME", "PYTHONBREAKPOINT"),
+    *("UNISONO_HOST_ID", "UNISONO_JOB_DIR", "UNISONO_AGENT"),
+)
 _SOURCE_BYTES = 4 << 20
 """Most source that is sent along."""
 _STYLES = {"PercentStyle": "%", "StrFormatStyle": "{", "StringTemplateStyle": "$"}
@@ -46,6 +56,15 @@ def common_variables(
         "OMP_NUM_THREADS": str(threads),
         **{name: value for name, value in base.items() if name not in MISLEADING},
         **(more or {}),
+    }
+
+
+def for_other_hosts(environment: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables that ranks of other hosts get from the launcher."""
+    return {
+        name: value
+        for name, value in environment.items()
+        if name.startswith(_FOR_OTHER_HOSTS) and name not in _OF_THIS_HOST
     }
 
 
@@ -96,7 +115,8 @@ class Surroundings:
                 with suppress(Exception):
                     pickle.dumps(entry)
                     filters.append(entry)
-        sources: dict[str, str] = {}
+        command = command_code()
+        sources = {} if command is None else {OF_COMMAND: command}
         left = _SOURCE_BYTES
         for name, entry in reversed(list(linecache.cache.items())):  # the newest first
             # Cells have no time of change; files are read where they are needed.
@@ -127,7 +147,10 @@ class Surroundings:
 
     def apply_inside(self) -> None:
         """Take over what is set in Python."""
-        for name, text in self.sources.items():
+        sources = dict(self.sources)
+        if (command := sources.pop(OF_COMMAND, None)) is not None:
+            set_command_code(command)
+        for name, text in sources.items():
             linecache.cache[name] = (len(text), None, text.splitlines(keepends=True), name)
         root = logging.getLogger()
         # Unless a module of the function has seen to it.

@@ -13,14 +13,20 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from unisono.errors import RankFailed, RankTimeout, RemoteError, name_ranks, ranks_by_text
+from unisono.errors import (
+    RankFailed,
+    RankTimeout,
+    RemoteError,
+    grouped_stacks,
+    name_ranks,
+    ranks_by_text,
+)
 from unisono.launch.logs import tail
 from unisono.launch.pool.payload import load_exception
 from unisono.launch.pool.protocol import Failed, RankState
 from unisono.launch.pool.stacks import (
     crash_in,
     folded_threads,
-    grouped,
     outside_collectives,
     user_line,
     user_threads,
@@ -170,22 +176,29 @@ def failure(
     }
     waiting |= {state.rank: user_line(state.stack) for state in others if state.stack}
     lines = [_headline(cause, len(states))]
-    if cause.failed is None:
+    is_late = isinstance(original, RankTimeout) and bool(original.stacks)
+    if is_late:  # which names the late ranks first, and has the stacks of all
+        who = f"rank {cause.rank} of {len(states)} on {cause.place}"
+        site = f" at {cause.failed.site}" if cause.failed and cause.failed.site else ""
+        logs = f"; logs are in {job_dir}" if job_dir else ""
+        lines = [str(original), f"Raised by {who}{site}{logs}"]
+    elif cause.failed is None:
         if crash:
             lines.append(f"It stood at:\n{textwrap.indent(crash, '  ')}")
         if log_tail:
             lines.append(f"Last lines of its output:\n{textwrap.indent(log_tail, '  ')}")
     elif original is not None:
         lines.append(cause.failed.traceback.rstrip())
-    if len(alike) > 1:
+    if len(alike) > 1 and not is_late:
         same = name_ranks([state.rank for state in alike if state is not cause])
         lines.append(f"The same happened on {same}")
     is_mismatch = cause.failed is not None and cause.failed.is_mismatch
     calls = _different_calls(states, original) if is_mismatch else []
     lines += calls
-    lines += _others(others, consequences, waiting)
+    lines += [] if is_late else _others(others, consequences, waiting)
     # Where ranks differ in a call that all of them make, the error says itself what to do.
-    lines += _closing(_hint(cause, log_tail) if calls or not is_mismatch else "", job_dir)
+    if not is_late:
+        lines += _closing(_hint(cause, log_tail) if calls or not is_mismatch else "", job_dir)
     message = "\n".join(lines)
     if isinstance(original, RankTimeout):
         error: RankFailed | RankTimeout = copy.copy(original)
@@ -206,7 +219,7 @@ def failure(
             job_dir=None if job_dir is None else str(job_dir),
             attempt=attempt,
         )
-    if cause.failed is not None:
+    if cause.failed is not None and not is_late:  # else the text would be shown twice
         error.__cause__ = original or RemoteError(cause.failed.traceback)
     return error
 
@@ -226,8 +239,8 @@ def timeout(
         lines.append(f"No stack from {name_ranks(silent)}.")
     if stacks:
         places = {state.rank: folded_threads(state.stack) for state in states if state.stack}
-        lines.append(grouped(places, awaited))
-    lines += _closing("a longer timeout_s if this is only slow", job_dir)
+        lines.append(grouped_stacks(places, awaited))
+    lines += _closing("a longer timeout_s (--timeout-s) if this is only slow", job_dir)
     return RankTimeout("\n".join(lines), stacks=stacks, rank=to_blame, last_collective=calls)
 
 
@@ -323,7 +336,7 @@ def _hint(cause: RankState, log_tail: str) -> str:
             return "unisono.world() first, or torch.distributed.init_process_group()"
         if absent := _ABSENT.search(failed.traceback):
             return f"unisono run --compat {absent[1]} ... lets unisono answer that import"
-        return 'on="inline" runs the function in this process, under your debugger'
+        return 'on="inline" (--on inline) runs the function in this process, under your debugger'
     name = signal_name(-cause.exit_code) if cause.exit_code and cause.exit_code < 0 else ""
     if name == "SIGKILL":
         peak = "" if cause.peak_mb is None else f"; this rank's peak was {cause.peak_mb:,.0f} MB"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -215,15 +217,12 @@ def _attention(
     mask = attn_mask
     if mask is not None:
         mask = fitted(mask, {**layout, **({} if sequence is None else {-2: sequence})}, q.run)
-    places = [dim * 7919 + cut.comm.rank for dim, cut in q.cuts.items()]
-    plan = AttentionPlan(
-        (0, key.shape[-2]), None, 0, is_causal, scale_of(q, scale), dropout_p,
-        drawn_seed(dropout_p, places),
-    )  # fmt: skip
+    plan = AttentionPlan((0, key.shape[-2]), None, 0, is_causal, scale_of(q, scale), dropout_p)
     way = _way(q, key, value, attn_mask, enable_gqa)
     if way != "gathered" and sequence is not None and isinstance(key, Split):
         cut, comm = key.cuts[tokens], sequence.comm
         keys, values = (fitted(x, {**layout, -2: cut}, q.run) for x in (key, value))
+        plan = _dropping(plan, q, has_all_tokens=way == "ulysses")
         if way == "ulysses":
             y = by_heads(q.local, keys, values, mask, plan, sequence.sizes, cut.sizes, comm)
         else:
@@ -241,7 +240,48 @@ def _attention(
     except RuntimeError as error:
         raise NoRule("queries that are broadcast") from error
     first = 0 if sequence is None else sequence.bounds[sequence.comm.rank]
-    return like(q, attended(q.local, keys, values, mask, replace(plan, first=first)))
+    plan = replace(_dropping(plan, q), first=first)
+    return like(q, attended(q.local, keys, values, mask, plan))
+
+
+DRAWN_BYTES = 1 << 28
+"""Weights of attention, in all, up to which ranks drop what one process drops, at a byte each."""
+
+
+def _dropping(plan: AttentionPlan, q: Split, *, has_all_tokens: bool = False) -> AttentionPlan:
+    """Return the plan with the weights that are dropped, drawn from the default generator.
+
+    Every rank draws for the whole, as one process does, and keeps its part for the backward. For
+    a very long sequence that is too much: each rank then draws for itself, and says so.
+
+    Args:
+        plan: the plan of a rank.
+        q: the queries.
+        has_all_tokens: whether the rank computes all tokens of some heads.
+    """
+    p, tokens = plan.dropout_p, q.ndim - 2
+    shape = (*q.shape[:-1], plan.key_bounds[-1])
+    if p == 0 or q.local.is_meta:
+        return plan
+    if math.prod(shape) > DRAWN_BYTES:
+        warnings.warn(
+            f"dropout of {math.prod(shape)} attention weights: each rank draws for its own part. "
+            f"Up to {DRAWN_BYTES} of them are the same as in one process",
+            UserWarning,
+            stacklevel=2,
+        )
+        places = [dim * 7919 + cut.comm.rank for dim, cut in q.cuts.items()]
+        return replace(plan, seed=drawn_seed(p, places))
+    kept = torch.zeros(shape, dtype=torch.bool, device=q.device)
+    if p < 1:
+        kept.bernoulli_(1 - p)
+    for dim, cut in sorted(q.cuts.items()):
+        if dim == tokens and has_all_tokens:
+            share = q.local.shape[-3] // cut.comm.size
+            kept = kept.narrow(-3, cut.comm.rank * share, share)
+        else:
+            kept = sliced(kept, dim, cut)
+    return replace(plan, kept=kept.clone())  # not a view of the whole
 
 
 def _way(q: Split, key: Tensor, value: Tensor, mask: Tensor | None, enable_gqa: bool) -> str:

@@ -1,20 +1,32 @@
-"""Transport for ranks of an MPI job: tensors go over an mpi4py communicator.
+"""Transport for ranks of an MPI job: shared memory inside a host, MPI between hosts.
 
 Nothing here imports mpi4py before a group is made.
 """
 
 from __future__ import annotations
 
+from unisono.comm.engines.mpi.communicators import (
+    split,
+    store_for,
+    store_of,
+    wire_of,
+    wire_of_world,
+    wire_world,
+)
 from unisono.comm.engines.mpi.engine import MpiEngine
-from unisono.comm.engines.mpi.groups import MpiProcessGroup, entry_of, store_for, store_of
+from unisono.comm.engines.mpi.groups import entry_of, make_group
 from unisono.comm.engines.mpi.library import is_communicator, unavailable
 
 __all__ = [
     "MpiEngine",
-    "MpiProcessGroup",
     "entry_of",
     "is_communicator",
+    "make_group",
+    "split",
     "store_for",
     "store_of",
     "unavailable",
+    "wire_of",
+    "wire_of_world",
+    "wire_world",
 ]

@@ -20,6 +20,7 @@ from unisono.comm.engines.mpi.library import Threads
 from unisono.comm.engines.shm.rendezvous import Member
 from unisono.comm.engines.watch import Watch
 from unisono.comm.health import failures, watchdog
+from unisono.comm.perform import EXCHANGE_TAG
 from unisono.cores import usable_cores
 from unisono.errors import CollectiveMismatch, RankFailed, RankTimeout, UnisonoError
 
@@ -211,11 +212,20 @@ class Channel:
         """Time spent in waits so far."""
         self.max_tag = int(mpi.COMM_WORLD.Get_attr(mpi.TAG_UB))
         """Largest tag of this MPI, which says goodbye."""
+        self.tags = self.max_tag - 1
+        """How many tags messages can have; the last but one is that of `exchange`."""
         self._spins = _SPINS if self.size <= usable_cores() else 2
         self._open: list[Any] = []
         self._held: list[Tensor] = []
         self._nbytes = 0
         self._goodbyes: list[Any] = []
+
+    def wire_tag(self, tag: int) -> int:
+        """Return the tag that MPI is given: larger ones than it knows are folded.
+
+        Messages tell their own tags, so that two which meet in one are not mixed up.
+        """
+        return self.tags if tag == EXCHANGE_TAG else tag % self.tags
 
     def memory(self, x: Tensor, begin: int = 0, nbytes: int | None = None) -> Any:
         """Return bytes of a contiguous tensor as MPI takes them; `x` lives until `finish`."""

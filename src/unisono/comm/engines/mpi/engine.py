@@ -1,23 +1,14 @@
-"""The engine of a group whose ranks talk over an MPI communicator: its moves and its messages.
+"""The engine of a group whose ranks talk over an MPI communicator.
 
 What only moves travels as bytes, so every dtype does, from where it lies. MPI promises no order of
 additions. Where its order could show in the bits of a sum, ranks exchange their blocks and add them
-in rank order themselves (`QueuedEngine`); elsewhere its own all-reduce serves.
-
-Messages between pairs of ranks are posted at once, in any order with collectives. MPI matches them
-by source and tag, in the order in which they were posted. They move on whenever this process is
-inside MPI; the group's background thread looks after them when nobody waits.
+in rank order themselves; elsewhere its own all-reduce serves.
 """
 
 from __future__ import annotations
 
-import contextlib
 import itertools
-import struct
-import threading
-import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Unpack
 
@@ -29,13 +20,18 @@ from unisono.comm.arguments import bytes_of
 from unisono.comm.engines import base
 from unisono.comm.engines.algorithms import forced_algorithms
 from unisono.comm.engines.base import Blocks, How, SourceTicket, Ticket
-from unisono.comm.engines.mpi.channel import MAX_BYTES, Channel, Wait, abandon
-from unisono.comm.engines.queued import JobQueue, QueuedEngine
-from unisono.comm.engines.signature import Signature, check
-from unisono.comm.perform import EXCHANGE_TAG
-from unisono.comm.reductions import BOOL_OPS, DTYPE_NUMBERS, DTYPES, accumulation_dtype
-from unisono.comm.torch.staging import wrong_message
-from unisono.errors import UnisonoError
+from unisono.comm.engines.mpi.channel import MAX_BYTES, Channel
+from unisono.comm.engines.mpi.messages import Messages, Transfer
+from unisono.comm.engines.mpi.queue import Job, JobQueue
+from unisono.comm.engines.signature import Signature, check, sign, sign_blocks
+from unisono.comm.engines.transport import TransportEngine
+from unisono.comm.reductions import (
+    BOOL_OPS,
+    accumulation_dtype,
+    check_op,
+    reduce_among,
+    reduce_in_rank_order,
+)
 
 COPIES_BYTES = 256 * 1024
 """Up to this many bytes over all ranks, every rank fetches all tensors and reduces them itself."""
@@ -58,157 +54,6 @@ _KNOWN_TO_MPI = {
     torch.complex32: torch.complex64,
 }
 """What MPI reduces for dtypes that it does not know."""
-_RESERVED_TAGS = 2
-"""The largest tags a group keeps for itself: goodbyes, and `exchange` where tags are few."""
-
-
-_HEAD = struct.Struct("<2q")
-
-
-def _head_of(x: Tensor) -> bytes:
-    return _HEAD.pack(x.nbytes, DTYPE_NUMBERS.get(x.dtype, -1))
-
-
-@dataclass(slots=True, eq=False)
-class Transfer:
-    """A message this rank sends or receives."""
-
-    tensor: Tensor
-    peer: int | None
-    """The other rank of the group; None until it is known."""
-    tag: int
-    is_receive: bool
-    head: bytearray
-    """What a message tells first: its bytes and dtype."""
-    requests: list[tuple[Any, int]] = field(default_factory=list)
-    """MPI requests with the bytes of each."""
-    is_done: bool = False
-    """Whether it has ended, well or badly."""
-    error: BaseException | None = None
-
-
-class Messages:
-    """Messages of one rank in one group.
-
-    Args:
-        channel: the group's channel.
-    """
-
-    def __init__(self, channel: Channel) -> None:
-        self._channel = channel
-        self._lock = threading.Lock()
-        self.under_way: list[Transfer] = []
-        """Those that have not ended."""
-
-    def post(self, peer: int | None, tag: int, x: Tensor, *, is_receive: bool) -> Transfer:
-        """Start to send `x` to a rank, or to receive it from one (None: from anybody)."""
-        channel, mpi = self._channel, self._channel.mpi
-        if peer is None and x.nbytes > channel.chunk_bytes:
-            raise UnisonoError.because(
-                "a receive from anybody",
-                f"{x.nbytes} bytes, which travel in several messages",
-                f"{x.nbytes} > {channel.chunk_bytes}",
-                "name the source",
-            )
-        head = bytearray(_HEAD.size) if is_receive else bytearray(_head_of(x))
-        transfer, wire_tag = Transfer(x, peer, tag, is_receive, head), self._wire_tag(tag)
-        call = channel.comm.Irecv if is_receive else channel.comm.Isend
-        with self._lock:
-            for begin, length in list(channel.pieces(x.nbytes)) or [(0, 0)]:
-                lengths, places = [length], [x.data_ptr() + begin]
-                if not begin:  # the first piece begins with the head
-                    lengths.insert(0, _HEAD.size)
-                    places.insert(0, mpi.Get_address(head))
-                with channel.threads.lock:
-                    kind = mpi.BYTE.Create_hindexed(lengths, places).Commit()
-                    other = mpi.ANY_SOURCE if peer is None else peer
-                    request = call([mpi.BOTTOM, 1, kind], other, wire_tag)
-                    kind.Free()  # MPI keeps it until the message has gone
-                transfer.requests.append((request, sum(lengths)))
-            self.under_way.append(transfer)
-        return transfer
-
-    def _wire_tag(self, tag: int) -> int:
-        free = self._channel.max_tag - _RESERVED_TAGS
-        if 0 <= tag <= free:
-            return tag
-        if tag == EXCHANGE_TAG:  # an MPI with few tags
-            return self._channel.max_tag - 1
-        raise UnisonoError.because(
-            f"a message with tag {tag}", f"this MPI has tags 0 to {free}", None, "a smaller tag"
-        )
-
-    def progress(self) -> bool:
-        """Let messages move on; return whether some are still under way."""
-        if self.under_way and self._lock.acquire(blocking=False):
-            try:
-                for transfer in self.under_way:
-                    self._advance(transfer)
-                self.under_way = [t for t in self.under_way if not t.is_done]
-            finally:
-                self._lock.release()
-        return bool(self.under_way)
-
-    def _advance(self, transfer: Transfer) -> None:
-        mpi = self._channel.mpi
-        try:
-            while transfer.requests:
-                request, expected = transfer.requests[0]
-                status = mpi.Status()
-                with self._channel.threads.lock:
-                    if not request.Test(status):
-                        return
-                transfer.requests.pop(0)
-                if transfer.is_receive:
-                    transfer.peer = status.Get_source()
-                    found = status.Get_elements(mpi.BYTE)
-                    is_right = found == expected and transfer.head == _head_of(transfer.tensor)
-                    if not is_right and transfer.error is None:
-                        transfer.error = self._wrong(transfer, *_HEAD.unpack(transfer.head))
-        except mpi.Exception as error:
-            abandon(transfer.tensor, transfer.requests)  # later pieces may still arrive in it
-            transfer.requests = []
-            is_long = error.Get_error_class() == mpi.ERR_TRUNCATE and transfer.peer is not None
-            transfer.error = (
-                self._wrong(transfer, "longer") if is_long else self._channel.translated(error)
-            )
-        transfer.is_done = True
-
-    def _wrong(self, transfer: Transfer, found: int | str, number: int = -1) -> UnisonoError:
-        """Return the error for a message of another length or dtype; see `wrong_message`."""
-        sender = -1 if transfer.peer is None else self._channel.watch.ranks[transfer.peer]
-        sent = DTYPES[number] if 0 <= number < len(DTYPES) else None
-        return wrong_message(transfer.tensor, sender, found, transfer.tag, sent)
-
-    def wait(self, transfers: Sequence[Transfer], timeout_s: float) -> None:
-        """Wait for messages; raises what went wrong with one of them."""
-        self.progress()
-        waiting = [transfer for transfer in transfers if not transfer.is_done]
-        if waiting:
-            began = time.perf_counter_ns()
-            peers = sorted({t.peer for t in waiting if t.peer is not None})
-            nbytes = sum(transfer.tensor.nbytes for transfer in waiting)
-            wait = Wait(self._channel.watch, timeout_s, min(nbytes, MAX_BYTES), peers)
-            while not all(transfer.is_done for transfer in waiting):
-                self._channel.step(wait)
-                self.progress()
-            self._channel.waited_ns += time.perf_counter_ns() - began
-        for transfer in transfers:
-            if transfer.error is not None:
-                raise transfer.error
-
-    def release(self) -> None:
-        """Let go of messages that never ended: what is not received yet, never will be."""
-        channel = self._channel
-        with self._lock:
-            for transfer in self.under_way:
-                for request, _ in transfer.requests if transfer.is_receive else []:
-                    # What cannot be cancelled stays as it is, and so does its memory.
-                    with channel.threads.lock, contextlib.suppress(channel.mpi.Exception):
-                        request.Cancel()
-                        request.Test()
-                abandon(transfer)
-            self.under_way = []
 
 
 class MessageTicket:
@@ -234,8 +79,8 @@ class MessageTicket:
         return -1 if peer is None else peer
 
 
-class MpiEngine(QueuedEngine):
-    """Kernels of ranks that share an MPI communicator.
+class MpiEngine(TransportEngine):
+    """Kernels of ranks that share an MPI communicator, run in the group's order of calls.
 
     Args:
         channel: the way to the other ranks.
@@ -249,8 +94,10 @@ class MpiEngine(QueuedEngine):
     def __init__(
         self, channel: Channel, name: str, store: Store, leave: Callable[[MpiEngine], None]
     ) -> None:
-        jobs = JobQueue(f"unisono-mpi-{name or 'group'}", has_thread=channel.threads.has_background)
-        super().__init__(channel.rank, channel.watch.ranks, jobs)
+        super().__init__(channel.rank, channel.watch.ranks)
+        self.jobs = jobs = JobQueue(
+            f"unisono-mpi-{name or 'group'}", has_thread=channel.threads.has_background
+        )
         self.channel = channel
         self.messages = Messages(channel)
         self._store = store  # kept: served by this rank perhaps, and wanted until all have left
@@ -261,8 +108,49 @@ class MpiEngine(QueuedEngine):
 
     # -- collectives ----------------------------------------------------------------------------
 
-    def fetches_whole(self, nbytes: int) -> bool:
-        return nbytes <= SMALL_BYTES or nbytes * self.size <= COPIES_BYTES
+    def all_reduce_(self, x: Tensor, op: str, **how: Unpack[How]) -> Ticket | None:
+        check_op(op, x.dtype)
+        signature = sign("all_reduce", x.dtype, x.nbytes, op=op)
+        return self.call(signature, partial(self._all_reduce, x, op), **how)
+
+    def reduce_(self, x: Tensor, dst: int, op: str, **how: Unpack[How]) -> Ticket | None:
+        check_op(op, x.dtype)
+        signature = sign("reduce", x.dtype, x.nbytes, op=op, root=dst)
+        work = x if self.rank == dst else x.clone()
+        return self.call(signature, partial(self._all_reduce, work, op), **how)
+
+    def reduce_scatter(
+        self, out: Tensor, ins: Blocks, op: str, *, alike: int = 0, **how: Unpack[How]
+    ) -> Ticket | None:
+        check_op(op, out.dtype)
+        lengths = [block.nbytes for block in ins]
+        signature = sign("reduce_scatter", out.dtype, sum(lengths), alike, *lengths, op=op)
+        return self.call(signature, partial(self._reduce_scatter, out, ins, op), **how)
+
+    def broadcast_(self, x: Tensor, src: int, **how: Unpack[How]) -> Ticket | None:
+        signature = sign("broadcast", x.dtype, x.nbytes, root=src)
+        return self.call(signature, partial(self._broadcast, x, src), **how)
+
+    def all_gather(
+        self, outs: Blocks, x: Tensor, *, alike: int = 0, **how: Unpack[How]
+    ) -> Ticket | None:
+        lengths = [out.nbytes for out in outs]
+        signature = sign("all_gather", x.dtype, sum(lengths), alike, *lengths)
+        return self.call(signature, partial(self._all_gather, outs, x), **how)
+
+    def all_to_all(self, outs: Blocks, ins: Blocks, **how: Unpack[How]) -> Ticket | None:
+        return self.swap_blocks("all_to_all", outs, ins, -1, **how)
+
+    def swap_blocks(
+        self, verb: str, outs: Blocks, ins: Blocks, root: int, **how: Unpack[How]
+    ) -> Ticket | None:
+        signature = sign_blocks(verb, outs, ins, root)
+        return self.call(signature, partial(self._all_to_all, outs, ins), **how)
+
+    def barrier(self, **how: Unpack[How]) -> Ticket | None:
+        return self.call(sign("barrier", torch.uint8, 0), self.channel.barrier, **how)
+
+    # -- the kernels: each does the whole of a call, and waits until its deadline ----------------
 
     def _all_reduce(self, x: Tensor, op: str) -> None:
         forced = forced_algorithms().get("all_reduce")
@@ -271,7 +159,7 @@ class MpiEngine(QueuedEngine):
             self.size == 2 and x.dtype.itemsize >= 4 and op in ("sum", "mean")
         )
         if not x.numel() or (forced != "native" and (forced is not None or not is_exact)):
-            super()._all_reduce(x, op)
+            self._reduce_here(x, op, forced)
             return
         channel, mpi = self.channel, self.channel.mpi
         wide = accumulation_dtype(x.dtype, op)
@@ -288,6 +176,21 @@ class MpiEngine(QueuedEngine):
         if total is not x:
             x.copy_(total)
 
+    def _reduce_here(self, x: Tensor, op: str, forced: str | None) -> None:
+        """Exchange blocks and reduce them in rank order, so that all ranks get the same bits."""
+        is_small = x.nbytes <= SMALL_BYTES or x.nbytes * self.size <= COPIES_BYTES
+        is_whole = is_small if forced is None else forced == "all_to_all"
+        self.last_algorithm = "all_to_all" if is_whole else "scatter_gather"
+        if x.numel():
+            swap, place = self._all_to_all, (self.rank, self.size)
+            reduce_among(x.view(-1), op, swap, *place, is_whole=is_whole)
+
+    def _reduce_scatter(self, out: Tensor, ins: Blocks, op: str) -> None:
+        self.last_algorithm = "all_to_all"
+        rows = list(out.new_empty(self.size, out.numel()).unbind())
+        self._all_to_all(rows, [block.reshape(-1) for block in ins])
+        reduce_in_rank_order(out.view(-1), rows, op)
+
     def _broadcast(self, x: Tensor, src: int) -> None:
         channel = self.channel
         for begin, length in channel.pieces(x.nbytes):
@@ -295,7 +198,7 @@ class MpiEngine(QueuedEngine):
             channel.start(channel.comm.Ibcast, part, src)
         channel.finish()
 
-    def _all_gather(self, outs: Blocks, x: Tensor, alike: int = 0) -> None:
+    def _all_gather(self, outs: Blocks, x: Tensor) -> None:
         """MPI passes blocks on among many ranks if they lie behind each other in memory.
 
         What a rank calls must follow from the sizes alone, which all ranks know: blocks that lie
@@ -347,21 +250,44 @@ class MpiEngine(QueuedEngine):
         channel.hold(blocks)
         return [mpi.BOTTOM, (counts, [0] * self.size), kinds]
 
-    def _barrier(self) -> None:
-        self.channel.barrier()
+    # -- how they are run -------------------------------------------------------------------------
 
     def call(
         self, signature: Signature, kernel: Callable[[], Any], **how: Unpack[How]
     ) -> Ticket | None:
-        """See `QueuedEngine`; only in threads that may use MPI. Ranks compare their calls first."""
+        """Run a kernel in the group's order of calls; `signature` says what call it is.
+
+        Only in threads that may use MPI. Ranks compare their calls first.
+        """
         self.channel.threads.check(signature.verb)
+        run = partial(self._run, signature, kernel, how["timeout_s"])
+        if how["async_op"]:
+            self.check_usable()
+            job = Job(self.jobs, run)
+            self.jobs.post(job)
+            return job
+        self.jobs.run(run)
+        return None
+
+    def _run(self, signature: Signature, kernel: Callable[[], Any], timeout_s: float) -> None:
+        self.check_usable()
+        channel = self.channel
+        channel.timeout_s = timeout_s
+        channel.behind = self.jobs.in_background
+        channel.watch.doing = signature.verb
+        channel.watch.number += 1
+        self.last_algorithm = "native"
 
         def compared() -> None:
             if signature.verb != "barrier":
                 self._compare(signature)
             kernel()
 
-        return super().call(signature, partial(self.channel.run, compared), **how)
+        try:
+            channel.run(compared)
+        except BaseException as error:
+            self.fail(error)
+            raise
 
     def _compare(self, signature: Signature) -> None:
         """Raise on all ranks unless their calls fit; MPI itself compares nothing."""
@@ -373,14 +299,6 @@ class MpiEngine(QueuedEngine):
         if everybody != own * self.size:
             heads = [everybody[at : at + len(own)] for at in range(0, len(everybody), len(own))]
             check([Signature.unpacked(head, self.size) for head in heads], self.ranks)
-
-    def prepare(self, name: str) -> None:
-        channel = self.channel
-        channel.timeout_s = self.timeout_s
-        channel.behind = self.jobs.in_background
-        channel.watch.doing = name
-        channel.watch.number += 1
-        self.last_algorithm = "native"
 
     # -- messages -------------------------------------------------------------------------------
 
@@ -436,6 +354,13 @@ class MpiEngine(QueuedEngine):
 
     def cancel(self, why: str) -> None:
         self.channel.watch.cancelled = why
+
+    def abandon_after_fork(self) -> None:
+        super().abandon_after_fork()
+        self.jobs.forget()
+
+    def finish_started(self, timeout_s: float) -> bool:
+        return self.jobs.close(timeout_s)
 
     def release(self) -> None:
         if not self.channel.mpi.Is_finalized():

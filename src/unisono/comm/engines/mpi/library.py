@@ -68,8 +68,19 @@ class Threads:
         self.lock: contextlib.AbstractContextManager[Any] = (
             contextlib.nullcontext() if level == mpi.THREAD_MULTIPLE else _process_lock
         )
-        if not self.has_background:
-            _warn_once()
+
+    def warn_of_one(self) -> None:
+        """Warn once where MPI leaves nothing to a background thread."""
+        global _has_warned
+        if self.has_background or _has_warned:
+            return
+        _has_warned = True
+        warnings.warn(
+            "MPI was initialised for one thread: collectives with async_op=True are done in the "
+            "call itself. HINT: mpi4py.rc.thread_level = 'multiple' before importing mpi4py.MPI",
+            RuntimeWarning,
+            stacklevel=2,
+        )
 
     def check(self, doing: str) -> None:
         """Refuse a call from a thread that MPI does not expect."""
@@ -83,18 +94,6 @@ class Threads:
 
 
 _has_warned = False
-
-
-def _warn_once() -> None:
-    global _has_warned
-    if not _has_warned:
-        _has_warned = True
-        warnings.warn(
-            "MPI was initialised for one thread: collectives with async_op=True are done in the "
-            "call itself. HINT: mpi4py.rc.thread_level = 'multiple' before importing mpi4py.MPI",
-            RuntimeWarning,
-            stacklevel=2,
-        )
 
 
 def _first_line(error: BaseException) -> str:

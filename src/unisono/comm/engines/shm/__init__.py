@@ -3,6 +3,6 @@
 from __future__ import annotations
 
 from unisono.comm.engines.shm.engine import ShmEngine
-from unisono.comm.engines.shm.rendezvous import ShmProcessGroup
+from unisono.comm.engines.shm.rendezvous import Rendezvous
 
-__all__ = ["ShmEngine", "ShmProcessGroup"]
+__all__ = ["Rendezvous", "ShmEngine"]

@@ -16,8 +16,6 @@ VERSION = 9
 
 @functools.cache
 def _found() -> tuple[Any, str]:
-    if os.environ.get("UNISONO_CORE", "") == "0":
-        return None, "UNISONO_CORE=0 switches the compiled core off"
     if sys.platform != "linux":
         return None, f"the compiled core runs on Linux, not on {sys.platform}"
     try:
@@ -37,6 +35,8 @@ def _found() -> tuple[Any, str]:
 
 def unavailable() -> str | None:
     """Return why there is no compiled core, None if there is one."""
+    if os.environ.get("UNISONO_CORE", "") == "0":
+        return "UNISONO_CORE=0 switches the compiled core off"
     module, reason = _found()
     return None if module is not None else reason
 
@@ -47,7 +47,6 @@ def load() -> Any:
     Raises:
         UnisonoError: there is none; says why.
     """
-    module, reason = _found()
-    if module is None:
+    if (reason := unavailable()) is not None:
         raise UnisonoError(reason)
-    return module
+    return _found()[0]

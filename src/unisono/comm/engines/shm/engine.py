@@ -13,11 +13,11 @@ import torch
 from torch import Tensor
 
 from unisono.comm.engines.base import Blocks, How, Messages, SourceTicket, Ticket
-from unisono.comm.engines.queued import TransportEngine
 from unisono.comm.engines.shm import core
 from unisono.comm.engines.shm.segment import Segment
 from unisono.comm.engines.shm.segment import Ticket as SegmentTicket
 from unisono.comm.engines.signature import OP_NUMBERS, mismatch, name_of
+from unisono.comm.engines.transport import TransportEngine
 from unisono.comm.engines.watch import Watch
 from unisono.comm.health import failures
 from unisono.comm.reductions import DTYPE_NUMBERS, DTYPES

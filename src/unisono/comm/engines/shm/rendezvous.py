@@ -1,40 +1,31 @@
-"""The backend `shm` of torch.distributed: how ranks find each other and their segment.
+"""How the ranks of a new group find each other, and the segment that those of one host share.
 
-Each tells its host in the group's store. Ranks of one host let the first of them make a segment,
-and prove that they can map it; a rank that cannot counts as a host of its own and is reached over
-the network.
+Each tells its host in the group's store. If all are on one, the first of them makes a segment and
+the others prove that they can map it; else they talk over a network.
 """
 
 from __future__ import annotations
 
 import json
-import logging
 import os
 import secrets
 import socket
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
 
-from unisono.comm.arguments import environment_timeout_s
-from unisono.comm.engines.base import Engine, SelfEngine
-from unisono.comm.engines.hosts import HostsEngine, Network
-from unisono.comm.engines.queued import JobQueue
 from unisono.comm.engines.shm import core
 from unisono.comm.engines.shm.engine import ShmEngine
 from unisono.comm.engines.shm.segment import KINDS, Segment, Ticket
-from unisono.comm.health import mark_as_news, watchdog
+from unisono.comm.health import mark_as_news
 from unisono.comm.machine import host_id, is_card_dead, own_card
-from unisono.comm.torch.process_group import TransportProcessGroup
 from unisono.errors import RankFailed, RankTimeout, UnisonoError, compress_ranks
 from unisono.expect import number_in
 from unisono.processes import pid_namespace
 
-_log = logging.getLogger("unisono")
 _PEERS_S = 0.05
 _LONGEST_NAP_S = 0.05
 _PAGE = 4096
@@ -54,29 +45,10 @@ class Member:
     host: str
     nonce: str
     """A random word; that of the first rank names the group."""
+    memory: str
+    """A word that ranks which can share memory have in common."""
     facts: list[Any]
     """What else the ranks of its transport want to know."""
-
-
-@dataclass(frozen=True)
-class Meeting:
-    """What the ranks have found out.
-
-    Attributes:
-        hosts: for each host, its ranks in the group, in order; hosts by their first rank.
-        local: ranks of the own host.
-        processes: process id and start time of each of them.
-        nonce: a word of this group alone.
-        segment: segment of the own host; None if this rank is alone there.
-        slot_bytes: size of the slots in it.
-    """
-
-    hosts: tuple[tuple[int, ...], ...]
-    local: tuple[int, ...]
-    processes: tuple[tuple[int, int], ...]
-    nonce: str
-    segment: Segment | None
-    slot_bytes: int
 
 
 def memory_id() -> str:
@@ -114,49 +86,54 @@ class Rendezvous:
         self._size = len(self._ranks)
         self._timeout_s = timeout_s
         self._backend = backend
-        self._members: list[Member] = []
+        self.members: list[Member] = []
+        """What all ranks have told about themselves."""
         self._own_keys: list[str] = []
         self._slot_bytes = 0
 
-    def meet(self) -> Meeting:
-        """Find out who shares memory with whom. Collective over the group."""
-        members = self.introduce(memory_id())
-        hosts = _by_host([member.facts[0] for member in members])
-        attempt = 0
-        while True:
-            kind = KINDS[min(attempt, len(KINDS) - 1)]
-            local = next(ranks for ranks in hosts if self._rank in ranks)
-            reports, segment = self._attempt(attempt, kind, local)
-            refused = [r for r, report in enumerate(reports) if report != "ok"]
-            if not refused:
-                break
-            if kind == KINDS[-1]:
-                hosts = _isolate(hosts, refused)
-            attempt += 1
-        processes = [(members[r].card[1], members[r].card[2]) for r in local]
-        nonce = members[0].nonce
-        return Meeting(hosts, local, tuple(processes), nonce, segment, self._slot_bytes)
+    @property
+    def nonce(self) -> str:
+        """A word of this group alone, once its ranks have met."""
+        return self.members[0].nonce
 
     def introduce(self, *facts: object) -> list[Member]:
-        """Return what all ranks of the group tell about themselves."""
-        me = Member(own_card(), socket.gethostname(), secrets.token_hex(8), list(facts))
+        """Return what all ranks of the group tell about themselves. Collective."""
+        nonce = secrets.token_hex(8)
+        me = Member(own_card(), socket.gethostname(), nonce, memory_id(), list(facts))
         try:
             texts = self.share("member", json.dumps(asdict(me)))
         except BaseException:
             self.clean()  # who comes later must not take this rank for present
             raise
-        self._members = [Member(**json.loads(text)) for text in texts]
-        return self._members
+        self.members = [Member(**json.loads(text)) for text in texts]
+        return self.members
 
-    def _attempt(
-        self, attempt: int, kind: str, local: tuple[int, ...]
-    ) -> tuple[list[str], Segment | None]:
-        """Make or open the segment of the own host; return how all ranks of the group fared."""
-        segment, report = None, "ok"
+    def share_memory(self) -> ShmEngine | None:
+        """Return the kernels over memory that all ranks share; None if they cannot share any.
+
+        Collective over the group, after `introduce`.
+        """
+        if len({member.memory for member in self.members}) > 1:
+            return None
+        for attempt, kind in enumerate(KINDS):
+            reports, segment = self._attempt(attempt, kind)
+            if segment is not None and all(report == "ok" for report in reports):
+                return self._engine_on(segment)
+        return None
+
+    def _engine_on(self, segment: Segment) -> ShmEngine:
+        processes = [(member.card[1], member.card[2]) for member in self.members]
+        place = self._size, self._slot_bytes, self._rank, self._ranks, processes
+        engine = ShmEngine(segment, *place, max_mb=_max_mb())
+        engine.barrier(async_op=False, timeout_s=self._timeout_s)
+        return engine
+
+    def _attempt(self, attempt: int, kind: str) -> tuple[list[str], Segment | None]:
+        """Make or open the segment; return how all ranks of the group fared."""
+        segment = None
         try:
-            if len(local) > 1:
-                segment, report = self._map(f"segment/{attempt}/{local[0]}", kind, local)
-            reports = self.share(f"mapped/{self._members[0].nonce}/{attempt}", report)
+            segment, report = self._map(f"segment/{attempt}", kind)
+            reports = self.share(f"mapped/{self.members[0].nonce}/{attempt}", report)
         finally:
             if segment is not None:
                 segment.seal()
@@ -166,10 +143,10 @@ class Rendezvous:
                 raise UnisonoError(message)
         return reports, segment
 
-    def _map(self, key: str, kind: str, local: tuple[int, ...]) -> tuple[Segment | None, str]:
-        """Return the segment of the own host, or None and why there is none."""
-        size = len(local)
-        if self._rank == local[0]:
+    def _map(self, key: str, kind: str) -> tuple[Segment | None, str]:
+        """Return the segment, or None and why there is none."""
+        size = self._size
+        if self._rank == 0:
             try:
                 self._slot_bytes = slot_bytes = wanted_slot(size)
                 segment = Segment.create(core.load().layout(size, slot_bytes)[0], kind=kind)
@@ -182,7 +159,7 @@ class Rendezvous:
                 return None, f"error {error}"
             self._set(key, f"{slot_bytes} {segment.ticket}")
             return segment, "ok"
-        self._await([key], [local[0]])
+        self._await([key], [0])
         word, _, text = self._store.get(key).decode().partition(" ")
         if word in ("none", "error"):
             return None, f"error {text}" if word == "error" else text
@@ -192,7 +169,7 @@ class Rendezvous:
         except OSError as error:
             return None, str(error)
         try:
-            touch(segment, size, self._slot_bytes, local.index(self._rank))
+            touch(segment, size, self._slot_bytes, self._rank)
         except UnisonoError as error:
             return segment, f"error {error}"
         return segment, "ok"
@@ -226,14 +203,8 @@ class Rendezvous:
         return texts
 
     def _pass_on(self, key: str, **news: object) -> None:
-        if self._members:
+        if self.members:
             self._store.set(key, json.dumps(news))  # not cleaned away: others have to read it
-
-    def wait_for_all(self, nonce: str) -> None:
-        """Return when all ranks have come here; `nonce` is a word of this group alone."""
-        self.share(f"ready/{nonce}", "")
-        if self._rank == 0:
-            self._own_keys.pop()  # others may still read this one
 
     def clean(self) -> None:
         """Delete what this rank wrote; call it when all ranks have read it."""
@@ -286,12 +257,12 @@ class Rendezvous:
         return [writer for writer, key in pairs if not self._store.check([key])]
 
     def _look_for_dead(self, suspects: Sequence[int]) -> None:
-        for rank, member in enumerate(self._members):
+        for rank, member in enumerate(self.members):
             if rank in suspects and is_card_dead(member.card):
                 raise mark_as_news(self._died(self._ranks[rank], member.host))
 
     def _died(self, rank: int, host: str) -> RankFailed:
-        member = self._members[self._ranks.index(rank)]
+        member = self.members[self._ranks.index(rank)]
         return RankFailed(
             f"rank {rank} (process {member.card[1]} on {host}) died while the group was made",
             rank=rank,
@@ -344,97 +315,3 @@ def fitting_slot(size: int, slot_kb: int, max_mb: float | None) -> int:
             "a larger UNISONO_SHM_MAX_MB",
         )
     return min(slot_bytes, room)
-
-
-def _by_host(labels: Sequence[str]) -> tuple[tuple[int, ...], ...]:
-    """Return the ranks of each host, hosts in the order of their first rank."""
-    hosts: dict[str, list[int]] = {}
-    for rank, label in enumerate(labels):
-        hosts.setdefault(label, []).append(rank)
-    return tuple(tuple(ranks) for ranks in hosts.values())
-
-
-def _isolate(
-    hosts: tuple[tuple[int, ...], ...], refused: Sequence[int]
-) -> tuple[tuple[int, ...], ...]:
-    """Make each rank that could not map its host's segment a host of its own."""
-    split: list[tuple[int, ...]] = []
-    for ranks in hosts:
-        willing = tuple(r for r in ranks if r not in refused)
-        split += [willing] if willing else []
-        split += [(r,) for r in ranks if r in refused]
-    return tuple(sorted(split))
-
-
-class ShmProcessGroup(TransportProcessGroup):
-    """Ranks of one host pass tensors through shared memory; ranks of several, also over gloo.
-
-    Collective over the ranks of the group when it is made.
-
-    Args:
-        store: where the ranks meet.
-        rank: own rank in the group.
-        size: ranks of the group.
-        timeout: deadline of making the group, and of each call.
-        ranks: world ranks of the group; empty means 0 to `size` - 1.
-        name: name of the group, for its thread.
-    """
-
-    def __init__(
-        self,
-        store: dist.Store,
-        rank: int,
-        size: int,
-        timeout: timedelta,
-        ranks: Sequence[int] = (),
-        name: str = "",
-    ) -> None:
-        deadline_s = environment_timeout_s()
-        ranks = tuple(ranks) or tuple(range(size))
-        engine, nonce = _make_engine(store, rank, ranks, timeout.total_seconds(), name or "group")
-        own = dist.PrefixStore(f"shm/{nonce}", store)
-        super().__init__(engine, ranks, timeout, "shm", deadline_s, own)
-        if size > 1 and not dist.is_initialized():
-            watchdog.ensure_soon()  # others may wait for this rank before it makes a call
-
-
-def _make_engine(
-    store: dist.Store, rank: int, ranks: Sequence[int], timeout_s: float, name: str
-) -> tuple[Engine, str]:
-    """Let the ranks meet, and return the kernels that fit where they are, with a word of theirs."""
-    if len(ranks) == 1:
-        return SelfEngine(), "alone"
-    rendezvous = Rendezvous(dist.PrefixStore("shm", store), rank, ranks, timeout_s)
-    meeting = rendezvous.meet()
-    local = _local_engine(meeting, rank, ranks, timeout_s)
-    if len(meeting.hosts) == 1:
-        engine: Engine = local
-    else:
-        network = Network(dist.PrefixStore(f"shm/{meeting.nonce}", store), rank, timeout_s)
-        jobs = JobQueue(f"unisono-shm-{name}")
-        engine = HostsEngine(local, meeting.hosts, rank, ranks, network, jobs)
-        if rank == 0:
-            _log.info(
-                "shm group of ranks %s spans %d hosts: shared memory inside, gloo between",
-                compress_ranks(ranks),
-                len(meeting.hosts),
-            )
-        rendezvous.wait_for_all(meeting.nonce)
-    rendezvous.clean()
-    return engine, meeting.nonce
-
-
-def _local_engine(meeting: Meeting, rank: int, ranks: Sequence[int], timeout_s: float) -> Engine:
-    if meeting.segment is None:
-        return SelfEngine()
-    engine = ShmEngine(
-        meeting.segment,
-        len(meeting.local),
-        meeting.slot_bytes,
-        meeting.local.index(rank),
-        [ranks[r] for r in meeting.local],
-        meeting.processes,
-        max_mb=_max_mb(),
-    )
-    engine.barrier(async_op=False, timeout_s=timeout_s)
-    return engine

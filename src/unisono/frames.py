@@ -1,0 +1,127 @@
+"""Whose code a frame is, what its source line says, and stacks with other people's frames folded.
+
+No torch here. `comm` shows the stacks of a late rank in this form, the launcher those of a run.
+"""
+
+from __future__ import annotations
+
+import ast
+import linecache
+import os
+import sys
+import sysconfig
+from collections.abc import Sequence
+from contextlib import suppress
+from itertools import groupby
+from pathlib import Path
+
+Frame = tuple[str, int, str]
+"""File, line and function of a call."""
+OF_COMMAND = "<string>"
+"""The file of code that was given by `python -c`, and of code that is made at run time."""
+
+_OWN = f"{Path(__file__).resolve().parent}{os.sep}"
+_SHIPPED = (f"{_OWN}_examples", f"{_OWN}_benchmarks", f"{_OWN}cli{os.sep}demo_digits.py")
+"""Programs that an installed package carries along: users run them as they run their own."""
+_STDLIB = tuple(
+    f"{Path(sysconfig.get_path(key)).resolve()}{os.sep}" for key in ("stdlib", "platstdlib")
+)
+_INSTALLED = frozenset(("site-packages", "dist-packages"))
+"""Folders of packages, which need not be those of this environment: it may add to another one."""
+_NO_FRAMES = "  in a function that is not written in Python"
+
+_command: str | None = None
+
+
+def command_code() -> str | None:
+    """Return the code after `python -c` of this program, or of the one that started this rank."""
+    if _command is None and sys.argv[:1] == ["-c"] and "-c" in sys.orig_argv:
+        return sys.orig_argv[sys.orig_argv.index("-c") + 1]
+    return _command
+
+
+def set_command_code(text: str) -> None:
+    """Remember the code after `python -c` of the launcher of this rank."""
+    global _command
+    _command = text
+
+
+def is_user_file(file: str) -> bool:
+    """Whether a file is neither ours, nor Python's, nor of an installed package."""
+    if file.startswith("<"):
+        return not file.startswith("<frozen")
+    path = Path(file).resolve()
+    is_installed = not _INSTALLED.isdisjoint(path.parts) or str(path).startswith((_OWN, *_STDLIB))
+    return not is_installed or str(path).startswith(_SHIPPED)
+
+
+def is_own_file(file: str) -> bool:
+    """Whether a file is part of unisono, and no example in it."""
+    return file.startswith(_OWN) and not file.startswith(_SHIPPED)
+
+
+def owner_of(file: str) -> str:
+    """Return the package that a file of no user belongs to."""
+    parts = Path(file).parts
+    for at, folder in enumerate(parts[:-1]):
+        if folder in _INSTALLED:
+            return parts[at + 1].removesuffix(".py")
+    return "unisono" if is_own_file(file) else "Python"
+
+
+def source_line(file: str, number: int, function: str) -> str:
+    """Return the source of a line inside of `function`; nothing where it is not known."""
+    if file != OF_COMMAND or (code := command_code()) is None:
+        return linecache.getline(file, number).strip()
+    lines = code.splitlines()
+    if function == "<module>":
+        return lines[number - 1].strip() if number <= len(lines) else ""
+    # Code that is made at run time has the same file, but other functions.
+    with suppress(SyntaxError):
+        for node in ast.walk(ast.parse(code)):
+            name = "<lambda>" if isinstance(node, ast.Lambda) else getattr(node, "name", "")
+            first, last = getattr(node, "lineno", 0), getattr(node, "end_lineno", 0)
+            if name == function and first <= number <= last:
+                return lines[number - 1].strip()
+    return ""
+
+
+def folded(frames: Sequence[Frame]) -> str:
+    """Return a stack, the innermost call first: the user's lines, other calls as one line a run.
+
+    What started the user's function, at the outer end, is left out. So is the number of calls that
+    one line stands for: stacks of ranks at the same place are equal.
+
+    >>> print(folded([("/env/site-packages/torch/a.py", 2, "g"), ("/home/me/no.py", 7, "f")]))
+      ... in torch
+      File "/home/me/no.py", line 7 in f
+    """
+    frames = _without_launcher(frames)
+    if not any(is_user_file(file) for file, _, _ in frames):
+        return "\n".join(map(_shown, frames[:1])) or _NO_FRAMES
+    lines: list[str] = []
+    for is_user, run in groupby(frames, lambda frame: is_user_file(frame[0])):
+        calls = list(run)
+        if is_user:
+            lines += map(_shown, calls)
+        else:
+            owners = dict.fromkeys(owner_of(file) for file, _, _ in calls)
+            lines.append(f"  ... in {', '.join(owners)}")
+    return "\n".join(lines)
+
+
+def _without_launcher(frames: Sequence[Frame]) -> Sequence[Frame]:
+    """Leave out the calls below the user's function, and the command of a process of ours."""
+    end = len(frames)
+    if end > 1 and frames[-1] == (OF_COMMAND, 1, "<module>") and not is_user_file(frames[-2][0]):
+        end -= 1
+    has_user = any(is_user_file(file) for file, _, _ in frames[:end])
+    while has_user and not is_user_file(frames[end - 1][0]):
+        end -= 1
+    return frames[:end]
+
+
+def _shown(frame: Frame) -> str:
+    file, number, function = frame
+    source = source_line(file, number, function)
+    return f'  File "{file}", line {number} in {function}{source and f": `{source}`"}'

@@ -1,0 +1,38 @@
+"""Public names that are gone, each with what to write instead, for one version.
+
+The modules that had them ask this table in their `__getattr__`; so do the checks of places,
+fields, options and variables. Nothing here imports torch.
+"""
+
+from __future__ import annotations
+
+__all__ = ["REMOVED", "removed_name"]
+
+_BY_MPI = 'on="mpi", hosts=["a", "b"]: mpiexec reaches the hosts by ssh'
+
+REMOVED: dict[str, str] = {
+    "unisono.Device.SSH": _BY_MPI,
+    "unisono.Platform.ssh_args": f"{_BY_MPI}, with the options of ~/.ssh/config",
+    "unisono.Platform.python": f"{_BY_MPI}, with the same Python on all of them",
+    "unisono.Communicator.coalesce": (
+        "flat = torch.cat([a.view(-1), b.view(-1)]); comm.all_reduce_(flat)"
+    ),
+    "unisono.Communicator.tune": (
+        "UNISONO_ALGO=all_gather:broadcasts, if the choice is wrong for a network"
+    ),
+}
+"""What to write instead, by the dotted name."""
+
+
+def removed_name(dotted: str) -> AttributeError:
+    """Return the error of a name that is looked up in a module, or an object, without it.
+
+    >>> print(removed_name("unisono.nothing"))
+    'unisono' has no attribute 'nothing'
+    >>> print(removed_name("unisono.Device.SSH").args[0].partition(";")[0])
+    unisono.Device.SSH is gone
+    """
+    owner, _, name = dotted.rpartition(".")
+    if dotted in REMOVED:
+        return AttributeError(f"{dotted} is gone; write instead: {REMOVED[dotted]}", name=name)
+    return AttributeError(f"{owner!r} has no attribute {name!r}", name=name)

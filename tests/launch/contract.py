@@ -1,0 +1,224 @@
+"""What every place promises: the same values, errors and clean ends, wherever the ranks are.
+
+Each case is a function of a `Place` and a directory. The tests of a place run all of them.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tests.waiting import is_running, wait_until
+
+import unisono
+from unisono.errors import RankFailed, RankTimeout
+
+AT_ONCE_S = 10.0
+"""Two seconds are promised; a loaded machine may take longer."""
+HOSTILE = "a b 'c' \"d\"\n$HOME;e"
+"""Name of a directory that a careless shell command falls over."""
+OUTPUT_MB = 100
+RESULT_MB = 800
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where the contract is checked."""
+
+    on: str
+    has_agents: bool = True
+    options: dict[str, Any] = field(default_factory=dict)
+
+    def run(self, fn, *args, timeout_s=90.0, logs=None, ranks=2, **options):
+        """Run a function on two ranks there, in silence."""
+        platform = unisono.Platform(device=self.on, ranks=ranks, **self.options)
+        logs = unisono.Logs(dir=logs, console="none")
+        return unisono.run(fn, *args, on=platform, timeout_s=timeout_s, logs=logs, **options)
+
+
+def returns_values_and_logs_whatever_its_directory_is_called(place, tmp_path):
+    def work(start):
+        comm = unisono.world()
+        print("hello from", comm.rank)
+        return comm.rank, comm.all_reduce(torch.tensor([start + comm.rank])).item()
+
+    results = place.run(work, 10.0, logs=tmp_path / HOSTILE)
+    assert list(results) == [(rank, 21.0) for rank in range(2)]
+    assert results.platform == place.on
+    assert [results.log(rank) for rank in range(2)] == ["hello from 0\n", "hello from 1\n"]
+    assert results.dir.parent.name == HOSTILE
+
+
+class Stubborn(Exception):
+    """An exception that cannot be unpickled."""
+
+    def __init__(self, first, second):
+        super().__init__(f"{first} and {second}")
+
+
+def misbehave(how, folder):
+    comm = unisono.world()
+    Path(folder, str(comm.rank)).write_text(f"{os.getpid()} {os.getppid()}")
+    comm.barrier()
+    if comm.rank == 1:
+        Path(folder, "mark").touch()
+        match how:
+            case "raises":
+                raise Stubborn("one", "two")
+            case "exits":
+                os._exit(3)
+            case "hangs":
+                time.sleep(600)
+            case "has its agent killed":
+                os.kill(os.getppid(), signal.SIGKILL)
+                time.sleep(600)
+            case name if name.startswith("SIG"):
+                os.kill(os.getpid(), signal.Signals[name])
+    if how == "returns a lock":
+        return {"state": [0, threading.Lock()]} if comm.rank else 0
+    comm.barrier()
+    return None
+
+
+def names_a_rank_that(how):
+    """Return the case of a rank 1 that ends badly, while the other waits for it."""
+
+    def case(place, tmp_path):
+        if how == "has its agent killed" and not place.has_agents:
+            pytest.skip("ranks without agents")
+        timeout_s = 3.0 if how == "hangs" else 90.0
+        with pytest.raises((RankFailed, RankTimeout)) as caught:
+            place.run(misbehave, how, tmp_path, timeout_s=timeout_s)
+        error = caught.value
+        if how != "hangs":
+            assert time.time() - (tmp_path / "mark").stat().st_mtime < AT_ONCE_S
+        for rank in range(2):
+            pid, _ = map(int, (tmp_path / str(rank)).read_text().split())
+            wait_until(lambda pid=pid: not is_running(pid), 10)
+        assert error.rank == 1
+        assert "rank 1 of 2" in str(error).splitlines()[0]
+        if how == "hangs":
+            assert sorted(error.stacks) == [0, 1]
+            assert all("in misbehave" in text for text in error.stacks.values())
+            return
+        expected = {"exits": (3, None), "SIGKILL": (None, "SIGKILL"), "SIGSEGV": (None, "SIGSEGV")}
+        assert (error.exit_code, error.signal) == expected.get(how, (None, None))
+        words = {
+            "raises": "Stubborn: one and two",
+            "returns a lock": "result['state'][1] is a lock",
+            "has its agent killed": "was lost",
+        }
+        assert words.get(how, "") in str(error)
+        assert "unisono/launch/" not in str(error)
+
+    return case
+
+
+def carries_much_output_and_a_large_result(place, tmp_path):
+    def work(output_mb, result_mb):
+        line = "x" * 1023 + "\n"
+        comm = unisono.world()
+        if comm.rank == 0:
+            for _ in range(output_mb):
+                sys.stdout.write(line * 1024)
+            print("the end")
+            return None
+        return torch.full((result_mb << 17,), 3.0, dtype=torch.float64)
+
+    results = place.run(work, OUTPUT_MB, RESULT_MB, logs=tmp_path)
+    assert results[1].numel() == RESULT_MB << 17
+    assert results[1][-1] == 3.0
+    log = results.dir / "rank-0.log"
+    assert log.stat().st_size == (OUTPUT_MB << 20) + len("the end\n")
+    assert results.log(0).endswith("x\nthe end\n")
+
+
+def runs_twice_at_once(place, tmp_path):
+    def work(number):
+        comm = unisono.world()
+        return comm.all_reduce(torch.tensor([number])).item()
+
+    with ThreadPoolExecutor(2) as threads:
+        runs = [threads.submit(place.run, work, number) for number in (1, 2)]
+        assert [list(run.result()) for run in runs] == [[2, 2], [4, 4]]
+
+
+def goes_on_when_the_disk_of_its_logs_is_full(place, tmp_path):
+    if os.geteuid() != 0 or sys.platform != "linux":
+        pytest.skip("a small disk needs root on Linux")
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    options = ["-t", "tmpfs", "-o", "size=1m", "unisono-test", str(disk)]
+    if subprocess.run(["mount", *options], check=False, capture_output=True).returncode:
+        pytest.skip("a small disk cannot be mounted here")
+
+    def work():
+        for _ in range(3):
+            print("x" * (1 << 20), flush=True)
+        return unisono.world().all_reduce(torch.ones(1)).item()
+
+    try:
+        with pytest.warns(RuntimeWarning, match="takes no more output"):
+            assert list(place.run(work, logs=disk)) == [2.0, 2.0]
+    finally:
+        subprocess.run(["umount", "--lazy", str(disk)], check=True)
+
+
+LAUNCHER = """
+import os, sys, time
+from pathlib import Path
+import unisono
+
+def work(folder):
+    rank = unisono.world().rank
+    Path(folder, f"{rank}.part").write_text(f"{os.getpid()} {os.getppid()}")
+    Path(folder, f"{rank}.part").rename(Path(folder, str(rank)))
+    while True:
+        unisono.world().barrier()
+        time.sleep(0.05)
+
+if __name__ == "__main__":
+    options = eval(sys.argv[1])
+    unisono.run(work, sys.argv[2], on=unisono.Platform(ranks=2, **options))
+"""
+
+
+def leaves_nothing_when_its_launcher_is_killed(place, tmp_path):
+    script = tmp_path / "launcher.py"
+    script.write_text(textwrap.dedent(LAUNCHER))
+    options = {"device": place.on, **place.options}
+    words = [sys.executable, str(script), repr(options), str(tmp_path)]
+    with subprocess.Popen(words, cwd=tmp_path, start_new_session=True) as launcher:
+        paths = [tmp_path / str(rank) for rank in range(2)]
+        wait_until(lambda: all(path.exists() for path in paths) or launcher.poll() is not None)
+        pids = [int(pid) for path in paths for pid in path.read_text().split()]
+        launcher.kill()
+    wait_until(lambda: not any(map(is_running, pids)), 30)
+
+
+CASES = {
+    case.__name__: case
+    for case in (
+        returns_values_and_logs_whatever_its_directory_is_called,
+        carries_much_output_and_a_large_result,
+        runs_twice_at_once,
+        goes_on_when_the_disk_of_its_logs_is_full,
+        leaves_nothing_when_its_launcher_is_killed,
+    )
+}
+ENDS = (
+    *("raises", "exits", "SIGKILL", "SIGSEGV", "hangs", "returns a lock"),
+    "has its agent killed",
+)
+CASES |= {f"names_a_rank_that_{how.replace(' ', '_')}": names_a_rank_that(how) for how in ENDS}
