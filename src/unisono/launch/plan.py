@@ -12,6 +12,10 @@ import unisono
 from unisono.launch.platform import Platform
 
 
+AWAY_S = 3.0
+"""How long the connection to members of an elastic training may be away, unless the user says."""
+
+
 def own_versions() -> list[str]:
     """Return the versions that must agree: Python's first two numbers, and ours."""
     return [".".join(python_platform.python_version_tuple()[:2]), unisono.__version__]
@@ -75,7 +79,10 @@ class RunPlan:
             start_timeout_s=platform.start_timeout_s,
             grace_s=platform.grace_s,
             interrupt_s=platform.interrupt_s,
-            lost_after_s=platform.lost_after_s,
+            # Others do the work of a member that is away: there is no need to wait for long.
+            lost_after_s=platform.lost_after_s
+            if elastic is None or platform.is_explicit("lost_after_s")
+            else AWAY_S,
             max_requeues=platform.max_requeues,
             stack_signal=platform.stack_signal,
             run_id=secrets.token_hex(8),
@@ -87,6 +94,4 @@ class RunPlan:
             stop_signals=list(platform.stop_signals),
             srun_args=list(platform.srun_args),
             elastic=elastic,
-            # Others do the work of a member that is away, so there is no need to wait for long.
-            lost_after_s=60.0 if elastic is None else 3.0,
         )

@@ -110,14 +110,14 @@ def checked(
         return None
     asked = f"unisono.run(..., on={place!r}, elastic=True)"
     by_hosts = "unisono run --elastic --invite FILE here and unisono run --join FILE on other hosts"
-    if place == "slurm":
+    if place in ("slurm", "ray"):
         if chaos is not None or invite is not None or join is not None:
             raise PlatformError.because(
                 f"{asked} with --chaos, --invite or --join",
                 "the nodes of the job are all that its ranks come from, and whoever starts it has "
                 "no process of theirs to kill",
                 None,
-                "scancel --signal=KILL, or kill -9 on a node; the options without on",
+                "kill -9 on a node; the options without on",
             )
     elif place not in ("cpu", "gpu") or platform.n_nodes > 1:
         raise PlatformError.because(
@@ -128,7 +128,7 @@ def checked(
             else "members are processes of this host, on its CPU or its GPUs, and those that other "
             "hosts send to it",
             None,
-            f'on="cpu" or "gpu" on one host; {by_hosts}; on="slurm" for the nodes of a cluster',
+            f'on="cpu" or "gpu" on one host; {by_hosts}; on="slurm" or "ray" for a cluster',
         )
     return Elastic(
         least=least,
