@@ -11,7 +11,6 @@ from typing import Any
 import unisono
 from unisono.launch.platform import Platform
 
-
 AWAY_S = 3.0
 """How long the connection to members of an elastic training may be away, unless the user says."""
 

@@ -24,7 +24,7 @@ from tests.waiting import is_running, wait_until
 import unisono
 from unisono.errors import JobCancelled, PlatformError, RankFailed, RankTimeout
 from unisono.launch import Job, Platform, Wrapper, job_files
-from unisono.launch.elastic.supervisor import read_events
+from unisono.launch.elastic.policy import read_events
 from unisono.launch.places.mailbox import read_json
 
 QUIET = unisono.Logs(console="none")

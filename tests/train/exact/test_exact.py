@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import hashlib
 import os
@@ -370,6 +371,25 @@ def test_a_death_inside_a_closure_is_made_good_by_others(tmp_path, step):
     found = unisono.run(kill_at, "cnn", step, str(tmp_path / "hit"), ranks=2, elastic=True)
     assert (tmp_path / "hit").exists()
     assert set(found) == {kill_at("cnn", step, "")}
+
+
+def test_a_member_for_which_others_wait_too_long_is_ended_and_replaced(tmp_path, capfd):
+    def slow() -> str:
+        model = nn.Linear(2, 1, bias=False)
+        nn.init.ones_(model.weight)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        run = unisono.train.elastic(model, optimizer, torch.ones(16, 2), batch_size=8, steps=8)
+        for step in run:
+            step(lambda batch: model(batch[0]).mean())
+            if step.number == 3 and os.environ["RANK"] == "1":
+                with contextlib.suppress(FileExistsError):
+                    (tmp_path / "slept").touch(exist_ok=False)
+                    time.sleep(100.0)
+        return str(model.weight.tolist())
+
+    patient = unisono.Platform(device="cpu", ranks=2, comm_timeout_s=3.0)
+    assert len(set(unisono.run(slow, on=patient, elastic=True, timeout_s=60))) == 1
+    assert "is ended: quiet for" in capfd.readouterr().err
 
 
 def test_a_job_can_be_resized_while_it_trains(tmp_path):

@@ -18,7 +18,7 @@ from abc import abstractmethod
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from unisono.errors import CollectiveMismatch, PlatformError
 from unisono.launch.channel import new_key
@@ -27,6 +27,9 @@ from unisono.launch.elastic.settings import Chaos
 from unisono.launch.pool.monitor import RankMonitor
 from unisono.launch.pool.protocol import RankState
 from unisono.launch.supervisor import COLLECT_S, Policy, Ranks
+
+if TYPE_CHECKING:
+    from unisono.launch.places.guests import Guests
 
 LOOK_S = 0.1
 """Seconds between two looks at ranks for which others wait."""
@@ -173,34 +176,6 @@ class ReplacingPolicy(Policy):
                 missing -= self._ranks.start_rank(place)
 
 
-class Elsewhere(Protocol):
-    """Ranks of another launcher that are members of this training."""
-
-    def fileno(self) -> int:
-        """Return a descriptor that is readable when there is something to do."""
-        ...
-
-    def turn(self) -> bool:
-        """Take what has come."""
-        ...
-
-    def look(self) -> None:
-        """Give up launchers that were away for too long."""
-        ...
-
-    def start(self, policy: ElasticPolicy) -> None:
-        """Begin to listen, for a policy that is told of what comes."""
-        ...
-
-    def send(self, memory: str, message: dict[str, Any]) -> None:
-        """Send the launcher with this memory a message."""
-        ...
-
-    def close(self) -> None:
-        """Let everything go."""
-        ...
-
-
 @dataclass(eq=False)
 class Seat:
     """A process that wants to train, or does."""
@@ -246,13 +221,13 @@ class ElasticPolicy(ReplacingPolicy):
         job_dir: Path,
         is_spread: bool = False,
         chaos: Chaos | None = None,
-        guests: Elsewhere | None = None,
+        guests: Guests | None = None,
         shows: bool = False,
     ) -> None:
         super().__init__(most=most, shows=shows)
         self.coordinator = Coordinator(most, least)
         self._least, self._stall_s, self._job_dir = least, stall_s, job_dir
-        self._guests = guests
+        self._guests: Guests | None = guests
         self._key = new_key().hex() if is_spread or guests is not None else ""
         self._seats: dict[int, Seat] = {}
         self._count = 0

@@ -242,7 +242,8 @@ class GuestPolicy(ReplacingPolicy):
         try:
             messages = self._channel.receive()
         except Broken:
-            self._line.reconnect(self._lost_after_s)
+            if not self._is_settled:  # else the other launcher may be at its end, too
+                self._line.reconnect(self._lost_after_s)
             return False
         for message in messages:
             self._obey(message)

@@ -39,6 +39,8 @@ _MARK_SIZE = 1 << 63
 _STATE = -1
 """Stands for a request of the state in the place of an epoch."""
 _CHUNK = 1 << 20
+_MORE: int = getattr(socket, "MSG_MORE", 0)
+"""Tells the system that more follows at once, where it wants to know."""
 
 
 class Unreachable(Exception):
@@ -109,7 +111,7 @@ class Peers:
             for begin, end in ranges(places):
                 if end > begin:
                     head = _HEAD.pack(begin, end - begin)
-                    self._send(connection, head, is_disturbed, socket.MSG_MORE)
+                    self._send(connection, head, is_disturbed, _MORE)
                     self._send(connection, self._board[begin:end], is_disturbed)
 
     def push_mark(self, line: Sequence[int], is_disturbed: Callable[[], bool]) -> None:
