@@ -9,6 +9,8 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING
 
+from unisono.removed import removed_name
+
 if TYPE_CHECKING:
     from unisono import (
         bayes,
@@ -104,7 +106,7 @@ def __getattr__(name: str) -> object:
             return value
     if name in __all__:
         return importlib.import_module(f"unisono.{name}")
-    raise AttributeError(f"module 'unisono' has no attribute {name!r}")
+    raise removed_name(f"unisono.{name}")
 
 
 def __dir__() -> list[str]:

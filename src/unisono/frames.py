@@ -92,9 +92,8 @@ def folded(frames: Sequence[Frame]) -> str:
     What started the user's function, at the outer end, is left out. So is the number of calls that
     one line stands for: stacks of ranks at the same place are equal.
 
-    >>> print(folded([("/env/site-packages/torch/a.py", 2, "g"), ("/home/me/no.py", 7, "f")]))
-      ... in torch
-      File "/home/me/no.py", line 7 in f
+    >>> folded([("/env/site-packages/torch/a.py", 2, "g"), ("/me/no.py", 7, "f")]).splitlines()
+    ['  ... in torch', '  File "/me/no.py", line 7 in f']
     """
     frames = _without_launcher(frames)
     if not any(is_user_file(file) for file, _, _ in frames):

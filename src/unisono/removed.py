@@ -20,12 +20,16 @@ REMOVED: dict[str, str] = {
     "unisono.Communicator.tune": (
         "UNISONO_ALGO=all_gather:broadcasts, if the choice is wrong for a network"
     ),
+    "unisono topo": "unisono run --dry-run for the ranks, unisono.topology.draw for their blocks",
+    "unisono run --script": "mpiexec or torchrun in the batch script: unisono.run joins its ranks",
+    "unisono job list": "squeue --me",
+    "unisono.Platform.submitter": "nothing: submitit submits every job",
 }
-"""What to write instead, by the dotted name."""
+"""What to write instead, by the dotted name, or by the words of a command."""
 
 
 def removed_name(dotted: str) -> AttributeError:
-    """Return the error of a name that is looked up in a module, or an object, without it.
+    """Return the error of a name that is looked up in a module, or a class, without it.
 
     >>> print(removed_name("unisono.nothing"))
     'unisono' has no attribute 'nothing'

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 import mmap
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
-import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -245,13 +247,13 @@ def test_bad_usage_is_exit_code_2_with_a_message(words, message, capsys):
 
 
 def test_settings_of_a_cluster_may_wait_in_a_file(monkeypatch, capsys, tmp_path):
-    words = ["--check", "os:getpid"]
+    words = ["--dry-run", "os:getpid"]
     (tmp_path / "unisono.toml").write_text('[run]\npartition = "x"\ntimeout_min = 5\n')
     monkeypatch.chdir(tmp_path)
     assert main(["run", *words]) == 0
     monkeypatch.setenv("UNISONO_FORCE_ON", "cpu")
     assert main(["run", "--on", "slurm", "--partition", "x", *words]) == 0
-    assert capsys.readouterr().out.count("2 ranks on cpu can be started") == 2
+    assert capsys.readouterr().err.count("2 ranks on cpu can be started") == 2
 
 
 def test_the_launchers_own_frames_are_shown_on_demand_only(capsys):
@@ -270,13 +272,13 @@ def test_a_misspelt_script_is_answered_with_the_nearest_name(tmp_path, monkeypat
     assert "HINT: modules there: train, " in capsys.readouterr().err
 
 
-def test_a_dry_run_and_a_check_start_nothing(capsys):
+def test_a_dry_run_starts_nothing(capsys):
     words = ["json:dumps", "--", "1"]
     assert main(["run", "--ranks", "2", "--dry-run", *words]) == 0
-    assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == ["rank", "0", "1"]
-    assert main(["run", "--ranks", "2", "--check", *words]) == 0
-    assert "2 ranks on cpu can be started" in capsys.readouterr().out
-    assert main(["run", "--on", "cpu", "--gpus", "2", "--check", *words]) == 0
+    said = capsys.readouterr()
+    assert [line.split()[0] for line in said.out.splitlines()] == ["rank", "0", "1"]
+    assert "2 ranks on cpu can be started" in said.err
+    assert main(["run", "--on", "cpu", "--gpus", "2", "--dry-run", *words]) == 0
     assert "--gpus 2 only counts ranks" in capsys.readouterr().err
 
 
@@ -330,7 +332,7 @@ def test_a_function_of_a_file_is_run_by_ranks_only(tmp_path, monkeypatch, capsys
         "def steps(): yield 1\n"
     )
     monkeypatch.chdir(tmp_path)
-    assert main(["run", "--check", "hello.py:build", "--", "name=3"]) == 0
+    assert main(["run", "--dry-run", "hello.py:build", "--", "name=3"]) == 0
     assert main(["run", "hello.py:built"]) == 2
     message = "it has Model, build, steps\n  HINT: did you mean hello.py:build?"
     assert message in capsys.readouterr().err
@@ -369,59 +371,121 @@ def test_errors_spell_arguments_as_the_command_line_does():
     assert SHELL.options(detect=False, timeout_s=5) == "--set detect=false --timeout-s 5"
 
 
-def test_a_detached_job_is_found_followed_and_cancelled(
-    forked_python, tmp_path, monkeypatch, capsys
-):
-    (tmp_path / "work.py").write_text(
-        "import time, unisono\nprint('at', unisono.world().rank, flush=True)\ntime.sleep(600)\n"
-    )
-    # Two dashes in front of the script are as good as none.
-    words = ("run", "--ranks", "2", "--detach", "--logs", "elsewhere", "--", "work.py")
-    started = unisono_command(forked_python, *words, cwd=tmp_path)
-    assert started.returncode == 0, started.stderr
-    job = started.stdout.strip()
-    assert job.startswith("work-")
-    directory = tmp_path / "elsewhere" / job
-    assert str(directory) in started.stderr
+class QueuedJob:
+    """A job of a scheduler, as `Job.attach` returns it."""
+
+    id, dir, ranks, attempt, reason, state = "17", Path("/jobs/17"), 2, 0, "", "running"
+
+    def status(self):
+        return self.state
+
+    def done(self):
+        return self.state != "running"
+
+    def wait(self, _timeout_s):
+        return self.done()
+
+    def logs(self, rank, tail=None):
+        return "" if tail == 0 else f"at {rank}\n"
+
+    def stacks(self):
+        return {0: "in <module>"}
+
+    def cancel(self):
+        self.state, self.reason = "cancelled", "by you"
+
+    def resize(self, ranks):
+        self.ranks = ranks
+
+
+def test_a_queued_job_is_looked_at_resized_and_cancelled(monkeypatch, capsys):
+    job = QueuedJob()
+    monkeypatch.setattr(unisono.Job, "attach", lambda _id: job)
 
     def ask(*words):
         code = main(["job", *words])
-        out, err = capsys.readouterr()
-        return code, out, err
+        return code, *capsys.readouterr()
 
-    monkeypatch.chdir("/")  # the id is enough, from everywhere
-    end = time.monotonic() + 60
-    while ask("logs", job, "--rank", "all")[1] != "[0] at 0\n[1] at 1\n":
-        assert time.monotonic() < end
-        time.sleep(0.1)
-    code, out, err = ask("logs", job)
-    assert (code, out) == (0, "at 0\n")
-    assert "rank 0 of 2; --rank all" in err
-    assert ask("logs", job, "--rank", "1", "--tail", "0")[1] == ""
-    code, _, err = ask("logs", job, "--rank", "9")
-    assert (code, "9 >= 2" in err) == (2, True), err
-    header, row = ask("list")[1].splitlines()
-    assert header.split() == ["id", "state", "ranks", "submitted", "directory"]
-    assert row.split()[:3] == [job, "running", "2"]
-    assert row.split()[-1] == str(directory)
-    assert "in <module>" in ask("stacks", job)[1]
-    code, out, err = ask("wait", job, "--timeout-s", "0.01")
-    assert (code, out) == (124, "running\n")
-    assert "has not ended within 0.01 s" in err
-    assert ask("cancel", job)[:2] == (0, "cancelled\n")
-    assert ask("status", job)[1].startswith("cancelled, attempt 0: the run of work was cancelled")
-    assert ask("wait", job)[:2] == (1, "cancelled\n")
-    assert ask("logs", job, "--rank", "all", "--follow")[1] == "[0] at 0\n[1] at 1\n"
-    assert [row["state"] for row in json.loads(ask("list", "--json")[1])] == ["cancelled"]
+    assert ask("logs", "17", "--rank", "all")[1] == "[0] at 0\n[1] at 1\n"
+    code, out, err = ask("logs", "17")
+    assert (code, out, "rank 0 of 2; --rank all" in err) == (0, "at 0\n", True)
+    assert ask("logs", "17", "--rank", "1", "--tail", "0")[1] == ""
+    assert "in <module>" in ask("stacks", "17")[1]
+    code, out, err = ask("wait", "17", "--timeout-s", "0.01")
+    assert (code, out, "has not ended within 0.01 s" in err) == (124, "running\n", True)
+    assert ask("resize", "17", "4")[0] == 0
+    assert job.ranks == 4
+    assert ask("cancel", "17")[:2] == (0, "cancelled\n")
+    assert ask("status", "17")[1] == "cancelled, attempt 0: by you\n"
+    assert ask("wait", "17")[:2] == (1, "cancelled\n")
+    job.state = "done"
+    assert ask("wait", "17")[:2] == (0, "done\n")
     for bad in ("x", "-1"):
         with pytest.raises(SystemExit):
-            main(["job", "logs", job, "--rank", bad])
+            main(["job", "logs", "17", "--rank", bad])
 
 
-def test_a_job_that_is_done_is_exit_code_0(tmp_path, capsys):
-    job = unisono.submit(print, "line", on="cpu", ranks=1, logs=tmp_path)
-    assert main(["job", "wait", str(job.dir)]) == 0
-    assert capsys.readouterr().out == "done\n"
+def test_only_a_scheduler_takes_a_job_that_its_launcher_leaves(capsys):
+    assert main(["run", "--detach", "os:getpid"]) == 2
+    assert "HINT: --on slurm" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "hint"),
+    [
+        (["rum", "x.py"], "did you mean unisono run?"),
+        (["job", "statis", "17"], "did you mean unisono job status?"),
+        (["job", "list"], "squeue"),
+        (["topo"], "unisono run --dry-run"),
+        (["run", "--script", "pbs", "x.py"], "mpiexec or torchrun in the batch script"),
+        (["run", "--ranks", "two", "x.py"], "--ranks 2"),
+        (["run", "--rankz", "2", "x.py"], "did you mean --ranks?"),
+    ],
+)
+def test_a_word_that_is_not_known_is_answered_with_one_that_is(words, hint, capsys):
+    with pytest.raises(SystemExit) as leaving:
+        main(words)
+    assert leaving.value.code == 2
+    assert hint in capsys.readouterr().err.partition("HINT: ")[2]
+
+
+@pytest.mark.parametrize(
+    ("typed", "expected"),
+    [
+        ("unisono r", {"run", "report"}),
+        ("unisono run --on m", {"mps", "mpi"}),
+        ("unisono run --ranks 2 --compat he", {"heat"}),
+        ("unisono run train.py --dry", {"--dry-run"}),
+        ("unisono job l", {"logs"}),
+        ("unisono job logs 17 --fo", {"--follow"}),
+        ("unisono completion z", {"zsh"}),
+        ("unisono run wo", {"work.py"}),
+        ("unisono run --logs wo", {"work.py"}),
+    ],
+)
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_a_shell_completes_commands_options_and_choices(shell, typed, expected, tmp_path):
+    program = shutil.which(shell)
+    if program is None:
+        pytest.skip(f"no {shell} here")
+    if shell == "zsh":
+        pytest.skip("zsh completes on a terminal only; it takes the script of bash")
+    (tmp_path / "work.py").touch()
+    with contextlib.redirect_stdout(io.StringIO()) as script:
+        assert main(["completion", shell]) == 0
+    (tmp_path / "completion").write_text(script.getvalue())
+    text = "source completion; COMP_WORDS=($1); COMP_CWORD=$((${#COMP_WORDS[@]} - 1)); _unisono; "
+    text += 'printf "%s\\n" "${COMPREPLY[@]}"'
+    if shell == "fish":
+        text = "source completion; complete -C $argv[1] | string split -f1 \\t"
+    done = subprocess.run(
+        [program, "-c", text, *(["-"] if shell == "bash" else []), typed],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert set(done.stdout.split()) == expected, done.stderr
 
 
 @pytest.mark.parametrize(
@@ -429,7 +493,6 @@ def test_a_job_that_is_done_is_exit_code_0(tmp_path, capsys):
     [
         [],
         ["frobnicate"],
-        ["run", "--ranks", "two", "x.py"],
         ["run", "--rank", "2", "x.py"],  # options have their whole names only
         ["run", "--to", "nowhere", "x.py"],
         ["job"],

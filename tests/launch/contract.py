@@ -38,6 +38,10 @@ class Place:
 
     on: str
     has_agents: bool = True
+    hostile: str = HOSTILE
+    """Name of a directory for its logs."""
+    has_job: bool = False
+    """Whether a scheduler keeps the run, whose outcome is on the disk of its logs."""
     options: dict[str, Any] = field(default_factory=dict)
 
     def run(self, fn, *args, timeout_s=90.0, logs=None, ranks=2, **options):
@@ -53,11 +57,11 @@ def returns_values_and_logs_whatever_its_directory_is_called(place, tmp_path):
         print("hello from", comm.rank)
         return comm.rank, comm.all_reduce(torch.tensor([start + comm.rank])).item()
 
-    results = place.run(work, 10.0, logs=tmp_path / HOSTILE)
+    results = place.run(work, 10.0, logs=tmp_path / place.hostile)
     assert list(results) == [(rank, 21.0) for rank in range(2)]
     assert results.platform == place.on
     assert [results.log(rank) for rank in range(2)] == ["hello from 0\n", "hello from 1\n"]
-    assert results.dir.parent.name == HOSTILE
+    assert results.dir.parent.name == place.hostile
 
 
 class Stubborn(Exception):
@@ -157,6 +161,8 @@ def runs_twice_at_once(place, tmp_path):
 def goes_on_when_the_disk_of_its_logs_is_full(place, tmp_path):
     if os.geteuid() != 0 or sys.platform != "linux":
         pytest.skip("a small disk needs root on Linux")
+    if place.has_job:
+        pytest.skip("results are on the same disk")
     disk = tmp_path / "disk"
     disk.mkdir()
     options = ["-t", "tmpfs", "-o", "size=1m", "unisono-test", str(disk)]
@@ -195,6 +201,8 @@ if __name__ == "__main__":
 
 
 def leaves_nothing_when_its_launcher_is_killed(place, tmp_path):
+    if place.has_job:
+        pytest.skip("the job goes on")
     script = tmp_path / "launcher.py"
     script.write_text(textwrap.dedent(LAUNCHER))
     options = {"device": place.on, **place.options}

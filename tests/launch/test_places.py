@@ -22,6 +22,8 @@ def nothing():
 def test_a_place_that_went_says_what_to_write_instead(word):
     with pytest.raises(PlatformError, match="mpi"):
         unisono.run(nothing, on=word)
+    with pytest.raises(AttributeError, match=r"write instead: on=|no attribute"):
+        getattr(unisono.Device, word.upper())
 
 
 def test_hosts_are_the_nodes_of_mpi(monkeypatch):

@@ -9,8 +9,10 @@ from collections.abc import Sequence
 from typing import Any
 
 import unisono
-from unisono.cli import bench, demo, doctor, job, plan, report, run, trace
+from unisono.cli import bench, compare, completion, demo, doctor, job, plan, recorded, run
+from unisono.cli.completion import subcommands
 from unisono.cli.outcome import exit_code_of
+from unisono.removed import REMOVED
 
 __all__ = ["main"]
 
@@ -32,7 +34,7 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"unisono {unisono.__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    for command in (run, job, demo, report, doctor, trace, plan, bench):
+    for command in (run, compare, job, demo, recorded, doctor, plan, bench, completion):
         command.add_parser(commands)
     return parser
 
@@ -41,6 +43,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line `argv` (default: this process's) and return its exit code."""
     words = list(sys.argv[1:] if argv is None else argv)
     parser = build_parser()
+    _check_command(words, parser)
     words = _with_dashes(words, parser)
     # What follows the first -- belongs to the user's script or function.
     cut = words.index("--") if "--" in words else len(words)
@@ -49,9 +52,26 @@ def main(argv: Sequence[str] | None = None) -> int:
     if unknown:
         parser.error(_explanation(args, unknown, own, parser))
     args.forwarded = forwarded
-    args.words = words[1:]
     debug = getattr(args, "debug", False)
     return exit_code_of(lambda: args.execute(args), name=words[0], debug=debug)
+
+
+def _check_command(words: list[str], parser: argparse.ArgumentParser) -> None:
+    """End with a hint where a command, or an action of one, does not exist."""
+    known, typed = subcommands(parser), [parser.prog]
+    for word in words:
+        if word.startswith("-") or not known:
+            return
+        if word not in known:
+            near = next(iter(difflib.get_close_matches(word, known, n=1)), None)
+            gone = REMOVED.get(" ".join([*typed, word]))
+            hint = gone or (f"did you mean {' '.join([*typed, near])}?" if near else "")
+            parser.error(
+                f"no command {' '.join([*typed, word])}; there are {', '.join(known)}"
+                + (f"\nHINT: {hint}" if hint else "")
+            )
+        typed.append(word)
+        known = subcommands(known[word])
 
 
 def _with_dashes(words: list[str], parser: argparse.ArgumentParser) -> list[str]:
@@ -96,6 +116,8 @@ def _explanation(
     text = f"unrecognized arguments: {' '.join(unknown)}"
     word = next((word.partition("=")[0] for word in unknown if word.startswith("-")), "")
     near = difflib.get_close_matches(word, _options(parser, words[0]), n=1, cutoff=0.8)
+    if gone := REMOVED.get(f"{parser.prog} {words[0]} {word}"):
+        return f"{text}\nHINT: {gone}"
     if near:
         text += f"\nHINT: did you mean {near[0]}?"
     target = getattr(args, "target", None) or getattr(args, "module", None)
@@ -109,8 +131,8 @@ def _explanation(
 
 def _options(parser: argparse.ArgumentParser, command: str) -> list[str]:
     """Return the long options of a command."""
-    commands = next(a for a in parser._actions if isinstance(a, argparse._SubParsersAction))
-    if command not in commands.choices:
+    commands = subcommands(parser)
+    if command not in commands:
         return []
-    options = commands.choices[command]._option_string_actions
+    options = commands[command]._option_string_actions
     return [option for option in options if option.startswith("--")]

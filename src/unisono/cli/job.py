@@ -1,22 +1,17 @@
-"""`unisono job`: look at jobs in the background, wait for one, end it."""
+"""`unisono job`: look at a job of a scheduler, wait for it, end it."""
 
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 import time
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from unisono.cli.outcome import DEADLINE, FAILED, OK
-from unisono.errors import UnisonoError
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from unisono.launch import Job
 
-_COLUMNS = ("id", "state", "ranks", "submitted", "directory")
 _PAUSE_S = 0.1
 
 
@@ -24,13 +19,10 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     """Add this command to the command line."""
     parser = commands.add_parser(
         "job",
-        help="list, inspect or cancel jobs in the background",
-        description="Inspect jobs that `unisono run --detach` or `unisono.submit` started.",
+        help="inspect or cancel a job of a scheduler",
+        description="Inspect a job that `unisono run --on slurm` or `unisono.submit` queued.",
     )
     actions = parser.add_subparsers(title="actions", metavar="ACTION", required=True)
-    listing = actions.add_parser("list", help="list all jobs of this user")
-    listing.add_argument("--json", action="store_true", help="print a JSON list")
-    listing.set_defaults(execute=_list)
     for name, (function, words) in _ACTIONS.items():
         action = actions.add_parser(name, help=words, description=f"{words[0].upper()}{words[1:]}.")
         action.add_argument("id", help="what --detach printed, or the job's directory")
@@ -53,40 +45,6 @@ def _count(text: str) -> int:
     if not text.isdigit():
         raise argparse.ArgumentTypeError(f"{text!r} is not an integer >= 0")
     return int(text)
-
-
-def _list(args: argparse.Namespace) -> int:
-    """Print one line per job, the latest last."""
-    from unisono.launch.job_files import directories
-
-    rows = sorted((_row(path) for path in directories().values()), key=lambda r: r["submitted"])
-    if args.json:
-        print(json.dumps(rows))
-        return OK
-    for row in rows:
-        at = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(row["submitted"]))
-        row |= {"submitted": at if row["submitted"] else "?", "ranks": str(row["ranks"])}
-    lines = [dict(zip(_COLUMNS, _COLUMNS, strict=True)), *rows]
-    widths = {name: max(len(line[name]) for line in lines) for name in _COLUMNS}
-    for line in lines if rows else ():
-        print("  ".join(f"{line[name]:<{widths[name]}}" for name in _COLUMNS).rstrip())
-    if not rows:
-        print("unisono: no jobs; unisono run --detach starts one", file=sys.stderr)
-    return OK
-
-
-def _row(directory: Path) -> dict[str, Any]:
-    """Return what is known of the job in `directory`."""
-    from unisono.launch import Job, job_files
-
-    try:
-        state = job_files.read_state(directory)
-        job = Job.attach(directory)
-        row = {"id": job.id, "state": job.status(), "ranks": job.ranks}
-        row["submitted"] = float(state.get("submitted", 0.0))
-    except (UnisonoError, OSError, ValueError, KeyError):  # of another version, or no scheduler
-        row = {"id": directory.name, "state": "unknown", "ranks": "?", "submitted": 0.0}
-    return {**row, "directory": str(directory)}
 
 
 def _attached(args: argparse.Namespace) -> Job:

@@ -1,6 +1,6 @@
 """`unisono run`: a script, a module or a function on several ranks.
 
-With `--detach` a process of its own supervises the ranks; `--record` and `--watch` keep a record.
+`--record` and `--watch` keep a record; `--detach` leaves a job to a scheduler.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ import ast
 import contextlib
 import functools
 import os
-import subprocess
 import sys
 import tomllib
 from collections.abc import Callable, Mapping, Sequence
@@ -21,10 +20,9 @@ from unisono.cli import targets
 from unisono.cli.outcome import SHELL
 from unisono.compat.libraries import LIBRARIES
 from unisono.compat.serving import AS_CPU, call_served, notice, serving
-from unisono.errors import PlatformError, RankFailed
+from unisono.errors import PlatformError
 
 if TYPE_CHECKING:
-    from unisono.launch import Job
     from unisono.launch.request import Request
 
 _EXAMPLES = """\
@@ -36,9 +34,10 @@ examples:
 Arguments after the script go to the script; everything after -- does in any case.
 """
 
+NUMBERS = ("one", "two", "three", "four", "five", "six", "seven", "eight")
 _ABOUT_RANKS = (
     *("on", "ranks", "nodes", "hosts", "gpus", "partition", "timeout_s", "max_restarts", "logs"),
-    *("console", "record", "to"),
+    *("console", "record", "to", "check"),
 )
 """Options for ranks that the command starts."""
 
@@ -86,7 +85,13 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         action="store_true",
         help="run a program for CUDA on CPUs (with --compat pytagi)",
     )
-    how = parser.add_argument_group("deadlines, restarts, elastic jobs")
+    how = parser.add_argument_group("checks, deadlines, restarts, elastic jobs")
+    how.add_argument(
+        "--check",
+        action="store_true",
+        default=None,
+        help="look for silent mistakes: replicas that drift, equal batches, ...",
+    )
     how.add_argument("--timeout-s", type=float, metavar="S", help="deadline in seconds")
     how.add_argument("--max-restarts", type=int, metavar="N", help="new attempts after a failure")
     how.add_argument(
@@ -121,17 +126,22 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     )
     out.add_argument("--debug", action="store_true", help="show the launcher's own traceback")
     other = parser.add_argument_group("instead of running now")
-    other.add_argument("--dry-run", action="store_true", help="only show the ranks")
-    other.add_argument("--check", action="store_true", help="only check the request")
-    other.add_argument("--detach", action="store_true", help="run in the background, print the id")
-    other.add_argument("--supervise", action="store_true", help=argparse.SUPPRESS)
+    other.add_argument("--dry-run", action="store_true", help="only check the request and show it")
+    other.add_argument("--detach", action="store_true", help="queue a job (slurm), print its id")
     parser.set_defaults(execute=execute)
 
 
 def _ranks(text: str) -> int | tuple[int, int]:
     """Read a number of ranks, or the fewest and the most."""
     first, colon, last = text.partition(":")
-    return (int(first), int(last)) if colon else int(text)
+    try:
+        return (int(first), int(last)) if colon else int(text)
+    except ValueError:
+        number = NUMBERS.index(text.lower()) + 1 if text.lower() in NUMBERS else 2
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not a number\nHINT: --ranks {number}, or --ranks {number}:8 for "
+            f"{number} to 8 ranks of an elastic job"
+        ) from None
 
 
 def execute(args: argparse.Namespace) -> int:
@@ -150,10 +160,10 @@ def execute(args: argparse.Namespace) -> int:
             None,
             "unisono run --ranks 2 script.py -- arguments of the script",
         )
-    for name in () if args.supervise else args.compat:
+    for name in args.compat:
         library = LIBRARIES[name]
         print(f"unisono: {notice(library, library.installed_at())}", file=sys.stderr)
-    if args.as_cpu and not args.supervise:
+    if args.as_cpu:
         print(f"unisono: {AS_CPU}", file=sys.stderr)
     with serving(*args.compat, as_cpu=args.as_cpu):
         return _execute(args)
@@ -168,22 +178,26 @@ def _execute(args: argparse.Namespace) -> int:
     function, is_script = _function(args)
     if is_script and _starts_its_own_ranks(args):
         print("unisono: the script starts its ranks (--ranks N: the command does)", file=sys.stderr)
-        if not (args.dry_run or args.check):
+        if not args.dry_run:
             function()
         return 0
     request = _request(args, function, is_script=is_script)
-    if args.dry_run or args.check:
+    if args.dry_run:
         return _show(args, request)
     if args.detach and (request.place != "slurm" or in_allocation()):
-        return _detach(args)
+        raise PlatformError.because(
+            f"unisono run --detach {SHELL.options(on=request.place)}",
+            "only a scheduler looks after a job whose launcher has ended",
+            hint="--on slurm; or the same command without --detach, in tmux or behind nohup",
+        )
     _note_missing_gpus(args, request)
     with _recording(args, request) as (request, directory):
         if args.detach:  # to a scheduler, which supervises it
             job = submit_request(request)
-            _print_job(job.id, str(job.dir))
+            print(job.id, flush=True)
+            text = f"in {job.dir}; unisono job logs {job.id} --follow shows its output"
+            print(f"unisono: {text}", file=sys.stderr)
             return 0
-        if args.supervise:
-            return _supervise(submit_request(request))
         print(
             f"unisono: {_count(request.ranks, 'rank')} on {request.place}, "
             f"{_count(request.platform.cpus_per_rank, 'thread')} each",
@@ -206,7 +220,7 @@ def _starts_its_own_ranks(args: argparse.Namespace) -> bool:
     """Whether to leave that to the script: DDPW's do it, unless an option is about ranks."""
     from unisono.launch.request import is_in_world
 
-    flags = ("set", "env", "no_detect", "detach", "supervise")
+    flags = ("set", "env", "no_detect", "detach")
     is_about_ranks = any(getattr(args, name) for name in flags)
     is_about_ranks |= any(getattr(args, name) is not None for name in _ABOUT_RANKS)
     return "ddpw" in args.compat and not is_about_ranks and not is_in_world()
@@ -221,7 +235,7 @@ def _request(
     from unisono.launch.request import checked_request
 
     fields = _fields(args)
-    console = _console("none" if args.supervise else args.console)
+    console = _console(args.console)
     logs = None
     if args.logs is not None or console != "auto":
         logs = Logs(dir=args.logs, console=console)
@@ -235,6 +249,7 @@ def _request(
         timeout_s=args.timeout_s,
         max_restarts=args.max_restarts,
         logs=logs,
+        check=args.check,
         elastic=True if args.elastic or args.chaos or args.invite or args.join else None,
         invite=args.invite,
         join=args.join,
@@ -284,24 +299,23 @@ def _check_uses(fields: Mapping[str, Any], request: Request) -> None:
 
 
 def _show(args: argparse.Namespace, request: Request) -> int:
-    """Print the ranks, or that all is well; start nothing."""
+    """Print the ranks and what the scheduler says of them; start nothing."""
     from unisono.launch.api import describe_request
 
-    if args.dry_run:
-        print(describe_request(request))
-        return 0
-    if request.place == "slurm":
+    print(describe_request(request))
+    if request.place == "slurm" and shutil.which("sbatch") is not None:
         from unisono.launch.places.slurm.submit import judge_script
 
         print(judge_script(request))
     _note_missing_gpus(args, request)
-    print(f"unisono: {_count(request.ranks, 'rank')} on {request.place} can be started")
+    ranks = _count(request.ranks, "rank")
+    print(f"unisono: {ranks} on {request.place} can be started", file=sys.stderr)
     return 0
 
 
 def _note_missing_gpus(args: argparse.Namespace, request: Request) -> None:
     """Say so if `--gpus` only counts ranks, because they run on cores."""
-    if args.gpus is not None and request.place == "cpu" and not args.supervise:
+    if args.gpus is not None and request.place == "cpu":
         text = f"--gpus {args.gpus} only counts ranks: they run on cpu, without a GPU"
         print(f"unisono: {text} (--on gpu requires GPUs)", file=sys.stderr)
 
@@ -381,57 +395,6 @@ def _console(text: str | None) -> Any:
 
 def _count(number: int, noun: str) -> str:
     return f"{number} {noun}{'' if number == 1 else 's'}"
-
-
-def _detach(args: argparse.Namespace) -> int:
-    """Start the supervising process with the same words, and print the id of its job."""
-    from unisono.launch.job_files import LOCAL_JOBS
-
-    cut = args.words.index("--") if "--" in args.words else len(args.words)
-    own = [word for word in args.words[:cut] if word != "--detach"]
-    words = [*own, *args.words[cut:]]
-    logs = [] if args.logs is not None else ["--logs", str(LOCAL_JOBS)]
-    env = {name: value for name, value in os.environ.items() if name != "UNISONO_RUN_ID"}
-    process = subprocess.Popen(
-        [sys.executable, "-m", "unisono", "run", "--supervise", *logs, *words],
-        env=env,  # without the id: it must not end with a rank that starts it
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        start_new_session=True,
-        text=True,
-    )
-    line = process.stdout.readline() if process.stdout is not None else ""
-    if not line:
-        _, errors = process.communicate()
-        raise RankFailed(f"the job did not start\n{errors}", exit_code=process.returncode)
-    _print_job(*line.strip().split(" ", 1))
-    return 0
-
-
-def _print_job(job: str, directory: str) -> None:
-    """Print the id for programs, and for people what to do with it."""
-    print(job, flush=True)
-    text = f"unisono: in {directory}; unisono job logs {job} --follow shows its output"
-    print(text, file=sys.stderr)
-
-
-def _supervise(job: Job) -> int:
-    """Supervise the job in this process: print the id, detach from the terminal, wait."""
-    from unisono.launch.stopping import signals_of_launcher
-
-    print(job.id, job.dir, flush=True)
-    null = os.open(os.devnull, os.O_RDWR)
-    for fd in (1, 2):  # pipes to the process that started us, which does not wait for our end
-        os.dup2(null, fd)
-    os.close(null)
-    with signals_of_launcher():
-        try:
-            job.wait()
-        except BaseException:
-            job.cancel()
-            raise
-    return 0 if job.status() == "done" else 1
 
 
 def _recording(

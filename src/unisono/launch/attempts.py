@@ -1,7 +1,7 @@
 """A run as a series of attempts: a new one after a failure, or when the function asks for it.
 
-`Attempts` is that series wherever it is run: in the launcher (`Run`), or in the batch script of a
-cluster's job (`places/slurm/driver.py`). What came of it is in its `Progress`.
+`Attempts` is that series wherever it is run: in the launcher (`Run`), or in task 0 of a
+cluster's job (`places/slurm/task.py`). What came of it is in its `Progress`.
 """
 
 from __future__ import annotations
@@ -296,8 +296,8 @@ class Run(Attempts):
             from unisono.launch.places.mpi import MpiRanks as start
         elif kind is Device.RAY:
             from unisono.launch.places.ray import RayRanks as start
-        elif kind is Device.SLURM:  # inside an allocation; else a driver in the job does this
-            from unisono.launch.places.slurm.driver import srun_ranks as start
+        elif kind is Device.SLURM:  # inside an allocation; else task 0 of the job does this
+            from unisono.launch.places.slurm.task import srun_ranks as start
         else:
             policy = None if elastic is None else self._elastic_policy(elastic)
             start = functools.partial(LocalRanks, policy=policy)

@@ -61,7 +61,7 @@ class Job(ABC):
         Args:
             id_or_dir: its number, or its directory.
         """
-        from unisono.launch.places.slurm.job import SlurmJob
+        from unisono.launch.places.slurm.submit import SlurmJob
 
         return SlurmJob.find(id_or_dir)
 

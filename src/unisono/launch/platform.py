@@ -12,7 +12,7 @@ import socket
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import MISSING, dataclass, field, fields
-from enum import Enum
+from enum import Enum, EnumMeta
 from typing import TYPE_CHECKING, Any, Self
 
 from unisono import accelerator, removed
@@ -28,7 +28,16 @@ if TYPE_CHECKING:
 __all__ = ["Device", "Platform"]
 
 
-class Device(Enum):
+class _Devices(EnumMeta):
+    """Lets a device that is gone say what to write instead."""
+
+    def __getattr__(cls, name: str) -> Any:
+        if name in cls._member_map_:  # where Python 3.11 looks members up
+            return cls._member_map_[name]
+        raise removed.removed_name(f"unisono.Device.{name}")
+
+
+class Device(Enum, metaclass=_Devices):
     """A kind of place, as `Platform(device=...)` and `run(on=...)` name it."""
 
     CPU = "cpu"
@@ -170,8 +179,6 @@ class Platform:
     """SLURM: time limit in minutes; None is that of the partition."""
     slurm_additional_parameters: dict[str, Any] | None = None
     """SLURM: more options for `sbatch`."""
-    submitter: str = "auto"
-    """SLURM: who talks to the cluster."""
     srun_args: Sequence[str] = ()
     """SLURM: more words for `srun`."""
     console_logs: str = "./.unisono/jobs"
@@ -374,7 +381,6 @@ KINDS: dict[str, Kind] = {
     **dict.fromkeys(("mpiexec", "console_logs"), kinds.PATH),
     "timeout_min": kinds.MINUTES,
     **dict.fromkeys(("slurm_additional_parameters", "ray_init"), kinds.TABLE),
-    "submitter": kinds.one_of("auto", "submitit", "sbatch"),
     "nodes": kinds.COUNT,
     "timeout_s": kinds.SECONDS,
     "max_restarts": kinds.COUNT_OR_ZERO,
@@ -383,7 +389,7 @@ KINDS: dict[str, Kind] = {
 ONLY_AT: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("accelerator", "oversubscribe"), ("gpu", "slurm", "ray", "mpi", "mps")),
     **dict.fromkeys(("hosts", "mpiexec", "mpiexec_args"), ("mpi",)),
-    **dict.fromkeys(("partition", "mem_per_node", "timeout_min", "submitter"), ("slurm",)),
+    **dict.fromkeys(("partition", "mem_per_node", "timeout_min"), ("slurm",)),
     **dict.fromkeys(("slurm_additional_parameters", "srun_args"), ("slurm",)),
     **dict.fromkeys(("n_nodes", "lost_after_s"), ("mpi", "ray", "slurm")),
     "spawn_method": ("cpu", "gpu", "mps"),

@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING
 
+from unisono.removed import removed_name
 from unisono.topology import decompose, halo, overlap, resample, window
 from unisono.topology.draw import draw
 from unisono.topology.fanout import Group, Layout, broadcast_groups, reduce_groups
@@ -60,7 +61,7 @@ def __getattr__(name: str) -> object:
     """Load a class that needs torch, once."""
     home = _HOMES.get(name)
     if home is None:
-        raise AttributeError(f"module 'unisono.topology' has no attribute {name!r}")
+        raise removed_name(f"unisono.topology.{name}")
     value = getattr(importlib.import_module(home), name)
     globals()[name] = value
     return value

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 import os
+import select
 import selectors
 import shutil
 import signal
@@ -53,6 +54,8 @@ LOOK_S = 0.2
 """Seconds between two looks whether a rank that others wait for was stopped by a signal."""
 _LINGER_S = 1.0
 """Longest wait for the other side to take the last messages."""
+GONE = "the supervisor is gone"
+"""Why an agent stops of itself."""
 _REFUSED_S = 1.0
 """So long its host says that no process listens at its port: then the supervisor is gone."""
 
@@ -204,6 +207,9 @@ class Agent(RankMonitor):
         welcome = self._wait_for("plan")
         self._plan: RunPlan = welcome["plan"]
         self._attempt: int = welcome["attempt"]
+        if welcome["directory"] is not None:
+            with suppress(OSError):  # this host may not have it
+                os.chdir(welcome["directory"])
         super().__init__(signal.Signals[self._plan.stack_signal])
         self.listen(self._channel.fileno(), self._hear)
         self.listen(line.fileno(), self._go_on_connected)
@@ -216,8 +222,8 @@ class Agent(RankMonitor):
         self._payload_fd = self._payload(Path(welcome["payload"]))
         self._rank = self._start()
 
-    def run(self) -> None:
-        """Stay until the supervisor lets the rank go, or stops it."""
+    def run(self) -> str:
+        """Stay until the supervisor lets the rank go; return why it was stopped if it was."""
         try:
             while not self._is_finished and not self._stop_reason:
                 self._turn(LOOK_S if self._is_elastic else None)
@@ -230,23 +236,24 @@ class Agent(RankMonitor):
                 self._tell()
         finally:
             self._end()
+        return self._stop_reason
 
     def _wait_for(self, word: str) -> dict[str, Any]:
         """Return the next message that has this word, before the rank is started."""
         with selectors.DefaultSelector() as selector:
             selector.register(self._channel, selectors.EVENT_READ)
             while True:
-                selector.select()
-                try:
-                    self._orders += self._channel.receive()
-                except Broken as error:
-                    raise PlatformError(f"the supervisor hung up: {error}") from None
                 for order in self._orders:
                     if word in order or "stop" in order:
                         self._orders.remove(order)
                         if word not in order:
                             raise PlatformError(f"stopped before the start: {order['stop']}")
                         return order
+                selector.select()
+                try:
+                    self._orders += self._channel.receive()
+                except Broken as error:
+                    raise PlatformError(f"the supervisor hung up: {error}") from None
 
     def _payload(self, path: Path) -> int:
         """Return the file with all that the rank is told: the supervisor's own, or a copy of it."""
@@ -277,10 +284,7 @@ class Agent(RankMonitor):
                 keeps_log=False,
                 shared_fds=self._shared_fds,
                 has_own_path=True,
-                # By these an MPI library in the rank talks to who started it.
-                kept_fds=(int(variables["PMI_FD"]),)
-                if variables.get("PMI_FD", "").isdigit()
-                else (),
+                kept_fds=mpi_descriptors(variables),
             )
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
@@ -377,7 +381,7 @@ class Agent(RankMonitor):
         if self._line.reconnected():
             self.listen(self._channel.fileno(), self._hear)
         else:
-            self._stop_reason = self._stop_reason or "the supervisor is gone"
+            self._stop_reason = self._stop_reason or GONE
         return True
 
     def _take_signals(self) -> None:
@@ -420,14 +424,61 @@ def chunks_of(word: str, fd: int) -> Iterator[dict[str, bytes]]:
     yield {word: b""}
 
 
-def main() -> int:
-    """Be the agent that the environment describes."""
-    environment = dict(os.environ)
-    invitation = Invitation.read(environment.pop(INVITATION))
+def mpi_descriptors(environment: Mapping[str, str]) -> tuple[int, ...]:
+    """Return the descriptors by which an MPI library in a rank talks to who started it."""
+    with suppress(KeyError, ValueError, OSError):  # of a step around this one, it is closed
+        fd = int(environment["PMI_FD"])
+        os.fstat(fd)
+        return (fd,)
+    return ()
+
+
+def attend(invitation: Invitation, environment: Mapping[str, str]) -> str:
+    """Be the agent of the rank that `environment` describes, to its end.
+
+    Returns:
+        Why it was stopped; "" if its rank was let go.
+    """
     place = detect({n: value for n, value in environment.items() if n not in _OF_OTHERS})
     line = Line(invitation)
     line.connect(CONNECT_S)
-    Agent(line, place, environment.get("SLURMD_NODENAME", ""), environment).run()
+    return Agent(line, place, environment.get("SLURMD_NODENAME", ""), environment).run()
+
+
+def visit(invitation: Invitation, order: str, timeout_s: float) -> dict[str, Any] | None:
+    """Give a supervisor an order from outside of its run; return its answer.
+
+    Args:
+        invitation: where it is.
+        order: what it is to do.
+        timeout_s: how long to wait for the answer; without one in time the result is {}.
+
+    Returns:
+        None if it cannot be reached.
+    """
+    channel, key = Channel(), bytes.fromhex(invitation.key)
+    try:
+        channel.attach(dial(channel, key, invitation.addresses, invitation.port, _DIAL_S))
+        channel.send({"order": order})
+        end = time.monotonic() + timeout_s
+        while (left := end - time.monotonic()) > 0:
+            if select.select([channel], [], [], left)[0]:
+                for answer in channel.receive():
+                    return answer
+        return {}
+    except (OSError, Broken):
+        return None
+    finally:
+        channel.detach()
+
+
+def main() -> int:
+    """Be the agent that the environment describes."""
+    if Path.cwd() == Path("/"):  # where mpiexec starts agents of other hosts
+        with suppress(OSError, RuntimeError):
+            os.chdir(Path.home())
+    environment = dict(os.environ)
+    attend(Invitation.read(environment.pop(INVITATION)), environment)
     return 0
 
 

@@ -24,7 +24,7 @@ from typing import Any
 from unisono.errors import PlatformError
 from unisono.launch.channel import Broken, Channel, Listener, new_key
 from unisono.launch.logs import FAILED, STDIN_VARIABLE, Console, RankLog, RankStream
-from unisono.launch.places.agent import INVITATION, Invitation, chunks_of
+from unisono.launch.places.agent import INVITATION, Invitation, chunks_of, mpi_descriptors
 from unisono.launch.plan import RunPlan, own_versions
 from unisono.launch.pool import verdict
 from unisono.launch.pool.monitor import LONGEST_S
@@ -40,6 +40,11 @@ HUNG_UP_S = 0.25, 1.0
 """How long an agent of this host, or of another one, may take to come back after its connection was
 closed: that is what happens when it ends, but a gateway may also close what it thinks is idle."""
 ALL_INTERFACES = "0.0.0.0"
+
+
+def payload_path(job_dir: Path, plan: RunPlan) -> Path:
+    """Return where a run keeps what its ranks are told."""
+    return job_dir / f"payload-{plan.run_id}"
 
 
 @dataclass(eq=False)
@@ -73,7 +78,7 @@ class AgentRanks(Ranks):
     """The ranks of one attempt, each with an agent.
 
     Args:
-        job: what ranks are told.
+        job: what ranks are told; None if the directory has the payload already.
         plan: the plain facts of the run.
         attempt: number of the attempt.
         console: where output is shown.
@@ -89,7 +94,7 @@ class AgentRanks(Ranks):
 
     def __init__(
         self,
-        job: Job,
+        job: Job | None,
         plan: RunPlan,
         attempt: int,
         *,
@@ -99,7 +104,7 @@ class AgentRanks(Ranks):
         env: Mapping[str, str] | None = None,
         address: str | None = None,
     ) -> None:
-        if console.raw_rank is not None:
+        if console.raw_rank is not None and job is not None:
             raise PlatformError.because(
                 f'{STDIN_VARIABLE} with on="{job.platform.kind.value}"',
                 "ranks of another program, which have no terminal",
@@ -121,12 +126,13 @@ class AgentRanks(Ranks):
             )
         self._console = console
         self._dir = job_dir
+        self._directory = job.setting.directory
         self._command = command
         self._env = env
         self._process: subprocess.Popen[bytes] | None = None
         self._end_fd = -1
-        self._payload = job_dir / f"payload-{plan.run_id}"
-        if not self._payload.exists():
+        self._payload = payload_path(job_dir, plan)
+        if job is not None and not self._payload.exists():
             write_payload(job, self._payload)
         self._seats = [
             Seat(
@@ -168,6 +174,7 @@ class AgentRanks(Ranks):
         """Start one agent for each rank."""
         if self._command is None:
             raise NotImplementedError
+        env = os.environ if self._env is None else self._env
         flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND
         output = os.open(self._dir / verdict.STARTER_LOG, flags, 0o600)
         try:
@@ -179,10 +186,8 @@ class AgentRanks(Ranks):
                 stdout=output,
                 stderr=output,
                 start_new_session=True,
-                env={
-                    **(os.environ if self._env is None else self._env),
-                    INVITATION: str(invitation),
-                },
+                pass_fds=mpi_descriptors(env),
+                env={**env, INVITATION: str(invitation)},
             )
         finally:
             os.close(output)
@@ -318,10 +323,16 @@ class AgentRanks(Ranks):
             return
         for message in messages:
             seat = self._channels[channel]
-            if seat is None:
+            if seat is None and "order" in message:
+                self.visited(channel, message["order"])
+            elif seat is None:
                 self._seat(channel, message)
             else:
                 self._take(seat, message)
+
+    def visited(self, channel: Channel, order: str) -> None:
+        """Answer a process that knows the key but is no agent, such as the handle on a job."""
+        channel.send({"refused": order})
 
     def _seat(self, channel: Channel, hello: dict[str, Any]) -> None:
         """Take in a new agent."""
@@ -343,7 +354,14 @@ class AgentRanks(Ranks):
             return
         if self._attempt:
             seat.log.write(f"--- attempt {self._attempt} on {seat.state.host}\n".encode())
-        seat.send({"plan": self._plan, "attempt": self._attempt, "payload": str(self._payload)})
+        seat.send(
+            {
+                "plan": self._plan,
+                "attempt": self._attempt,
+                "payload": str(self._payload),
+                "directory": self._directory,
+            }
+        )
         if self._master is not None:
             seat.send({"master": self._master})
 

@@ -271,16 +271,13 @@ def _knock(address: str) -> None:
 class RankActor:
     """The actor of one rank: its process is the agent."""
 
-    def watch(self, invitation: str, place: Environment, directory: str) -> None:
+    def watch(self, invitation: str, place: Environment) -> None:
         """Start the rank and stay until it has ended.
 
         Args:
             invitation: where the supervisor is, and the key of the run.
             place: of the rank.
-            directory: where the launcher works; taken if this host has it, too.
         """
-        with suppress(OSError):
-            os.chdir(directory)
         environment = {name: v for name, v in os.environ.items() if name != _DEBUGGER}
         line = Line(Invitation.read(invitation))
         line.connect(CONNECT_S)
@@ -303,7 +300,6 @@ class RayRanks(AgentRanks):
             need={name: n for name, n in need.items() if n},
             nodes=platform.n_nodes if platform.is_explicit("n_nodes") else None,
         )
-        self._directory = job.setting.directory or ""
         self._shows = console.shows_any
         self._actors: list[Any] = []
         self._spots: dict[int, tuple[Environment, int]] = {}
@@ -433,7 +429,7 @@ class RayRanks(AgentRanks):
         )
         self._actors.append(actor)
         self._running.add(rank)
-        watch = actor.watch.remote(self._invitation, place, self._directory)
+        watch = actor.watch.remote(self._invitation, place)
         watch.future().add_done_callback(partial(self._hear_of_end, rank))
         return True
 
@@ -447,7 +443,7 @@ class RayRanks(AgentRanks):
         seat = self._seats[rank]
         if error is None or seat.is_over:
             return
-        seat.why_lost = f"was lost: {_words(error)}"
+        seat.why_lost, seat.left_at = f"was lost: {_words(error)}", seat.left_at or time.time()
         if seat.channel is None:
             self.lost(seat)
         else:

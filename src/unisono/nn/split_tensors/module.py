@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
 from unisono.accelerator import forked_generators
+from unisono.comm.digest import digest
 from unisono.errors import CollectiveMismatch, UnisonoError, explain
 from unisono.expect import expect, expect_choice
 from unisono.nn.agreement import current_mode
@@ -285,28 +286,13 @@ def _described(values: Any, path: str = "") -> list[str]:
 
 
 def _bits(x: Tensor) -> int:
-    """Return a number that differs if the bits of a tensor do.
-
-    All of a tensor of up to 64 KB by a CRC. Of a larger one the sum of all its bits, at the speed
-    of memory, and the CRC of a sample, which knows the order.
-    """
+    """Return a number that differs if the bits of a tensor do."""
     to_local = getattr(x, "to_local", None)  # a DTensor; to import its class takes long
     local: Tensor = x if to_local is None else to_local()
     is_made = not isinstance(x, (UninitializedParameter, UninitializedBuffer))
     if not is_made or local.layout != torch.strided:
         return 0
-    with torch.no_grad(), torch.inference_mode():
-        points = local.detach().contiguous().flatten()
-        if points.device.type == "meta":
-            return 0
-        some = points if points.nbytes <= 2**16 else points[:: (points.numel() // 2**12) | 1]
-        # A copy: memory that numpy has seen cannot be resized any more, which FSDP wants to do.
-        code = zlib.crc32(some.clone().view(torch.uint8).cpu().numpy().tobytes())
-        if some is points:
-            return code
-        words = points.view(torch.uint8)
-        total = words[: points.nbytes // 8 * 8].view(torch.int64).sum()
-        return (code + int(total)) % 2**32
+    return digest(local) % 2**32
 
 
 def _digest(lines: list[str]) -> int:

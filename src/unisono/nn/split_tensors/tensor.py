@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from unisono.accelerator import generator_state, is_accelerator
 from unisono.comm import Communicator
 from unisono.errors import CollectiveMismatch, PartitionError, UnisonoError
-from unisono.nn.agreement import cuts_of_blocks
+from unisono.nn.agreement import block_digest, cuts_of_blocks, report_equal_blocks
 from unisono.nn.split_tensors.memory import Memory, address, changed_in_place
 from unisono.nn.split_tensors.preview import (
     UNKNOWN,
@@ -400,13 +400,14 @@ def entered(x: Tensor | None, partition: Partition, run: Run, numbers: Sequence[
     comm, known, dims = partition.comm, isinstance(x, Split), partition.dim
     state = zlib.crc32(torch.get_rng_state().numpy().tobytes() + _device_state(x))
     shape, own = [0] * dims, [-1, 0, 0, 0]
+    block = 0 if x is None or known else block_digest(x, comm)
     if x is not None:
         with _plainly():
             shape = list(x.shape) if x.ndim == dims and not known else shape
         local = x.local if isinstance(x, Split) else x
         needs = int(local.requires_grad and torch.is_grad_enabled())
         own = [local.ndim, zlib.crc32(str(local.dtype).encode()), needs, int(known)]
-    records = comm.all_gather_ints([*shape, *own, state, *numbers])
+    records = comm.all_gather_ints([*shape, *own, state, block, *numbers])
     if len({record[dims : dims + 4] for record in map(tuple, records)}) > 1:
         raise CollectiveMismatch(
             "inputs of a split network: dims, dtype and requires_grad must be equal on all ranks",
@@ -420,7 +421,7 @@ def entered(x: Tensor | None, partition: Partition, run: Run, numbers: Sequence[
             "a split network called without a tensor",
             hint="the own block of its input first, then tensors that all ranks hold equal",
         )
-    further = zip(*[record[dims + 5 :] for record in records], strict=True)
+    further = zip(*[record[dims + 6 :] for record in records], strict=True)
     draws_alike = len({record[dims + 4] for record in records}) == 1
     alike = all(len(set(column)) == 1 or 0 in column for column in further)
     if isinstance(x, Split):
@@ -432,6 +433,7 @@ def entered(x: Tensor | None, partition: Partition, run: Run, numbers: Sequence[
             hint=f"Partition({[1] * x.ndim}) with the ranks of the dims that are cut",
         )
     cuts = agreed_cuts([record[:dims] for record in records], partition)
+    report_equal_blocks([record[dims + 5] for record in records], x.shape, partition)
     return Entry(Split(x, cuts, run) if cuts else x, draws_alike, alike)
 
 

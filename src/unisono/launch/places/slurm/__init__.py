@@ -1,4 +1,1 @@
-"""Jobs on a SLURM cluster: the batch script, its submission, the driver inside, the handle.
-
-What ranks on other hosts have in common with MPI's (agents, supervisor, files) is not here.
-"""
+"""Jobs on a SLURM cluster, by submitit: what it submits, what it runs in each task, the handle."""

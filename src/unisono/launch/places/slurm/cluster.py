@@ -14,45 +14,55 @@ import sys
 import threading
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from unisono.errors import PlatformError
+from unisono.launch.plan import RunPlan
 from unisono.launch.platform import Platform
 
 PROGRAMS = ("sbatch", "srun", "squeue", "scontrol", "scancel", "sinfo")
 """What has to be there to submit jobs, and to look after them."""
-
 ANSWER_S = 60.0
 """Longest wait for an answer of the controller."""
 SHORTEST_S, LONGEST_S = 1.0, 10.0
 """Seconds between two questions: the longer nothing changes, the rarer they are."""
 _SPECIAL_STEPS = 0xFFFFFFFA
 """Steps from this number on are no steps of the user's, as the shell of `salloc`."""
+_TIME = re.compile(r"(?:(\d+)-)?(?:(\d+):)?(\d+):(\d+)")
 
 
 @dataclass(frozen=True)
 class Partition:
-    """One line of `sinfo`."""
+    """A part of the cluster with nodes and limits of its own."""
 
     name: str
-    """Its name."""
     is_default: bool
     """Whether jobs without a partition go there."""
     nodes: int
-    """How many nodes it has."""
-    cpus: int
-    """CPUs of its smallest node."""
     limit: str
     """Longest time of a job, as SLURM writes it."""
+    usual: str = "n/a"
+    """Time limit of a job that asks for none; `n/a`: the longest."""
+
+    @property
+    def minutes(self) -> int:
+        """Time limit of a job that asks for none; 0 is none."""
+        found = _TIME.fullmatch(self.limit if self.usual == "n/a" else self.usual)
+        if found is None:  # infinite
+            return 0
+        days, hours, minutes = (int(number or 0) for number in found.groups()[:3])
+        return max(1, (days * 24 + hours) * 60 + minutes)
 
 
-def answer(
-    *words: str, text: str = "", timeout_s: float = ANSWER_S
-) -> subprocess.CompletedProcess[str]:
-    """Run one of SLURM's programs, which reads `text`, to its end."""
+def call(*words: str, text: str = "", check: bool = True, timeout_s: float = ANSWER_S) -> str:
+    """Run one of SLURM's programs, which reads `text`, and return what it prints.
+
+    Raises `PlatformError` with its own words if it fails and `check` holds.
+    """
     try:
-        return subprocess.run(
+        done = subprocess.run(
             words,
             input=text,
             capture_output=True,
@@ -67,14 +77,6 @@ def answer(
         raise PlatformError.because(
             " ".join(words), f"no answer within {timeout_s:g} s", None, "scontrol ping"
         ) from error
-
-
-def call(*words: str, check: bool = True, timeout_s: float = ANSWER_S) -> str:
-    """Run one of SLURM's programs and return what it prints.
-
-    Raises `PlatformError` with its own words if it fails and `check` holds.
-    """
-    done = answer(*words, timeout_s=timeout_s)
     if check and done.returncode:
         raise PlatformError.because(
             " ".join(words),
@@ -83,7 +85,8 @@ def call(*words: str, check: bool = True, timeout_s: float = ANSWER_S) -> str:
             "scontrol ping tells whether a cluster answers; SLURM_CONF=/path/of/slurm.conf names "
             "another one",
         )
-    return "" if done.returncode else done.stdout
+    # `sbatch --test-only` says on the other stream that all is well.
+    return "" if done.returncode else done.stderr if text else done.stdout
 
 
 def _not_found(program: str) -> Exception:
@@ -112,30 +115,34 @@ def in_allocation() -> bool:
     return "SLURM_JOB_ID" in os.environ and step.isdigit() and int(step) >= _SPECIAL_STEPS
 
 
+def srun_options(plan: RunPlan) -> list[str]:
+    """Return the options of `srun` that start a task for each rank, in order of the nodes.
+
+    The sizes are repeated: newer `srun` do not take them from the job. A task that ends does not
+    end the others: the supervisor does.
+    """
+    return [
+        f"--nodes={plan.nodes}",
+        f"--ntasks={plan.ranks}",
+        f"--ntasks-per-node={plan.ranks_per_node}",
+        f"--cpus-per-task={plan.cpus_per_rank}",
+        *("--distribution=block", "--kill-on-bad-exit=0", "--wait=0"),
+        *(["--no-kill"] if plan.elastic is not None else []),
+        *plan.srun_args,
+    ]
+
+
 def partitions(timeout_s: float = ANSWER_S) -> list[Partition]:
     """Return the partitions of the cluster; `sinfo` has a line for each kind of node."""
     known: dict[str, Partition] = {}
-    words = ("sinfo", "--noheader", "--format=%P|%D|%c|%l")
+    words = ("sinfo", "--noheader", "--format=%P|%D|%l|%L")
     for line in call(*words, timeout_s=timeout_s).splitlines():
-        word, nodes, cpus, limit = line.strip().split("|")
+        word, nodes, limit, usual = line.strip().split("|")
         name, count = word.removesuffix("*"), int(nodes)
-        smallest = int(re.sub(r"\D.*", "", cpus) or 0)
-        if (same := known.get(name)) is not None:
-            count, smallest = count + same.nodes, min(smallest, same.cpus)
-        known[name] = Partition(name, name != word, count, smallest, limit)
+        if name in known:
+            count += known[name].nodes
+        known[name] = Partition(name, name != word, count, limit, usual)
     return list(known.values())
-
-
-def queue_of_user() -> dict[str, tuple[str, str]]:
-    """Return state and reason of all jobs of this user that the controller remembers."""
-    text = call(
-        "squeue", "--noheader", f"--user={os.getuid()}", "--states=all", "--format=%i|%T|%r"
-    )
-    jobs: dict[str, tuple[str, str]] = {}
-    for line in text.splitlines():
-        job, state, reason = line.strip().split("|", 2)
-        jobs[job] = (state, reason)
-    return jobs
 
 
 def show_job(job: str) -> dict[str, str]:
@@ -171,45 +178,48 @@ def _fields(text: str) -> dict[str, str]:
     return dict(found)
 
 
-def check_cluster(platform: Platform) -> str | None:
-    """Return the partition to name in the batch script; raise `PlatformError` for a bad request."""
+def check_cluster(platform: Platform) -> tuple[str | None, int | None]:
+    """Return partition and time limit of a job; raise `PlatformError` for a bad request."""
     check_programs()
     return choose_partition(platform, partitions())
 
 
-def choose_partition(platform: Platform, known: Sequence[Partition]) -> str | None:
-    """Return the partition of this platform among those that are known, if it is to be named.
+def choose_partition(
+    platform: Platform, known: Sequence[Partition]
+) -> tuple[str | None, int | None]:
+    """Return the partition to name, if any, and the time limit in minutes, if one is known.
 
-    One that the caller named must exist; the one of DDPW's default is left out on a cluster that
-    does not have it, with a line that says so.
+    A partition that the caller named must exist. That of DDPW's default is left out on a cluster
+    that does not have it, with a line that says so.
     """
     names = [partition.name for partition in known]
-    wanted = platform.partition
-    if wanted is not None and not set(wanted.split(",")) <= set(names):
+    name = platform.partition
+    if name is not None and not set(name.split(",")) <= set(names):
         if platform.is_explicit("partition"):
-            near = difflib.get_close_matches(wanted, names, n=1)
+            near = difflib.get_close_matches(name, names, n=1)
             raise PlatformError.because(
-                f"Platform(partition={wanted!r})",
+                f"Platform(partition={name!r})",
                 f"partitions of this cluster are {', '.join(names) or 'none'}",
                 None,
                 f"partition={near[0]!r}" if near else "leave it out for the cluster's default",
             )
         default = next((partition.name for partition in known if partition.is_default), "none")
         print(
-            f"unisono: this cluster has no partition {wanted!r}; the default one is {default}",
+            f"unisono: this cluster has no partition {name!r}; the default one is {default}",
             file=sys.stderr,
         )
-        wanted = None
-    chosen = [p for p in known if (p.name in wanted.split(",") if wanted else p.is_default)]
+        name = None
+    chosen = [p for p in known if (p.name in name.split(",") if name else p.is_default)]
     most = max((partition.nodes for partition in chosen), default=None)
     if most is not None and platform.n_nodes > most:
         raise PlatformError.because(
-            f"{platform.n_nodes} nodes of partition {wanted or chosen[0].name!r}",
+            f"{platform.n_nodes} nodes of partition {name or chosen[0].name!r}",
             f"it has {most}",
             f"{platform.n_nodes} nodes > {most}",
             f"nodes={most}",
         )
-    return wanted
+    usual = min((partition.minutes for partition in chosen), default=None)
+    return name, usual if platform.timeout_min is None else platform.timeout_min
 
 
 class Queue:
@@ -218,31 +228,32 @@ class Queue:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._jobs: dict[str, tuple[str, str]] = {}
-        self._asked_at = -float("inf")
-        self._pause_s = SHORTEST_S
+        self.forget()
+
+    def forget(self) -> None:
+        """Ask anew next time."""
+        self._pause_s, self._next = SHORTEST_S, 0.0
 
     def look(self, job: str) -> tuple[str, str] | None:
         """Return state and reason of a job; None once the controller has forgotten it."""
         with self._lock:
-            age = time.monotonic() - self._asked_at
-            if age > (self._pause_s if job in self._jobs else SHORTEST_S / 2):
-                self._ask()
-            return self._jobs.get(job)
+            if time.monotonic() >= self._next:
+                before = self._jobs
+                with suppress(PlatformError):  # the controller is busy or being restarted
+                    self._jobs = _jobs_of_user()
+                is_new = self._jobs != before
+                self._pause_s = SHORTEST_S if is_new else min(LONGEST_S, 1.5 * self._pause_s)
+                self._next = time.monotonic() + self._pause_s
+            if job in self._jobs:
+                return self._jobs[job]
+        fields = show_job(job)  # it has left the queue, or was just submitted
+        return (fields["JobState"], fields.get("Reason", "")) if "JobState" in fields else None
 
-    def forget(self) -> None:
-        """Ask anew next time."""
-        with self._lock:
-            self._asked_at = -float("inf")
-            self._pause_s = SHORTEST_S
 
-    def _ask(self) -> None:
-        try:
-            jobs = queue_of_user()
-        except PlatformError:
-            jobs = self._jobs  # the controller is busy or being restarted: what was known holds
-        is_new = jobs != self._jobs
-        self._pause_s = SHORTEST_S if is_new else min(LONGEST_S, 1.5 * self._pause_s)
-        self._jobs, self._asked_at = jobs, time.monotonic()
+def _jobs_of_user() -> dict[str, tuple[str, str]]:
+    words = ("--noheader", f"--user={os.getuid()}", "--states=all", "--format=%i|%T|%r")
+    rows = (line.strip().split("|", 2) for line in call("squeue", *words).splitlines())
+    return {job: (state, reason) for job, state, reason in rows}
 
 
 QUEUE = Queue()

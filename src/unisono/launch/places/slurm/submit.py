@@ -1,181 +1,361 @@
-"""From a checked request to a job in the queue: its directory, its files, its submission.
+"""From a checked request to a job in the queue, by submitit, and the handle on it.
 
-`run(on="slurm")` submits, too, then shows the logs and waits.
+`run(on="slurm")` submits, too, then shows the output of task 0 and waits.
 """
 
 from __future__ import annotations
 
 import importlib.util
+import os
+import pickle
+import shlex
+import shutil
 import subprocess
 import sys
+import tempfile
 import time
-from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from unisono.errors import MissingExtra, PlatformError
+from unisono.errors import JobCancelled, MissingExtra, PlatformError, RankFailed, RankTimeout
 from unisono.launch import job_files
-from unisono.launch.attempts import own_failure, parent_of, plan_of, rank_job, telling
-from unisono.launch.logs import Console, LogFollower
-from unisono.launch.places.mailbox import INTERRUPT, PAYLOAD, Mailbox
-from unisono.launch.places.program import LEAVE_S
+from unisono.launch.attempts import (
+    Progress,
+    own_failure,
+    parent_of,
+    plan_of,
+    rank_job,
+    results_of,
+    telling,
+)
+from unisono.launch.job import ENDS, POLL_S, Job, State
+from unisono.launch.logs import LogReader
+from unisono.launch.places.agent import Invitation, visit
+from unisono.launch.places.agents import LEAVE_S, payload_path
 from unisono.launch.places.slurm import cluster
-from unisono.launch.places.slurm.cluster import check_cluster, choose_partition
-from unisono.launch.places.slurm.driver import drive
-from unisono.launch.places.slurm.job import SlurmJob
-from unisono.launch.places.slurm.script import batch_script, directives, driver_command
-from unisono.launch.platform import Platform
-from unisono.launch.pool.payload import dump_call
-from unisono.launch.pool.protocol import write_payload
+from unisono.launch.places.slurm.task import INVITATION, STATES, SlurmTask, Values
+from unisono.launch.pool.payload import Parcel, dump_call, nameless_file
+from unisono.launch.pool.protocol import RankState, write_payload
+from unisono.launch.pool.stacks import ANSWER_S
 from unisono.launch.request import Request
 from unisono.launch.results import Results
 from unisono.launch.stopping import announce, first_told_to, signals_of_launcher
 
-SCRIPT = "job.sh"
-OUTPUT = "slurm.log"
-SUBMITIT = "submitit"
-"""Where submitit keeps its files, in the directory of the job."""
-_PAUSE_S = 0.05
+if TYPE_CHECKING:
+    import submitit
+
+LOST_S = 15.0
+"""How long files of a job may take to appear after it has left the queue."""
+CANCEL_S = 90.0
+"""Longest wait for the end of a job that was cancelled."""
+_CANCELLED = "cancelled"
+"""File of a job that its handle has cancelled: the scheduler forgets it after a while."""
+_GOING = ("CONFIGURING", "RUNNING", "COMPLETING", "SUSPENDED", "STOPPED", "SIGNALING", "STAGE_OUT")
+_WAITING = ("PENDING", "REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED", "SPECIAL_EXIT", "RESV_DEL_HOLD")
+_ENDS = {
+    "CANCELLED": "cancelled",
+    "PREEMPTED": "cancelled",
+    "TIMEOUT": "timeout",
+    "DEADLINE": "timeout",
+}
+"""States in which a job is over, whatever its files say; all others wait for the files."""
+_FIXED = ("requeue", "open_mode", "signal", "signal_delay_s")
+"""What a restart after a requeue depends on; no option changes it."""
+
+
+def warning_s(timeout_min: int | None) -> int:
+    """Return how many seconds before the time limit ranks are warned.
+
+    Long enough to save, and a fifth of a short job at most.
+
+    Example:
+        >>> warning_s(2), warning_s(60)
+        (24, 90)
+    """
+    return int(max(10, min(90, 0.2 * 60 * timeout_min))) if timeout_min else 90
 
 
 def submit_job(request: Request) -> SlurmJob:
     """Queue a job; return its handle."""
-    platform = request.platform
-    partition = check_cluster(platform)
+    _check_submitit()
+    chosen = cluster.check_cluster(request.platform)
     # The environment of a rank is that of the cluster's step.
     job = rank_job(request, dump_call(request.fn, request.args, request.kwargs), {})
-    directory = job_files.make_directory(parent_of(request), platform.name)
-    entry: dict[str, Any] = {
-        "kind": "slurm",
-        "id": None,
-        "name": request.name,
-        "submitted": time.time(),
-        "ranks": request.ranks,
-        "plan": asdict(plan_of(request, job.secret)),
-    }
+    plan = plan_of(request, job.secret)
+    directory = job_files.make_directory(parent_of(request), request.platform.name)
+    try:
+        write_payload(job, payload_path(directory, plan))
+        shown = request.logs.shown(request.ranks)
+        task = SlurmTask(directory, plan, shown, request.logs.prefix and request.ranks > 1)
+        job_id = _submit(request, directory, task, *chosen)
+    except BaseException:
+        shutil.rmtree(directory, ignore_errors=True)
+        raise
+    entry = {"id": job_id, "ranks": request.ranks, "threads": plan.cpus_per_rank}
     job_files.write_state(directory, entry)
-    write_payload(job, directory / PAYLOAD)
-    script = _script(request, directory, partition)
-    job_files.write_private(directory / SCRIPT, script.encode())
-    submit = _submit_by_submitit if submitter(platform) == "submitit" else _submit_by_sbatch
-    job_id = submit(directory, script)
-    job_files.write_state(directory, {**entry, "id": job_id})
-    job_files.remember(job_id, directory)
     return SlurmJob(directory)
 
 
-def script_text(request: Request) -> str:
-    """Return the batch script of a request as it would be sent; works without a cluster, too."""
-    platform = request.platform
-    directory = parent_of(request) / f"{platform.name}-XXXXXXXX"
+def _submit(
+    request: Request, folder: Path, task: SlurmTask, partition: str | None, minutes: int | None
+) -> str:
+    """Submit a task with submitit; return the id of the job."""
+    import submitit
+    from submitit.core.utils import FailedJobError, FailedSubmissionError
+
+    platform, plan = request.platform, task.plan
+    is_pattern = "%" in str(task.directory)
+    if is_pattern or "\n" in f"{platform.name}{task.directory}":
+        raise PlatformError.because(
+            f"a job named {platform.name!r} in {str(task.directory)!r}",
+            "a percent sign, which SLURM replaces" if is_pattern else "a line break",
+            None,
+            "another name, or logs= with another directory",
+        )
+    values: dict[str, Any] = {
+        "job_name": platform.name,
+        "partition": partition,
+        "nodes": platform.n_nodes,
+        "ntasks_per_node": platform.ranks_per_node,
+        "cpus_per_task": platform.cpus_per_rank,
+        "gpus_per_node": platform.n_gpus_per_node or None,
+        "mem": None if platform.mem_per_node is None else f"{platform.mem_per_node}G",
+        "time": minutes,
+        "wckey": None,
+        "setup": None,
+        "teardown": None,
+    }
+    options: dict[str, Any] = {"no_kill": True} if plan.elastic is not None else {}
+    for key, value in (platform.slurm_additional_parameters or {}).items():
+        name = key.lstrip("-").replace("-", "_")
+        known = values if name in values else options
+        if name not in _FIXED:
+            known[name] = None if value is False else value
+    options = {name: value for name, value in options.items() if value is not None}
+    values["setup"] = ["export SUBMITIT_LOG_LEVEL=CRITICAL", *(values["setup"] or ())]
+    executor = submitit.SlurmExecutor(folder, max_num_timeout=plan.max_requeues)
     try:
-        known = cluster.partitions(timeout_s=10.0)
-    except PlatformError:  # no cluster here: what the caller said must do
+        executor.update_parameters(
+            **values,
+            signal_delay_s=warning_s(minutes),
+            srun_args=cluster.srun_options(plan),
+            additional_parameters={**options, "requeue": True},
+        )
+        return str(executor.submit(task).job_id)
+    except (FailedJobError, FailedSubmissionError, subprocess.SubprocessError) as error:
+        raise PlatformError.because(
+            f"a job of {request.ranks} ranks",
+            f"sbatch says: {str(error).strip()}",
+            None,
+            "unisono run --check ... shows the same at once",
+        ) from error
+
+
+def _check_submitit() -> None:
+    if importlib.util.find_spec("submitit") is None:
+        raise MissingExtra.of("slurm", 'on="slurm"', "no submitit")
+
+
+def script_text(request: Request) -> str:
+    """Return the batch script that submitit would write; works without a cluster, too.
+
+    Submitit shows a script only where it writes it. So it submits to an `sbatch` that does nothing,
+    in a directory that is removed.
+    """
+    _check_submitit()
+    from submitit.core.utils import environment_variables
+
+    platform = request.platform
+    try:
+        chosen = cluster.choose_partition(platform, cluster.partitions(timeout_s=10.0))
+    except PlatformError:
+        if not cluster.missing_programs():
+            raise
+        # No cluster here: what the caller said must do.
         partition = platform.partition if platform.is_explicit("partition") else None
-    else:
-        partition = choose_partition(platform, known)
-    return _script(request, directory, partition)
-
-
-def _script(request: Request, directory: Path, partition: str | None) -> str:
-    output, is_elastic = directory / OUTPUT, request.elastic is not None
-    options = directives(request.platform, output, partition=partition, is_elastic=is_elastic)
-    return batch_script(options, driver_command(directory))
+        chosen = partition, platform.timeout_min
+    directory = parent_of(request) / f"{platform.name}-XXXXXXXX"
+    task = SlurmTask(directory, plan_of(request, b""), frozenset(), has_prefix=False)
+    with tempfile.TemporaryDirectory(prefix="unisono-dry-") as folder:
+        for name in ("sbatch", "srun"):
+            Path(folder, name).write_text("#!/bin/sh\necho Submitted batch job 0\n")
+            Path(folder, name).chmod(0o700)
+        with environment_variables(PATH=f"{folder}:{os.environ.get('PATH', os.defpath)}"):
+            job_id = _submit(request, Path(folder), task, *chosen)
+        text = Path(folder, f"{job_id}_submission.sh").read_text(encoding="utf-8")
+        return text.replace(folder, shlex.quote(str(directory)))
 
 
 def judge_script(request: Request) -> str:
     """Have the scheduler judge the script without queueing it; return its words."""
-    check_cluster(request.platform)
-    done = cluster.answer("sbatch", "--test-only", text=script_text(request))
-    words = done.stderr.strip() or done.stdout.strip()
-    if done.returncode:
-        raise PlatformError.because(f"sbatch --test-only with {request.ranks} ranks", words)
-    return words
-
-
-def submitter(platform: Platform) -> str:
-    """Return who submits the job: `submitit` if it is there and nothing else is asked for."""
-    is_there = importlib.util.find_spec("submitit") is not None
-    if platform.submitter == "submitit" and not is_there:
-        raise MissingExtra.of("slurm", 'Platform(submitter="submitit")', "no submitit")
-    return "submitit" if is_there and platform.submitter != "sbatch" else "sbatch"
-
-
-def _submit_by_sbatch(directory: Path, _script: str) -> str:
-    """Submit the script in `directory`; return the id of the job."""
-    done = cluster.answer("sbatch", "--parsable", str(directory / SCRIPT))
-    if done.returncode:
-        raise _refused(directory, done.stderr)
-    return done.stdout.strip().partition(";")[0]
-
-
-def _submit_by_submitit(directory: Path, script: str) -> str:
-    """Submit the same script with submitit; return the id of the job."""
-    import submitit
-    from submitit.core.utils import FailedJobError, FailedSubmissionError
-
-    class Executor(submitit.SlurmExecutor):
-        def _make_submission_file_text(self, command: str, uid: str) -> str:
-            del command, uid
-            return script
-
-    (directory / SUBMITIT).mkdir(mode=0o700)
-    try:
-        job = Executor(folder=directory / SUBMITIT).submit(drive, str(directory))
-    except (FailedJobError, FailedSubmissionError, subprocess.SubprocessError) as error:
-        raise _refused(directory, str(error)) from error
-    return str(job.job_id)
-
-
-def _refused(directory: Path, words: str) -> Exception:
-    """Return the error for a script that the scheduler does not take."""
-    return PlatformError.because(
-        f"sbatch {directory / SCRIPT}",
-        words.strip(),
-        None,
-        "unisono run --check ... shows the same at once",
-    )
+    cluster.check_cluster(request.platform)
+    return cluster.call("sbatch", "--test-only", text=script_text(request)).strip()
 
 
 def run_on_slurm(request: Request) -> Results[Any]:
     """Run a request as a job and return what its ranks returned."""
-    logs, shown = request.logs, request.logs.shown(request.ranks)
-    console = Console(shown, prefix=logs.prefix and request.ranks > 1)
-    platform = request.platform
+    platform, is_shown = request.platform, request.logs.console != "none"
+    interrupted: list[float] = []
     with telling(platform), signals_of_launcher():
         job = submit_job(request)
-        follower = LogFollower(job.dir, console, shown)
-        told = 0
-        interrupted: list[float] = []
+        paths = (job.submitit.paths.stdout, sys.stdout), (job.submitit.paths.stderr, sys.stderr)
+        logs = [(LogReader(path, tracebacks=False), stream) for path, stream in paths if is_shown]
+        is_over = was_told = False
         try:
             with first_told_to(lambda: interrupted.append(time.monotonic())):
-                while not job.done():
-                    follower.look()
-                    for line in job.announcements()[told:]:
-                        told += 1
-                        if logs.console != "none":
-                            print(line, file=sys.stderr, flush=True)
-                    if interrupted and not (job.dir / INTERRUPT).exists():
-                        _interrupt(job, platform, is_shown=logs.console != "none")
+                while not is_over:
+                    is_over = job.wait(POLL_S)
+                    for log, stream in logs:
+                        for data in log.new():
+                            stream.write(data.decode(errors="replace"))
+                            stream.flush()
+                    if interrupted and not is_over and not was_told:
+                        was_told = True
+                        if is_shown:
+                            announce(platform.interrupt_s)
+                        if job.status() != "running" or job.ask("interrupt") is None:
+                            raise KeyboardInterrupt
                     limit_s = platform.interrupt_s + platform.grace_s + LEAVE_S
                     if interrupted and time.monotonic() > interrupted[0] + limit_s:
                         raise KeyboardInterrupt
-                    time.sleep(_PAUSE_S)
         except BaseException:
             job.cancel()
             raise
-        finally:
-            follower.close()
         if interrupted:
-            states = Mailbox(job.dir, job.attempt).read_states(job.ranks)
-            raise KeyboardInterrupt from own_failure(states, job.dir, job.attempt)
+            raise KeyboardInterrupt from own_failure(job.rank_states(), job.dir, job.attempt)
         return job.result()
 
 
-def _interrupt(job: SlurmJob, platform: Platform, *, is_shown: bool) -> None:
-    """Have the ranks of a job save and end; one that has none yet is cancelled."""
-    if job.status() != "running":
-        raise KeyboardInterrupt
-    if is_shown:
-        announce(platform.interrupt_s)
-    job_files.write_private(job.dir / INTERRUPT, b"")
+class SlurmJob(Job):
+    """A job of the scheduler.
+
+    Attributes:
+        submitit: the handle of submitit on its task 0.
+    """
+
+    submitit: submitit.SlurmJob[Values]
+
+    def __init__(self, directory: Path) -> None:
+        """Take the directory of a job, after a look at who wrote it."""
+        import submitit
+
+        job_files.check_ours(directory)
+        self.dir = directory
+        self._entry = job_files.read_state(directory)
+        self.id, self.ranks = str(self._entry["id"]), int(self._entry["ranks"])
+        self.submitit = submitit.SlurmJob(directory, self.id)
+        self._left_at: float | None = None
+        cluster.QUEUE.forget()
+
+    @classmethod
+    def find(cls, id_or_dir: str | Path) -> SlurmJob:
+        """Return the handle on a job, by its number or its directory."""
+        _check_submitit()
+        directory = Path(id_or_dir)
+        if not (directory / job_files.STATE).exists():
+            directory = cluster.directory_of_job(str(id_or_dir)) or directory
+        if not (directory / job_files.STATE).exists():
+            raise PlatformError.because(
+                f"Job.attach({str(id_or_dir)!r})",
+                "no job of ours that the scheduler remembers, and no directory of one",
+                None,
+                "the job's directory, below .unisono/jobs of the directory it was submitted from",
+            )
+        return cls(directory.absolute())
+
+    def wait(self, timeout_s: float | None = None) -> bool:
+        end = None if timeout_s is None else time.monotonic() + timeout_s
+        while not self.done():
+            if end is not None and time.monotonic() >= end:
+                return False
+            time.sleep(POLL_S)
+        return True
+
+    def cancel(self) -> None:
+        if not self.done():
+            (self.dir / _CANCELLED).touch()
+            self.submitit.cancel(check=False)
+            cluster.QUEUE.forget()
+            self.wait(CANCEL_S)
+
+    def stacks(self) -> dict[int, str]:
+        answer = self.ask("stacks") if self.status() == "running" else None
+        return answer["stacks"] if answer else {}
+
+    def ask(self, order: str) -> dict[str, Any] | None:
+        """Give the supervisor in task 0 an order, and return its answer; None: not reached."""
+        entry = job_files.read_json(self.dir / INVITATION)
+        return entry and visit(Invitation.read(entry["invitation"]), order, 2 * ANSWER_S)
+
+    def rank_states(self) -> list[RankState]:
+        """Return how the ranks ended, of a job that has."""
+        job_files.check_ours(self.dir / STATES)
+        return pickle.loads((self.dir / STATES).read_bytes())
+
+    def _look(self) -> State:
+        """Return how it stands; as its reason why it waits, in the scheduler's words."""
+        progress = Progress.read(self.dir)
+        attempt, ending = max(0, progress.attempt), progress.ending
+        if self.submitit.paths.result_pickle.exists():
+            if ending is None:
+                return State("failed", attempt, "the supervisor of its ranks failed")
+            name = ending.state if ending.state in ENDS and not progress.message else "failed"
+            words = progress.message or (progress.causes or [""])[-1]
+            return State(name, attempt, "" if name == "done" else words.split("\n")[0])
+        state, reason = cluster.QUEUE.look(self.id) or ("", "the scheduler has forgotten it")
+        if state in _WAITING:
+            return State("requeued" if progress.attempt >= 0 else "pending", attempt, reason)
+        words = "" if reason == "None" else reason
+        if state in _GOING:
+            self._left_at = None
+            is_requeued = progress.state == "requeued"
+            return State("requeued" if is_requeued else "running", attempt, words)
+        # It is over, but says nothing: its files may be slow.
+        self._left_at = self._left_at or time.monotonic()
+        if time.monotonic() < self._left_at + (2.0 if state in _ENDS else LOST_S):
+            return State("running", attempt, words)
+        name = "cancelled" if (self.dir / _CANCELLED).exists() else _ENDS.get(state, "failed")
+        return State(name, attempt, f"{state}: {reason}")
+
+    def _results(self) -> Results[Any]:
+        state, progress = self._look(), Progress.read(self.dir)
+        if state.name == "cancelled":
+            raise JobCancelled(f"job {self.id} was cancelled ({state.reason})", job_id=self.id)
+        if progress.ending is None or not self.submitit.paths.result_pickle.exists():
+            raise self._error_by_scheduler(state)
+        values = self.submitit.result() if state.name == "done" else {}
+
+        def value(rank: int) -> Parcel:
+            parcel = Parcel(nameless_file(), is_owner=True)
+            for piece in values.pop(rank):
+                os.write(parcel.fd, piece)
+            return parcel
+
+        return results_of(
+            progress,
+            self.rank_states(),
+            value,
+            place="slurm",
+            threads=int(self._entry["threads"]),
+            job_dir=self.dir,
+            is_kept=True,
+        )
+
+    def _error_by_scheduler(self, state: State) -> RankFailed | RankTimeout:
+        """Return the error of a job that ended without a word of its ranks."""
+        fields = cluster.show_job(self.id)
+        if state.name == "timeout":
+            limit = fields.get("TimeLimit", "")
+            return RankTimeout(
+                f"job {self.id} reached its time limit of {limit} ({state.reason})\n"
+                "HINT: a longer timeout_min, or save and requeue when should_stop() says so; "
+                f"logs are in {self.dir}"
+            )
+        code = f", exit code {fields['ExitCode']}" if "ExitCode" in fields else ""
+        words = [f"job {self.id} ended without a result ({state.reason}{code})"]
+        if self.submitit.paths.result_pickle.exists():
+            words.append(str(self.submitit.exception()))
+        words.append(
+            f"HINT: logs are in {self.dir}; if it has none, nodes do not see it: other logs="
+        )
+        return RankFailed("\n".join(words), job_dir=str(self.dir), attempt=state.attempt)
