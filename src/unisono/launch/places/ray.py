@@ -302,6 +302,8 @@ class RayRanks(AgentRanks):
         )
         self._shows = console.shows_any
         self._actors: list[Any] = []
+        self._spots: dict[int, tuple[Environment, int]] = {}
+        """The place of each rank, and its bundle."""
         self._running: set[int] = set()
         self._ended: deque[tuple[int, BaseException | None]] = deque()
         self._group: Any = None
@@ -383,7 +385,6 @@ class RayRanks(AgentRanks):
     def _start_actors(self) -> bool:
         """Start the actors of all ranks, in order of the nodes; return whether there is room."""
         from ray.util import placement_group_table
-        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
         if not self._ray.is_initialized():
             raise PlatformError.because(
@@ -402,21 +403,34 @@ class RayRanks(AgentRanks):
         names = {node["NodeID"]: node["NodeManagerHostname"] for node in self._nodes()}
         by_node = sorted((node, bundle) for bundle, node in table["bundles_to_node_id"].items())
         spots = [spot for spot in by_node for _ in range(self._demand.per_bundle)]
-        kind = self._ray.remote(RankActor)
         for place, (node, bundle) in zip(_places([node for node, _ in spots]), spots, strict=True):
             self._seats[place.rank].state.host = names.get(node, "")
-            actor = kind.options(
-                name=f"unisono-{self._plan.run_id}-{self._attempt}-rank-{place.rank}",
+            self._spots[place.rank] = place, bundle
+            self.start_agent(place.rank)
+        return True
+
+    def start_agent(self, rank: int) -> bool:
+        """Start the actor of a rank, or another one where it is lost: Ray finds room for it."""
+        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+        place, bundle = self._spots[rank]
+        count = len(self._actors)
+        actor = (
+            self._ray.remote(RankActor)
+            .options(
+                name=f"unisono-{self._plan.run_id}-{self._attempt}-rank-{rank}-{count}",
                 num_cpus=self._demand.need["CPU"],
                 num_gpus=self._demand.need.get("GPU", 0),
                 scheduling_strategy=PlacementGroupSchedulingStrategy(
                     self._group, placement_group_bundle_index=bundle
                 ),
-            ).remote()
-            self._actors.append(actor)
-            self._running.add(place.rank)
-            watch = actor.watch.remote(self._invitation, place)
-            watch.future().add_done_callback(partial(self._hear_of_end, place.rank))
+            )
+            .remote()
+        )
+        self._actors.append(actor)
+        self._running.add(rank)
+        watch = actor.watch.remote(self._invitation, place)
+        watch.future().add_done_callback(partial(self._hear_of_end, rank))
         return True
 
     def _hear_of_end(self, rank: int, watch: Future[None]) -> None:
