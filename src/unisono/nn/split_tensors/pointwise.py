@@ -42,7 +42,9 @@ _POINTWISE = """add sub subtract mul multiply div divide true_divide floor_divid
     __add__ __radd__ __sub__ __rsub__ __mul__ __rmul__ __truediv__ __rtruediv__ __floordiv__
     __rfloordiv__ __div__ __rdiv__ __mod__ __rmod__ __pow__ __rpow__ __neg__ __abs__ __eq__ __ne__
     __lt__ __le__ __gt__ __ge__ __and__ __or__ __xor__ __invert__ __iadd__ __isub__ __imul__
-    __itruediv__ __idiv__ __ipow__ zero""".split()  # noqa: SIM905
+    __itruediv__ __idiv__ __ipow__ __iand__ __ior__ __ixor__ __lshift__ __rshift__ __ilshift__
+    __irshift__ zero alias fill polygamma bitwise_left_shift bitwise_right_shift log_sigmoid
+    logsigmoid native_dropout_backward""".split()  # noqa: SIM905
 
 
 # -- queries --------------------------------------------------------------------------------------
@@ -154,13 +156,6 @@ def _prelu(func: Callable[..., Any], input: Split, weight: Tensor) -> Tensor:
     return like(input, func(input.local, own_copy(weight, input.cuts.values(), input.run)))
 
 
-@rule("glu")
-def _glu(func: Callable[..., Any], input: Split, dim: int = -1) -> Tensor:
-    if dim % input.ndim in input.cuts:
-        raise NoRule("halves of a cut dim")
-    return like(input, func(input.local, dim))
-
-
 # -- random ---------------------------------------------------------------------------------------
 
 
@@ -197,6 +192,30 @@ def _dropout(
         input.local.mul_(scale)
         return input
     return like(input, input.local * scale)
+
+
+@rule("uniform_", "normal_", "exponential_", "cauchy_", "log_normal_", "geometric_", "random_",
+      "rand_like", "randn_like", "randint_like")  # fmt: skip
+def _drawn(func: Callable[..., Any], input: Split, *args: Any, **kwargs: Any) -> Tensor:
+    """Draw for the whole, as one process would, and keep what falls on own points."""
+    if any(isinstance(x, Tensor) for x in (*args, *kwargs.values())):
+        raise NoRule("arguments of an unusual form")
+    drawn = func(torch.empty(input.shape, dtype=input.dtype, device=input.device), *args, **kwargs)
+    for dim, cut in input.cuts.items():
+        drawn = sliced(drawn, dim, cut)
+    if func.__name__.endswith("_"):
+        input.local.copy_(drawn)
+        return input
+    return like(input, drawn.contiguous())
+
+
+@rule("tril", "triu")
+def _triangle(func: Callable[..., Any], input: Split, diagonal: int = 0) -> Tensor:
+    """Keep a triangle of the last two dims; where it lies follows from the shape alone."""
+    if not any(d in input.cuts for d in (input.ndim - 2, input.ndim - 1)):
+        raise NoRule("not along the cut")
+    ones = torch.ones(input.shape[-2:], dtype=torch.bool, device=input.device)
+    return pointwise(torch.where, func(ones, diagonal), input, input.local.new_zeros(()))
 
 
 # -- losses ---------------------------------------------------------------------------------------
