@@ -19,7 +19,6 @@ import torch
 from torch import Tensor
 from torch._ops import OpOverload
 
-from unisono.accelerator import is_accelerator
 from unisono.comm import Communicator
 from unisono.expect import is_integer
 from unisono.nn.split_tensors.blocks import placed, pointwise
@@ -78,7 +77,7 @@ _LAST_DIMS: dict[str, tuple[int, ...]] = {
         (2,),
     ),
     "orgqr": (2, 1), "ormqr": (2, 1, 2), "linalg_householder_product": (2, 1),
-    "lu_solve": (2, 2, 1), "lu_unpack": (2, 1), "linalg_lu_solve": (2, 1, 2),
+    "lu_solve": (2, 2, 1), "linalg_lu_solve": (2, 1, 2),
     "linalg_ldl_solve": (2, 1, 2), "linalg_pinv": (2, 0, 0), "linalg_matrix_rank": (2, 0, 0),
     "im2col": (3,), "pixel_shuffle": (3,), "pixel_unshuffle": (3,),
     **dict.fromkeys(["grid_sampler", "grid_sampler_2d", "grid_sampler_3d"], (ALL_BUT_BATCH,)),
@@ -278,7 +277,7 @@ def _on_blocks(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
         isinstance(target, Split) and blocks[id(target)] is target.local
     ):
         raise NoRule("changed in place by a tensor that is cut in another way")
-    if _PLACED_BY_DATA.search(_name(op)) and not is_accelerator(operands[0].tensor.device):
+    if _PLACED_BY_DATA.search(_name(op)) and operands[0].tensor.is_cpu:
         result = _alike(lambda: op(*call[0], **call[1]), run.ranks_of(layout.values()))
     else:
         result = op(*call[0], **call[1])
@@ -434,10 +433,10 @@ def on_operator(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -
             result = _by_operator(op, args, kwargs)
     finally:
         _WAY.name, _WAY.changed, _WAY.excluded = way
-    first = args[0] if args else None
-    if op._schema.is_mutable and isinstance(first, Tensor) and not isinstance(first, Split):
-        if _has_slope(first) and not any(first is x for x in _WAY.changed):
-            raise NoRule("a plain tensor inside of it that has got a derivative")
+    first = args[0] if op._schema.is_mutable and args else None
+    is_plain = isinstance(first, Tensor) and not isinstance(first, Split) and _has_slope(first)
+    if is_plain and not any(first is x for x in _WAY.changed):
+        raise NoRule("a plain tensor inside of it that has got a derivative")
     keeps = torch.is_grad_enabled()
     return with_tensors(
         result, lambda x: x if isinstance(x, Split) or not keeps else without_cuts(x, run)

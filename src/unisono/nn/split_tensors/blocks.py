@@ -18,6 +18,7 @@ from unisono.nn.split_tensors.tensor import (
     Run,
     Split,
     is_inplace,
+    joined,
     moved,
     own_copy,
     resized,
@@ -132,8 +133,8 @@ def fitted(x: Tensor, layout: Layout, run: Run) -> Tensor:
     return placed(x, cuts, rest, run)
 
 
-def placed(x: Tensor, cuts: Mapping[int, Cut], rest: Iterable[Cut], run: Run) -> Tensor:
-    """Return the own block of an argument that is to have these cuts.
+def placed(x: Tensor, cuts: Mapping[int, Cut], rest: Sequence[Cut], run: Run) -> Tensor:
+    """Return the own block of an argument that is to have these cuts; move what it has.
 
     Along `rest` every rank does own work with all of it.
     """
@@ -142,6 +143,11 @@ def placed(x: Tensor, cuts: Mapping[int, Cut], rest: Iterable[Cut], run: Run) ->
             wanted = cuts.get(dim)
             if wanted is not None and wanted.comm == cut.comm and wanted.outer == cut.outer:
                 x = recut(x, dim, wanted.sizes)
+                continue
+            if not isinstance(x, Split):
+                break
+            if any(c.comm == cut.comm for c in rest):  # it is broadcast along the cut
+                x = joined(x, [dim])
                 continue
             to = next((d for d, c in cuts.items() if c.comm == cut.comm and d not in x.cuts), None)
             if to is None or cuts[to].outer != 1 or x.shape[to] != cuts[to].length:

@@ -29,22 +29,17 @@ _SHOWN_BY_WRAPPER = """shape ndim dtype device layout is_sparse is_quantized is_
     is_nested is_mps is_xpu itemsize nbytes names""".split()  # noqa: SIM905
 _ASKED_OF_WRAPPER = """size dim numel nelement is_floating_point is_complex ndimension __len__
     get_device element_size is_signed is_inference stride is_contiguous""".split()  # noqa: SIM905
-_POINTWISE = """add sub subtract mul multiply div divide true_divide floor_divide remainder fmod pow
-    float_power neg negative positive exp exp2 expm1 log log2 log10 log1p sqrt rsqrt square abs
-    absolute sin cos tan asin acos atan sinh cosh tanh erf erfc erfinv sigmoid logit sinc relu relu6
-    leaky_relu elu selu celu gelu silu hardtanh hardswish hardsigmoid hardshrink softshrink
-    tanhshrink threshold mish softplus softsign logsigmoid clamp clamp_min clamp_max clip where eq
-    ne lt gt le ge not_equal less less_equal greater greater_equal logical_not logical_and
-    logical_or logical_xor bitwise_not bitwise_and bitwise_or bitwise_xor reciprocal sign sgn floor
-    ceil round trunc frac nan_to_num lerp addcmul addcdiv isnan isinf isfinite maximum minimum fmax
-    fmin atan2 hypot rsub xlogy masked_fill zeros_like ones_like full_like empty_like float double
-    half bfloat16 int long bool clone detach conj real imag
+_POINTWISE = """add subtract multiply divide true_divide floor_divide negative absolute hardswish
+    tanhshrink softsign log_sigmoid logsigmoid where eq ne not_equal less less_equal greater
+    greater_equal rsub masked_fill fill zero zeros_like ones_like full_like empty_like float double
+    half bfloat16 int long bool alias detach conj real imag abs relu6 gelu threshold mish lt gt le
+    ge xlogy
     __add__ __radd__ __sub__ __rsub__ __mul__ __rmul__ __truediv__ __rtruediv__ __floordiv__
     __rfloordiv__ __div__ __rdiv__ __mod__ __rmod__ __pow__ __rpow__ __neg__ __abs__ __eq__ __ne__
-    __lt__ __le__ __gt__ __ge__ __and__ __or__ __xor__ __invert__ __iadd__ __isub__ __imul__
-    __itruediv__ __idiv__ __ipow__ __iand__ __ior__ __ixor__ __lshift__ __rshift__ __ilshift__
-    __irshift__ zero alias fill polygamma bitwise_left_shift bitwise_right_shift log_sigmoid
-    logsigmoid native_dropout_backward""".split()  # noqa: SIM905
+    __lt__ __le__ __gt__ __ge__ __and__ __or__ __xor__ __invert__ __lshift__ __rshift__ __iadd__
+    __isub__ __imul__ __itruediv__ __idiv__ __ipow__ __iand__ __ior__ __ixor__ __ilshift__
+    __irshift__""".split()  # noqa: SIM905
+"""Functions that torch does not tag as pointwise in all their forms."""
 
 
 # -- queries --------------------------------------------------------------------------------------
@@ -58,7 +53,13 @@ NOT_PREVIEWED.update(
 )
 
 
-@rule("requires_grad.get", "requires_grad.set", "requires_grad_", "grad.get", "grad.set",
+@rule("grad.get")
+def _slope_of_block(func: Callable[..., Any], x: Split) -> Tensor | None:
+    grad = func(x.local)
+    return None if grad is None else like(x, grad)
+
+
+@rule("requires_grad.get", "requires_grad.set", "requires_grad_", "grad.set",
       "grad_fn.get", "is_leaf.get", "_version.get", "retain_grad")  # fmt: skip
 def _of_block(func: Callable[..., Any], x: Split, *args: Any, **kwargs: Any) -> Any:
     result = func(x.local, *mapped(_block, args), **kwargs)
@@ -82,10 +83,21 @@ def _text(func: Callable[..., Any], x: Split, *args: Any, **kwargs: Any) -> str:
 
 
 @rule("backward")
-def _backward(func: Callable[..., Any], x: Split, *args: Any, **kwargs: Any) -> Any:
-    if x.numel() != 1:
-        raise RuntimeError("backward() of a split tensor: reduce it to one number first")
-    raise NoRule("one number")
+def _backward(
+    func: Callable[..., Any],
+    x: Split,
+    gradient: Tensor | None = None,
+    retain_graph: bool | None = None,
+    create_graph: bool = False,
+    inputs: Any = None,
+) -> None:
+    """Go back from own blocks; the gradient is whole, or cut as any other argument."""
+    if gradient is None:
+        raise RuntimeError(
+            "backward() of a split tensor: reduce it to one number first, or give its gradient"
+        )
+    seed = fitted(gradient, layout_of([x]), x.run)
+    func(x.local, seed, retain_graph, create_graph, mapped(_block, inputs))
 
 
 @rule("grad")

@@ -659,20 +659,22 @@ def is_pointwise_operator(op: Any) -> bool:
 
 
 def is_pointwise_name(name: str) -> bool:
-    """Whether all operators of this name work point by point."""
+    """Whether all operators of this name work point by point, those with `out=` aside."""
     packet = getattr(torch.ops.aten, name, None)
     if packet is None or not hasattr(packet, "overloads"):
         return False
     ops = [getattr(packet, of) for of in packet.overloads()]
-    ops = [op for op in ops if any(a.name == "self" for a in op._schema.arguments)]
-    return bool(ops) and all(is_pointwise_operator(op) for op in ops)
+    ops = [op for op in ops if any("Tensor" in str(a.type) for a in op._schema.arguments)]
+    ops = [op for op in ops if not any(a.is_out for a in op._schema.arguments)]
+    return bool(ops) and all(is_pointwise_operator(op) and not op.is_view for op in ops)
 
 
 def split_rule(function: Callable[..., Any], how: Rule | str | None = None) -> Any:
     """Give a torch function, or one of your own, a rule for split tensors.
 
     Args:
-        function: a function of torch, or one that calls `torch.overrides.handle_torch_function`.
+        function: a function of torch, one that calls `torch.overrides.handle_torch_function`, or
+            an `autograd.Function`, which is called as `function.apply` from then on.
         how: `"pointwise"` for a function whose result at a point needs its arguments there only,
             or the rule: called as `how(function, *args, **kwargs)` with `Split` arguments, it
             returns a `Split` (`Split(local, x.cuts, x.run)`) or a replicated tensor. Without it,
@@ -687,9 +689,26 @@ def split_rule(function: Callable[..., Any], how: Rule | str | None = None) -> A
         if how != "pointwise":
             raise ValueError(f"split_rule(how={how!r}): 'pointwise', or a function")
         how = RULES["add"]
+    if isinstance(function, type) and issubclass(function, torch.autograd.Function):
+        _rule_of_apply(function, how)
+        return None
     _OWN_RULES[function] = how
     _FUNCTIONS.clear()
     return None
+
+
+def _rule_of_apply(function: type[torch.autograd.Function], how: Rule) -> None:
+    """Let an autograd.Function look for split tensors, which torch's own `apply` does not."""
+    apply = function.apply
+
+    @functools.wraps(apply)
+    def with_rule(*args: Any) -> Any:
+        if next(splits_in(args), None) is None:
+            return apply(*args)
+        with _plainly():
+            return by_rule(how, apply, function.__name__, args, {})
+
+    function.apply = staticmethod(with_rule)  # type: ignore[assignment]
 
 
 def _name_of(func: Callable[..., Any]) -> str:
@@ -967,7 +986,7 @@ def refuse_passed_by(x: Split) -> None:
         "would lose gradients",
         None,
         "torch.utils.checkpoint.checkpoint(..., use_reentrant=False); for a Function of your own: "
-        "x.whole() before it, or a rule (unisono.nn.split_rule)",
+        "x.whole() before it, or a rule: unisono.nn.split_rule(MyFunction, 'pointwise')",
     )
 
 
