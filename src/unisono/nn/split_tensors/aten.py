@@ -372,7 +372,9 @@ class _Way(threading.local):
 
 
 _WAY = _Way()
-_NO_MEMORY = re.compile("tensor subclasses|not allocated yet|have storage|data pointer|overridable")
+_NO_MEMORY = re.compile(
+    "tensor subclasses|not allocated yet|have storage|data pointer|Overloaded torch operator"
+)
 """What torch says where code looks for the memory of a tensor that has none."""
 
 
