@@ -14,7 +14,6 @@ REMOVED: dict[str, str] = {
     "unisono.Device.SSH": _BY_MPI,
     "unisono.Platform.ssh_args": f"{_BY_MPI}, with the options of ~/.ssh/config",
     "unisono.Platform.python": f"{_BY_MPI}, with the same Python on all of them",
-    "unisono.Platform.submitter": "nothing: submitit submits every job",
     "unisono.Communicator.coalesce": (
         "flat = torch.cat([a.view(-1), b.view(-1)]); comm.all_reduce_(flat)"
     ),
@@ -24,6 +23,7 @@ REMOVED: dict[str, str] = {
     "unisono topo": "unisono run --dry-run for the ranks, unisono.topology.draw for their blocks",
     "unisono run --script": "mpiexec or torchrun in the batch script: unisono.run joins its ranks",
     "unisono job list": "squeue --me",
+    "unisono.Platform.submitter": "nothing: submitit submits every job",
 }
 """What to write instead, by the dotted name, or by the words of a command."""
 

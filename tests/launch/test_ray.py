@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from tests.launch.contract import CASES, Place
 from tests.waiting import is_running, wait_until
 
 import unisono
@@ -118,21 +119,20 @@ def test_ranks_on_two_nodes_return_values_and_leave_this_process_as_it_was(on_ra
     assert of_this_process() == before
 
 
-def test_a_failure_is_told_with_where_others_waited_and_the_next_attempt_may_succeed(on_ray):
-    def work(last):
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+def test_the_contract_of_places(on_ray, case, tmp_path):
+    case(Place("ray"), tmp_path)
+
+
+def test_another_attempt_has_actors_of_its_own(on_ray):
+    def work():
         comm = unisono.world()
-        if comm.rank == 1 and unisono.restart_count() < last:
+        if comm.rank == 1 and unisono.restart_count() == 0:
             raise KeyError("learning_rate")
         comm.barrier()
         return unisono.restart_count()
 
-    with pytest.raises(RankFailed) as caught:
-        unisono.run(work, 1, on="ray", ranks=2, nodes=2, logs=QUIET, timeout_s=60)
-    error = caught.value
-    assert error.rank == 1
-    assert isinstance(error.exception, KeyError)
-    assert "test_ray.py" in error.waiting[0]
-    results = unisono.run(work, 1, on="ray", ranks=2, logs=QUIET, max_restarts=1)
+    results = unisono.run(work, on="ray", ranks=2, nodes=2, logs=QUIET, max_restarts=1)
     assert list(results) == [1, 1]
 
 
@@ -154,20 +154,6 @@ def processes(folder, ranks):
     return [tuple(map(int, path.read_text().split())) for path in paths]
 
 
-def test_a_killed_actor_is_named_at_once(on_ray, tmp_path, has_ended):
-    job = unisono.submit(sleep_for_ever, str(tmp_path), on="ray", ranks=2, logs=QUIET)
-    pids = processes(tmp_path, 2)
-    os.kill(pids[1][1], signal.SIGKILL)
-    begin = time.monotonic()
-    wait_until(lambda: job.done(), 60)
-    assert time.monotonic() - begin < AT_ONCE_S
-    with pytest.raises(RankFailed, match=r"rank 1 of 2 .*was lost") as caught:
-        job.result()
-    assert caught.value.rank == 1
-    assert "test_ray.py" in str(caught.value.waiting)
-    assert all(has_ended(pid) for pair in pids for pid in pair)
-
-
 def test_a_node_that_leaves_is_a_rank_that_died(on_ray, tmp_path, has_ended):
     node = on_ray.add_node(num_cpus=2)
     try:
@@ -180,25 +166,6 @@ def test_a_node_that_leaves_is_a_rank_that_died(on_ray, tmp_path, has_ended):
     assert time.monotonic() - begin < 2 * AT_ONCE_S
     with pytest.raises(RankFailed, match="was lost"):
         job.result()
-    assert all(has_ended(pid) for pair in pids for pid in pair)
-
-
-LAUNCHER = """
-import sys
-from tests.launch.test_ray import sleep_for_ever
-import unisono
-unisono.run(sleep_for_ever, sys.argv[1], on="ray", ranks=2)
-"""
-
-
-def test_a_launcher_that_is_killed_leaves_nothing(on_ray, tmp_path, has_ended):
-    words = [sys.executable, "-c", LAUNCHER, str(tmp_path)]
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    with subprocess.Popen(words, env=env) as launcher:
-        try:
-            pids = processes(tmp_path, 2)
-        finally:
-            launcher.kill()
     assert all(has_ended(pid) for pair in pids for pid in pair)
 
 
@@ -329,3 +296,28 @@ def test_what_a_ray_cluster_lacks_is_told_with_the_arithmetic(fields, nodes, wor
     if words is not None:
         assert words in str(demand.refusal(nodes, "has"))
     assert sum(bundle["CPU"] for bundle in demand.bundles) == demand.size * fields["need"]["CPU"]
+
+
+@pytest.mark.parametrize("victim", ["rank", "actor"])
+def test_elastic_ranks_that_die_are_replaced(on_ray, tmp_path, victim):
+    def train():
+        torch.manual_seed(0)
+        model = torch.nn.Linear(4, 2)
+        optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+        data, has_died = torch.arange(64.0).reshape(16, 4), tmp_path / "has-died"
+        run = unisono.train.elastic(model, optimizer, data, batch_size=8, shards=4, steps=60)
+        for step in run:
+            step(lambda batch: model(batch[0]).square().mean())
+            if os.environ.get("RANK") == "0" and step.number == 2 and not has_died.exists():
+                has_died.touch()
+                os.kill(os.getppid() if victim == "actor" else os.getpid(), signal.SIGKILL)
+                time.sleep(10.0)
+            is_waiting = "RANK" in os.environ and run.members < 2
+            time.sleep(0.3 if is_waiting else 0.0)
+        return model.weight.flatten().tolist(), run.members
+
+    results = unisono.run(train, on="ray", ranks=2, elastic=True, logs=QUIET, timeout_s=120)
+    (tmp_path / "has-died").touch()
+    alone, _ = train()
+    assert [weights for weights, _ in results] == [alone] * 2
+    assert results[0][1] == 2

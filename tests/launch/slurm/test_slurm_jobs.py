@@ -365,7 +365,7 @@ def elastic_training(folder):
 def test_an_elastic_job_goes_on_without_ranks_that_die_without_a_node_and_after_a_requeue(
     cluster, tmp_path
 ):
-    from unisono.launch.elastic.supervisor import read_events
+    from unisono.launch.elastic.policy import read_events
 
     def seen(what):
         return [event["what"] for event in read_events(job.dir)].count(what)
@@ -423,11 +423,11 @@ def unisono_run(*words):
 
 def test_the_command_line_checks_shows_and_queues(cluster, tmp_path):
     Path("hello.py").write_text("import unisono\nprint('hi', unisono.world().rank)\n")
-    fine = unisono_run("--nodes", "2", "--check", "hello.py")
+    fine = unisono_run("--nodes", "2", "--dry-run", "hello.py")
     assert fine.returncode == 0
-    assert "2 ranks on slurm can be started" in fine.stdout
+    assert "2 ranks on slurm can be started" in fine.stderr
     assert "sbatch: Job" in fine.stdout
-    refused = unisono_run("--set", "mem_per_node=9999", "--check", "hello.py")
+    refused = unisono_run("--set", "mem_per_node=9999", "--dry-run", "hello.py")
     assert refused.returncode == 2
     assert "node configuration is not available" in refused.stderr
     shown = unisono_run("--partition", "urgent", "--dry-run", "hello.py")

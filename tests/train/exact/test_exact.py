@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import hashlib
 import os
@@ -29,8 +30,8 @@ from unisono.errors import (
     UnisonoError,
 )
 from unisono.launch.api import execute
+from unisono.launch.elastic.policy import read_events
 from unisono.launch.elastic.settings import Chaos
-from unisono.launch.elastic.supervisor import read_events
 from unisono.launch.request import checked_request
 from unisono.train.exact.data import Shards
 from unisono.train.exact.shards import fresh, nodes_in, tree_sum
@@ -101,7 +102,7 @@ def small_loop(samples: int = 64, **settings: object) -> Iterator[object]:
     """Yield the steps of a small training, each after it was taken."""
     model = nn.Linear(2, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    data = torch.randn(samples, 2)
+    data = torch.randn(samples, 2, generator=torch.Generator().manual_seed(1))
     for step in unisono.train.elastic(model, optimizer, data, batch_size=8, **settings):
         step(lambda batch: model(batch[0]).mean())
         yield step
@@ -372,6 +373,25 @@ def test_a_death_inside_a_closure_is_made_good_by_others(tmp_path, step):
     assert set(found) == {kill_at("cnn", step, "")}
 
 
+def test_a_member_for_which_others_wait_too_long_is_ended_and_replaced(tmp_path, capfd):
+    def slow() -> str:
+        model = nn.Linear(2, 1, bias=False)
+        nn.init.ones_(model.weight)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        run = unisono.train.elastic(model, optimizer, torch.ones(16, 2), batch_size=8, steps=8)
+        for step in run:
+            step(lambda batch: model(batch[0]).mean())
+            if step.number == 3 and os.environ["RANK"] == "1":
+                with contextlib.suppress(FileExistsError):
+                    (tmp_path / "slept").touch(exist_ok=False)
+                    time.sleep(100.0)
+        return str(model.weight.tolist())
+
+    patient = unisono.Platform(device="cpu", ranks=2, comm_timeout_s=3.0)
+    assert len(set(unisono.run(slow, on=patient, elastic=True, timeout_s=60))) == 1
+    assert "is ended: quiet for" in capfd.readouterr().err
+
+
 def test_a_job_can_be_resized_while_it_trains(tmp_path):
     job = unisono.submit(train, "cnn", 60, pause_s=0.1, ranks=(1, 4), logs=tmp_path)
     sizes = [1, 4, 2, 3]
@@ -383,7 +403,7 @@ def test_a_job_can_be_resized_while_it_trains(tmp_path):
     assert set(job.result(100)) == {train("cnn", 60)}
     seen = [event["members"] for event in read_events(job.dir)]
     assert [size for size in (4, 2, 3) if size in seen] == [4, 2, 3]
-    with pytest.raises(PlatformError, match="it may have 1 to 4"):
+    with pytest.raises(PlatformError, match="ranks from 1 to 4"):
         job.resize(5)
     with pytest.raises(PlatformError, match="it has ended"):
         job.resize(2)
@@ -557,7 +577,8 @@ def mistaken(what: str) -> None:
             mean = mean + unisono.world().all_reduce(batch[0].sum())
         return mean.detach() if what == "detached" else mean
 
-    for step in unisono.train.elastic(model, optimizer, torch.randn(64, 2), batch_size=8):
+    data = torch.randn(64, 2, generator=torch.Generator().manual_seed(1))
+    for step in unisono.train.elastic(model, optimizer, data, batch_size=8):
         if what != "idle":
             step(loss)
 
@@ -582,6 +603,35 @@ def test_members_of_other_settings_are_refused():
         return train("mlp", seed=int(os.environ["RANK"]))
 
     with pytest.raises(RankFailed, match=r"seed: \d here, \d there"):
+        unisono.run(differ, ranks=2, elastic=True)
+
+
+def test_members_with_other_data_are_refused_when_they_join():
+    def differ() -> None:
+        generator = torch.Generator().manual_seed(int(os.environ["RANK"]))
+        data = torch.randn(16, 30, generator=generator)
+        model = nn.Linear(30, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for step in unisono.train.elastic(model, optimizer, data, batch_size=8):
+            step(lambda batch: model(batch[0]).mean())
+
+    with pytest.raises(RankFailed, match=r"data: \d+ here, \d+ there"):
+        unisono.run(differ, ranks=2, elastic=True)
+
+
+def test_data_that_becomes_another_on_one_member_is_found_later():
+    def differ() -> None:
+        data = torch.randn(200, 3, generator=torch.Generator().manual_seed(0))
+        torch.manual_seed(0)
+        model = nn.Linear(3, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        run = unisono.train.elastic(model, optimizer, data, batch_size=8, steps=80)
+        for step in run:
+            if step.number == 10 and not step.is_logger:
+                data.add_(1.0)
+            step(lambda batch: model(batch[0]).square().mean())
+
+    with pytest.raises(CollectiveMismatch, match="sample 64 is not the same"):
         unisono.run(differ, ranks=2, elastic=True)
 
 

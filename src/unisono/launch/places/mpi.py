@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from unisono.errors import PlatformError
+from unisono.launch.places.agent import INVITATION
 from unisono.launch.places.agents import AgentRanks
 from unisono.launch.places.rendezvous import address_of_job
 from unisono.launch.plan import RunPlan
@@ -47,7 +48,7 @@ class MpiRanks(AgentRanks):
         words = [*command(find_mpiexec(platform), platform, env), *agent]
         self._segments = _segments()
         address = None
-        if platform.n_nodes > 1:
+        if _leaves_this_host(platform):
             address = platform.master_addr or address_of_job()
         super().__init__(job, plan, attempt, command=words, env=env, address=address, **shown)
 
@@ -142,31 +143,41 @@ def _ask(path: str) -> Mpiexec:
     return Mpiexec(path, "mpich", f"MPICH's Hydra {lines[0]}" if lines else words.splitlines()[0])
 
 
+def _leaves_this_host(platform: Platform) -> bool:
+    return platform.n_nodes > 1 or bool(platform.hosts)
+
+
 def command(mpiexec: Mpiexec, platform: Platform, environment: Mapping[str, str]) -> list[str]:
     """Return the words that start as many processes as `platform` has ranks, without the program.
 
+    Where hosts are named, agents start in the root directory, which each of them has.
+
     Args:
         mpiexec: who starts them.
-        platform: how many, and the words the user adds.
+        platform: how many, where, and the words the user adds.
         environment: variables of the ranks.
     """
     words = [mpiexec.path, "-n", str(platform.world_size)]
-    names_hosts = any(word.partition("=")[0] in _HOST_WORDS for word in platform.mpiexec_args)
+    hosts, per_host = platform.hosts, platform.ranks_per_node
     if mpiexec.flavour == "mpich":
-        if platform.n_nodes > 1:
-            words += ["-ppn", str(platform.ranks_per_node)]
-    else:
-        if os.getuid() == 0:
-            words.append("--allow-run-as-root")
-        # Threads of a rank share its cores; and slots are cores, of which a laptop has few.
-        words += ["--bind-to", "none"]
-        if platform.n_nodes > 1:
-            words += ["--map-by", f"ppr:{platform.ranks_per_node}:node"]
-            for name in sorted(environment):
-                if name.startswith(_FORWARDED) or name in (platform.env or {}):
-                    words += ["-x", name]
-        elif not names_hosts:
-            words.append("--oversubscribe")
+        if hosts:
+            words += ["-bootstrap", "ssh", "-hosts", ",".join(hosts), "-wdir", "/"]
+        if _leaves_this_host(platform):
+            words += ["-ppn", str(per_host)]
+        return [*words, *platform.mpiexec_args]
+    if os.getuid() == 0:
+        words.append("--allow-run-as-root")
+    # Threads of a rank share its cores; and slots are cores, of which a laptop has few.
+    words += ["--bind-to", "none"]
+    if hosts:
+        words += ["--host", ",".join(f"{host}:{per_host}" for host in hosts), "--wdir", "/"]
+    if _leaves_this_host(platform):
+        words += ["--map-by", f"ppr:{per_host}:node"]
+        for name in (INVITATION, *sorted(environment)):
+            if name.startswith(_FORWARDED) or name in (platform.env or {}):
+                words += ["-x", name]
+    elif not any(word.partition("=")[0] in _HOST_WORDS for word in platform.mpiexec_args):
+        words.append("--oversubscribe")
     return [*words, *platform.mpiexec_args]
 
 

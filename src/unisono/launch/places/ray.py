@@ -271,16 +271,13 @@ def _knock(address: str) -> None:
 class RankActor:
     """The actor of one rank: its process is the agent."""
 
-    def watch(self, invitation: str, place: Environment, directory: str) -> None:
+    def watch(self, invitation: str, place: Environment) -> None:
         """Start the rank and stay until it has ended.
 
         Args:
             invitation: where the supervisor is, and the key of the run.
             place: of the rank.
-            directory: where the launcher works; taken if this host has it, too.
         """
-        with suppress(OSError):
-            os.chdir(directory)
         environment = {name: v for name, v in os.environ.items() if name != _DEBUGGER}
         line = Line(Invitation.read(invitation))
         line.connect(CONNECT_S)
@@ -303,9 +300,10 @@ class RayRanks(AgentRanks):
             need={name: n for name, n in need.items() if n},
             nodes=platform.n_nodes if platform.is_explicit("n_nodes") else None,
         )
-        self._directory = job.setting.directory or ""
         self._shows = console.shows_any
         self._actors: list[Any] = []
+        self._spots: dict[int, tuple[Environment, int]] = {}
+        """The place of each rank, and its bundle."""
         self._running: set[int] = set()
         self._ended: deque[tuple[int, BaseException | None]] = deque()
         self._group: Any = None
@@ -387,7 +385,6 @@ class RayRanks(AgentRanks):
     def _start_actors(self) -> bool:
         """Start the actors of all ranks, in order of the nodes; return whether there is room."""
         from ray.util import placement_group_table
-        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
         if not self._ray.is_initialized():
             raise PlatformError.because(
@@ -406,21 +403,34 @@ class RayRanks(AgentRanks):
         names = {node["NodeID"]: node["NodeManagerHostname"] for node in self._nodes()}
         by_node = sorted((node, bundle) for bundle, node in table["bundles_to_node_id"].items())
         spots = [spot for spot in by_node for _ in range(self._demand.per_bundle)]
-        kind = self._ray.remote(RankActor)
         for place, (node, bundle) in zip(_places([node for node, _ in spots]), spots, strict=True):
             self._seats[place.rank].state.host = names.get(node, "")
-            actor = kind.options(
-                name=f"unisono-{self._plan.run_id}-{self._attempt}-rank-{place.rank}",
+            self._spots[place.rank] = place, bundle
+            self.start_agent(place.rank)
+        return True
+
+    def start_agent(self, rank: int) -> bool:
+        """Start the actor of a rank, or another one where it is lost: Ray finds room for it."""
+        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+        place, bundle = self._spots[rank]
+        count = len(self._actors)
+        actor = (
+            self._ray.remote(RankActor)
+            .options(
+                name=f"unisono-{self._plan.run_id}-{self._attempt}-rank-{rank}-{count}",
                 num_cpus=self._demand.need["CPU"],
                 num_gpus=self._demand.need.get("GPU", 0),
                 scheduling_strategy=PlacementGroupSchedulingStrategy(
                     self._group, placement_group_bundle_index=bundle
                 ),
-            ).remote()
-            self._actors.append(actor)
-            self._running.add(place.rank)
-            watch = actor.watch.remote(self._invitation, place, self._directory)
-            watch.future().add_done_callback(partial(self._hear_of_end, place.rank))
+            )
+            .remote()
+        )
+        self._actors.append(actor)
+        self._running.add(rank)
+        watch = actor.watch.remote(self._invitation, place)
+        watch.future().add_done_callback(partial(self._hear_of_end, rank))
         return True
 
     def _hear_of_end(self, rank: int, watch: Future[None]) -> None:
@@ -433,7 +443,7 @@ class RayRanks(AgentRanks):
         seat = self._seats[rank]
         if error is None or seat.is_over:
             return
-        seat.why_lost = f"was lost: {_words(error)}"
+        seat.why_lost, seat.left_at = f"was lost: {_words(error)}", seat.left_at or time.time()
         if seat.channel is None:
             self.lost(seat)
         else:
