@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 from tests.accelerator.conftest import SCHEDULES
-from tests.accelerator.ranks import device_ranks, own_device
+from tests.accelerator.ranks import device_ranks, on_device, own_device
 
 ROOMS: dict[str, tuple[str, ...]] = {
     "operators.test_halo": (),
@@ -51,7 +51,7 @@ def is_for_ranks(test: object) -> bool:
 
 
 @functools.cache
-def tests_of(room: str) -> dict[str, tuple[Callable[..., Any], dict[str, Any]]]:
+def cases_of(room: str) -> dict[str, tuple[Callable[..., Any], dict[str, Any]]]:
     """Return the tests of a module with their arguments, by name and number."""
     module = importlib.import_module(f"tests.{room}")
     chosen = {
@@ -66,17 +66,19 @@ def tests_of(room: str) -> dict[str, tuple[Callable[..., Any], dict[str, Any]]]:
     }
 
 
-CASES = [(room, name) for room in ROOMS for name in tests_of(room)]
+CASES = [(room, name) for room in ROOMS for name in cases_of(room)]
+
+
+@pytest.fixture(autouse=True)
+def _everything_late(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SIM_PATIENCE_MS", SCHEDULES["all_late"])
 
 
 @pytest.mark.parametrize(("room", "name"), CASES)
 @device_ranks(2, timeout=60)
-def test_a_test_of_the_cpu_holds_on_the_device(room, name):
-    test, arguments = tests_of(room)[name]
+def test_a_test_of_the_cpu_holds_on_the_device(room, name, monkeypatch):
+    test, arguments = cases_of(room)[name]
+    if "world" in test.__globals__:
+        monkeypatch.setitem(test.__globals__, "world", on_device)
     with torch.device(own_device()):
         test(**arguments)
-
-
-@pytest.fixture(autouse=True)
-def everything_late(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("SIM_PATIENCE_MS", SCHEDULES["all_late"])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -314,3 +315,41 @@ def test_a_module_gets_a_device_of_its_own_or_the_one_that_its_rank_sees():
     assert places_of(1) == torch.device("sim", 0)  # each was bound to one
     if rank < 2:
         assert places_of(3) == torch.device("sim", rank)
+
+
+# -- several nodes -------------------------------------------------------------------------------
+
+
+TWO_NODES = """
+import sys
+import torch
+import torch.distributed as dist
+from mpi4py import MPI
+from tests.accelerator.test_training import daso_trained
+
+backend, place, world = sys.argv[1], sys.argv[2], MPI.COMM_WORLD
+expected = daso_trained("cpu", 2, comm=world)  # in the world of MPI alone
+dist.init_process_group(
+    backend, init_method=f"file://{place}/{world.rank // 2}", rank=world.rank % 2, world_size=2
+)
+device = torch.device("sim", world.rank % 2) if "sim" in backend else torch.device("cpu")
+torch.accelerator.set_device_index(world.rank % 2)
+for found, wanted in zip(daso_trained(device, 2), expected, strict=True):
+    torch.testing.assert_close(found, wanted)
+print(f"rank {world.rank} of {world.size} agrees\\n", end="", flush=True)
+"""
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("backend", ["gloo", "cpu:gloo,sim:simccl"])
+def test_torchs_groups_serve_inside_nodes_and_mpi_between_them(
+    backend, device_environment, mpiexec, tmp_path
+):
+    words = [mpiexec, "-n", "4", sys.executable, "-W", "ignore", "-c", TWO_NODES]
+    root = Path(__file__).parents[2]
+    done = subprocess.run(
+        [*words, backend, str(tmp_path)], capture_output=True, text=True, cwd=root, timeout=200
+    )
+    assert done.returncode == 0, done.stderr
+    for rank in range(4):
+        assert f"rank {rank} of 4 agrees" in done.stdout

@@ -116,13 +116,14 @@ def test_autocast_gives_the_numbers_of_one_process_on_the_device(is_scaled, sche
         torch.testing.assert_close(mine.cpu(), wanted.cpu(), rtol=2e-2, atol=2e-3)
 
 
-def daso_trained(device):
+def daso_trained(device, ranks_per_node=1, **options):
     torch.manual_seed(0)
     net = nn.Linear(8, 1).double().to(device)
     sgd = torch.optim.SGD(net.parameters(), 0.05)
-    steps = DASO(sgd, 4, warmup_epochs=1, cooldown_epochs=1, ranks_per_node=1)
+    options["ranks_per_node"] = ranks_per_node
+    steps = DASO(sgd, 4, warmup_epochs=1, cooldown_epochs=1, **options)
     replica = DataParallelMultiGPU(net, steps)
-    draw = torch.Generator().manual_seed(unisono.world().rank)
+    draw = torch.Generator().manual_seed(steps.communicator.rank)
     steps.last_batch = 4
     for _ in range(4):
         for _ in range(4):
@@ -137,6 +138,13 @@ def daso_trained(device):
 
 def test_daso_gives_the_numbers_of_the_cpu(schedule):
     for here, there in zip(daso_trained("cpu"), daso_trained(own_device()), strict=True):
+        torch.testing.assert_close(there, here)
+
+
+@device_ranks(3, timeout=60)
+def test_nodes_may_have_several_ranks_on_devices():
+    device, nodes = own_device(), [2, 1]
+    for here, there in zip(daso_trained("cpu", nodes), daso_trained(device, nodes), strict=True):
         torch.testing.assert_close(there, here)
 
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from tests.accelerator.conftest import SCHEDULES
-from tests.accelerator.ranks import device_ranks, own_device
+from tests.accelerator.ranks import device_ranks, on_device, own_device
 from tests.comm import test_verbs as on_cpu
 
 from unisono.comm import Communicator, check, trace, world
@@ -42,11 +42,6 @@ AS_ON_THE_CPU = (
     "test_what_a_verb_replaces_is_not_used_by_autograd_any_more",
 )
 """Tests of `tests/comm/test_verbs.py` that hold on every transport."""
-
-
-def on_device() -> Communicator:
-    """Return the world for tensors of this rank's device."""
-    return world().with_device(own_device())
 
 
 def run_on_device(name: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,7 +9,9 @@ from unisono.comm import world
 
 def drawn(*shape, seed=0, dtype=torch.float64):
     """Return random numbers, the same on every rank for one seed."""
-    return torch.randn(*shape, dtype=dtype, generator=torch.Generator().manual_seed(seed))
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(*shape, dtype=dtype, generator=generator, device="cpu")
+    return x.to(torch.get_default_device())
 
 
 def block_at(x, cuts, index):

@@ -297,6 +297,9 @@ const at::Generator& default_generator(int device) {
 }
 
 uint64_t next_kernel_seed(const at::Generator& generator) {
+  TORCH_CHECK(generator.device().is_privateuseone(),
+              "Expected a 'sim' device type for generator but found '", generator.device().type(),
+              "'");
   auto* impl = generator.get<Generator>();
   std::lock_guard<std::mutex> lock(impl->mutex_);
   // The mixing step of splitmix64: neighbouring offsets give unrelated seeds.
