@@ -8,6 +8,7 @@ from __future__ import annotations
 import faulthandler
 import importlib.util
 import json
+import os
 import traceback
 from pathlib import Path
 
@@ -40,6 +41,7 @@ def main():
     """Run them up to the first that fails."""
     faulthandler.dump_traceback_later(200, exit=True)
     torch.set_num_threads(1)
+    os.environ["UNISONO_CORE"] = "0"  # ranks of one host talk over MPI, as those of several
     comm = unisono.comm.start_world(unisono.comm.detect(), backend="mpi")
     names = []
     try:

@@ -5,17 +5,18 @@ Nothing here imports mpi4py before a group is made.
 
 from __future__ import annotations
 
-from unisono.comm.engines.mpi.communicators import (
+from unisono.comm.engines.mpi.engine import MpiEngine
+from unisono.comm.engines.mpi.groups import entry_of, make_group
+from unisono.comm.engines.mpi.library import (
+    is_communicator,
     split,
     store_for,
     store_of,
+    unavailable,
     wire_of,
     wire_of_world,
     wire_world,
 )
-from unisono.comm.engines.mpi.engine import MpiEngine
-from unisono.comm.engines.mpi.groups import entry_of, make_group
-from unisono.comm.engines.mpi.library import is_communicator, unavailable
 
 __all__ = [
     "MpiEngine",

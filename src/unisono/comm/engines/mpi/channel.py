@@ -18,7 +18,7 @@ from torch import Tensor
 
 from unisono.comm.engines.mpi.library import Threads
 from unisono.comm.engines.shm.rendezvous import Member
-from unisono.comm.engines.watch import Watch
+from unisono.comm.engines.transport import Watch
 from unisono.comm.health import failures, watchdog
 from unisono.comm.perform import EXCHANGE_TAG
 from unisono.cores import usable_cores

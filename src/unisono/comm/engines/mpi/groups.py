@@ -33,15 +33,16 @@ from unisono.comm.arguments import environment_timeout_s
 from unisono.comm.engines import transport
 from unisono.comm.engines.base import Engine, SelfEngine
 from unisono.comm.engines.mpi.channel import Channel, MpiWatch
-from unisono.comm.engines.mpi.communicators import (
+from unisono.comm.engines.mpi.engine import MpiEngine
+from unisono.comm.engines.mpi.library import (
+    Threads,
     default_deadline,
     duplicate,
+    load,
     positions_of,
     share,
     store_of,
 )
-from unisono.comm.engines.mpi.engine import MpiEngine
-from unisono.comm.engines.mpi.library import Threads, load
 from unisono.comm.engines.shm.rendezvous import Member, Rendezvous
 from unisono.comm.groups import GroupEntry
 from unisono.comm.health import watchdog

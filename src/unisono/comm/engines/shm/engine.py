@@ -17,8 +17,7 @@ from unisono.comm.engines.shm import core
 from unisono.comm.engines.shm.segment import Segment
 from unisono.comm.engines.shm.segment import Ticket as SegmentTicket
 from unisono.comm.engines.signature import OP_NUMBERS, mismatch, name_of
-from unisono.comm.engines.transport import TransportEngine
-from unisono.comm.engines.watch import Watch
+from unisono.comm.engines.transport import TransportEngine, Watch
 from unisono.comm.health import failures
 from unisono.comm.reductions import DTYPE_NUMBERS, DTYPES
 from unisono.comm.torch.staging import wrong_message
