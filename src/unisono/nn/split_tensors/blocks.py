@@ -138,17 +138,15 @@ def placed(x: Tensor, cuts: Mapping[int, Cut], rest: Sequence[Cut], run: Run) ->
 
     Along `rest` every rank does own work with all of it.
     """
-    if isinstance(x, Split):
-        for dim, cut in x.cuts.items():
-            wanted = cuts.get(dim)
-            if wanted is not None and wanted.comm == cut.comm and wanted.outer == cut.outer:
-                x = recut(x, dim, wanted.sizes)
-                continue
-            if not isinstance(x, Split):
-                break
-            if any(c.comm == cut.comm for c in rest):  # it is broadcast along the cut
-                x = joined(x, [dim])
-                continue
+    for dim, cut in x.cuts.items() if isinstance(x, Split) else ():
+        if not isinstance(x, Split):
+            break
+        wanted = cuts.get(dim)
+        if wanted is not None and wanted.comm == cut.comm and wanted.outer == cut.outer:
+            x = recut(x, dim, wanted.sizes)
+        elif any(c.comm == cut.comm for c in rest):  # it is broadcast along the cut
+            x = joined(x, [dim])
+        else:
             to = next((d for d, c in cuts.items() if c.comm == cut.comm and d not in x.cuts), None)
             if to is None or cuts[to].outer != 1 or x.shape[to] != cuts[to].length:
                 raise NoRule("arguments cut in different ways")

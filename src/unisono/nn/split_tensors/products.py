@@ -9,7 +9,6 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from unisono.comm import Communicator
@@ -479,60 +478,3 @@ def _keys(x: Tensor, layout: dict[int, Cut], sequence: Cut | None, q: Split) -> 
         return fitted(Split(local, left, x.run) if left else local, layout, q.run)
     both = {**layout, **({-9: sequence} if sequence is not None else {})}
     return fitted(x, both, q.run)
-
-
-@rule("multi_head_attention_forward")
-def _multi_head(
-    func: Callable[..., Any],
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    embed_dim_to_check: int,
-    num_heads: int,
-    in_proj_weight: Tensor | None,
-    in_proj_bias: Tensor | None,
-    bias_k: Tensor | None,
-    bias_v: Tensor | None,
-    add_zero_attn: bool,
-    dropout_p: float,
-    out_proj_weight: Tensor,
-    out_proj_bias: Tensor | None,
-    training: bool = True,
-    key_padding_mask: Tensor | None = None,
-    need_weights: bool = True,
-    attn_mask: Tensor | None = None,
-    use_separate_proj_weight: bool = False,
-    q_proj_weight: Tensor | None = None,
-    k_proj_weight: Tensor | None = None,
-    v_proj_weight: Tensor | None = None,
-    static_k: Tensor | None = None,
-    static_v: Tensor | None = None,
-    average_attn_weights: bool = True,
-    is_causal: bool = False,
-) -> tuple[Tensor, Tensor | None]:
-    unusual = (bias_k, bias_v, static_k, static_v, key_padding_mask)
-    if add_zero_attn or query.ndim != 3 or any(x is not None for x in unusual):
-        raise NoRule("arguments of an unusual form")
-    if need_weights or (attn_mask is not None and attn_mask.ndim != 2):
-        raise NoRule("weights of the attention are wanted")
-    if not all(isinstance(x, Split) for x in (query, key, value)):
-        raise NoRule("arguments that all ranks have")
-    weights = (q_proj_weight, k_proj_weight, v_proj_weight)
-    if not use_separate_proj_weight and in_proj_weight is not None:
-        weights = in_proj_weight.chunk(3)
-    biases = (None,) * 3 if in_proj_bias is None else in_proj_bias.chunk(3)
-    heads = []
-    for x, weight, bias in zip((query, key, value), weights, biases, strict=True):
-        if weight is None:
-            raise NoRule("arguments of an unusual form")
-        projected = _linear(F.linear, x, weight, bias)  # [tokens, batch, features]
-        parted = call(torch.unflatten, projected, 2, (num_heads, -1))
-        heads.append(call(torch.permute, parted, [1, 2, 0, 3]))
-    p = dropout_p if training else 0.0
-    causal = is_causal and attn_mask is None
-    mask = attn_mask
-    if mask is not None and mask.dtype == torch.bool:  # here True hides a key, there it shows it
-        mask = call(torch.logical_not, mask)
-    y = _attention(F.scaled_dot_product_attention, *heads, mask, p, causal)
-    merged = call(torch.flatten, call(torch.permute, y, [2, 0, 1, 3]), 2, 3)
-    return _linear(F.linear, merged, out_proj_weight, out_proj_bias), None

@@ -11,13 +11,11 @@ from torch import Tensor
 
 from unisono.expect import is_integer
 from unisono.nn.planned import as_autocast, sum_dtype, wide
-from unisono.nn.split_tensors.blocks import pointwise
 from unisono.nn.split_tensors.tensor import (
     Cut,
     NoRule,
     Run,
     Split,
-    call,
     like,
     own_copy,
     rule,
@@ -306,37 +304,6 @@ def _vector_norm(
         if d in dims:
             total = func(_one_per_rank(total, d, cut), ord, d, True)
     return like(x, total if keepdim else _squeezed(total, dims), _left(x, dims, keepdim))
-
-
-@rule("norm")
-def _norm(
-    func: Callable[..., Any],
-    input: Split,
-    p: float | str | None = "fro",
-    dim: int | Sequence[int] | None = None,
-    keepdim: bool = False,
-    out: Tensor | None = None,
-    dtype: torch.dtype | None = None,
-) -> Tensor:
-    if out is not None or (isinstance(p, str) and p != "fro"):
-        raise NoRule(f"p={p!r}, out={out!r}")
-    order = 2.0 if p is None or isinstance(p, str) else p
-    return _vector_norm(torch.linalg.vector_norm, input, order, dim, keepdim, dtype=dtype)
-
-
-@rule("normalize")
-def _normalize(
-    func: Callable[..., Any],
-    input: Split,
-    p: float = 2.0,
-    dim: int | Sequence[int] = 1,
-    eps: float = 1e-12,
-    out: Tensor | None = None,
-) -> Tensor:
-    if out is not None:
-        raise NoRule("out=")
-    norm = _vector_norm(torch.linalg.vector_norm, input, p, dim, True)
-    return pointwise(torch.div, input, call(torch.clamp_min, norm, eps))
 
 
 @rule("softmax", "log_softmax")

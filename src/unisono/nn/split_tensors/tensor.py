@@ -710,7 +710,7 @@ def _rule_of_apply(function: type[torch.autograd.Function], how: Rule) -> None:
         with _plainly():
             return by_rule(how, apply, function.__name__, args, {})
 
-    function.apply = staticmethod(with_rule)  # type: ignore[assignment]
+    function.apply = staticmethod(with_rule)
 
 
 def _name_of(func: Callable[..., Any]) -> str:
