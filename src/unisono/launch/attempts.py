@@ -301,7 +301,10 @@ class Run(Attempts):
         else:
             start = LocalRanks
         attempt = self.progress.attempt
-        return start(self._job, self._plan, attempt, console=self._console, job_dir=self._job_dir)
+        ranks = start(self._job, self._plan, attempt, console=self._console, job_dir=self._job_dir)
+        if self.request.preload and isinstance(ranks, LocalRanks):
+            ranks.preload = self.request.preload
+        return ranks
 
     def is_cancelled(self) -> bool:
         """Whether somebody wants the run to end."""

@@ -53,6 +53,7 @@ def test_there_are_twenty_causes_and_five_programs_without():
             "11 rows on 1 rank, 12 on 2 (6 + 6); 1 too many: a sampler pads",
         ),
         ("no_sampler", "6 rows are seen by more than one rank (ranks 0-1), 6 of the first form"),
+        ("a_shuffle_seeded_by_rank", "rows"),
         ("a_learning_rate_for_each_rank", "lr is 0.1 on 1 rank and 0.1, 0.2 on ranks 0-1 of 2"),
         ("a_loss_divided_by_ranks", "too small by a factor of 2"),
         ("gradients_that_are_summed", "too large by a factor of 2"),

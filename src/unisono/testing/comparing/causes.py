@@ -197,6 +197,15 @@ def _batch_cause(base: Form, other: Form) -> Cause | None:
             f"{where}; {missing.total()} rows come in another step{lost}: the order differs",
             "one order for all forms: shuffle with a seed that does not depend on the rank",
         )
+    all_ours, all_theirs = _whole(base), _whole(other)
+    again, never = all_theirs - all_ours, all_ours - all_theirs
+    if again and never and again.keys() <= all_ours.keys():
+        return Cause(
+            BATCH,
+            f"{where}; over all steps {again.total()} rows come again and {never.total()} never "
+            "come: ranks follow unlike orders",
+            "DistributedSampler, with one seed for all ranks",
+        )
     return Cause(
         BATCH,
         f"{where}; {missing.total()} rows are missing{lost}, {extra.total()} are others",
