@@ -302,7 +302,10 @@ class Run(Attempts):
             policy = None if elastic is None else self._elastic_policy(elastic)
             start = functools.partial(LocalRanks, policy=policy)
         attempt = self.progress.attempt
-        return start(self._job, self._plan, attempt, console=self._console, job_dir=self._job_dir)
+        ranks = start(self._job, self._plan, attempt, console=self._console, job_dir=self._job_dir)
+        if self.request.preload and isinstance(ranks, LocalRanks):
+            ranks.preload = self.request.preload
+        return ranks
 
     def _elastic_policy(self, elastic: Elastic) -> Policy:
         """Return the policy of ranks of this host that may die and join."""

@@ -312,6 +312,8 @@ class Request:
     """How the job may grow and shrink; None: its first death ends it."""
     convention: Convention = field(default_factory=Convention)
     """How ranks call the function."""
+    preload: tuple[str, ...] = ()
+    """Modules that the warm server loads before it forks the ranks."""
     decided_by_file: str = ""
     """A line that says what a settings file decides; empty if there is none."""
 

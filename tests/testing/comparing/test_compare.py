@@ -9,7 +9,7 @@ from compared_programs import PROGRAMS, net, train
 import unisono
 from unisono.cli import main
 from unisono.errors import PlatformError
-from unisono.testing import compare
+from unisono.testing import RankPool, compare
 from unisono.testing.comparing import causes, judge
 from unisono.testing.comparing.forms import Form
 from unisono.testing.comparing.probe import Recording, record
@@ -22,12 +22,15 @@ def record_all() -> dict[str, Recording]:
 
 
 @pytest.fixture(scope="module")
-def forms() -> list[dict[str, Form]]:
-    """All programs on one rank, on one again, and on two."""
-    runs = [unisono.run(record_all, ranks=ranks) for ranks in (1, 1, 2)]
+def forms(rank_pool: RankPool) -> list[dict[str, Form]]:
+    """All programs on one rank, on one again, and on two; in the same two processes."""
+    runs = [
+        rank_pool.run(record_all, world=ranks, backend="shm", timeout=100) for ranks in (1, 1, 2)
+    ]
     return [{name: Form([rank[name] for rank in run]) for name in PROGRAMS} for run in runs]
 
 
+@pytest.mark.timeout(300)
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_the_planted_cause_is_named(forms, name):
     base, again, two = (form[name] for form in forms)
@@ -40,6 +43,27 @@ def test_the_planted_cause_is_named(forms, name):
 def test_there_are_twenty_causes_and_five_programs_without():
     planted = [cause for _, cause in PROGRAMS.values() if cause != causes.EQUAL]
     assert (len(planted), len(PROGRAMS)) == (20, 25)
+
+
+@pytest.mark.parametrize(
+    ("name", "evidence"),
+    [
+        (
+            "padded_sampler",
+            "11 rows on 1 rank, 12 on 2 (6 + 6); 1 too many: a sampler pads",
+        ),
+        ("no_sampler", "6 rows are seen by more than one rank (ranks 0-1), 6 of the first form"),
+        ("a_shuffle_seeded_by_rank", "rows"),
+        ("a_learning_rate_for_each_rank", "lr is 0.1 on 1 rank and 0.1, 0.2 on ranks 0-1 of 2"),
+        ("a_loss_divided_by_ranks", "too small by a factor of 2"),
+        ("gradients_that_are_summed", "too large by a factor of 2"),
+        ("a_collective_without_derivative", "torch.distributed.all_reduce at"),
+        ("uneven_batches", "ranks have 8 and 4 rows"),
+    ],
+)
+def test_the_evidence_has_the_numbers(forms, name, evidence):
+    base, again, two = (form[name] for form in forms)
+    assert evidence in judge(name, base, again, {2: two}).cause.evidence
 
 
 def test_moments_alone_are_kept_but_for_the_first_difference(forms):

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +30,8 @@ __all__ = ["Cause", "Comparison", "FormResult", "compare", "judge"]
 
 STEPS = 50
 """So many optimizer steps are followed, if nothing else is said."""
+_PRELOAD = ("torch._dynamo", "unisono.data_parallel")
+"""What the first optimizer step of each run would spend seconds on."""
 _CURVES = ("loss", "gradient", "parameter", "buffer")
 
 
@@ -158,7 +160,7 @@ def compare(
             title=title,
             is_script=is_script,
         )
-        return list(execute(request))
+        return list(execute(replace(request, preload=_PRELOAD)))
 
     first, *others = ranks
     base, again = Form(run_form(first)), Form(run_form(first))

@@ -166,12 +166,12 @@ def _batch_cause(base: Form, other: Form) -> Cause | None:
     where = f"step {step}: {count} rows on {base.size} rank{'s' * (base.size > 1)}, {total} on "
     where += f"{other.size} ({' + '.join(map(str, sizes))})"
     twice = [row for row, n in theirs.items() if n > ours.get(row, 1)]
-    missing = ours - theirs
+    missing, extra = ours - theirs, theirs - ours
     sampler = next((r.padded for r in other.recordings if r.padded), "")
-    if twice and sampler and _is_rare(other, twice, step):
+    if sampler and not missing and 0 < extra.total() < other.size:
         return Cause(
             BATCH,
-            f"{where}; {len(twice)} rows come twice: a sampler pads by repeating them, {sampler}",
+            f"{where}; {extra.total()} too many: a sampler pads by repeating rows, {sampler}",
             "DistributedSampler(..., drop_last=True), or uneven shares with model.join()",
         )
     if total != count and total == count * other.size and not twice:
@@ -197,16 +197,20 @@ def _batch_cause(base: Form, other: Form) -> Cause | None:
             f"{where}; {missing.total()} rows come in another step{lost}: the order differs",
             "one order for all forms: shuffle with a seed that does not depend on the rank",
         )
+    all_ours, all_theirs = _whole(base), _whole(other)
+    again, never = all_theirs - all_ours, all_ours - all_theirs
+    if again and never and again.keys() <= all_ours.keys():
+        return Cause(
+            BATCH,
+            f"{where}; over all steps {again.total()} rows come again and {never.total()} never "
+            "come: ranks follow unlike orders",
+            "DistributedSampler, with one seed for all ranks",
+        )
     return Cause(
         BATCH,
-        f"{where}; {missing.total()} rows are missing{lost}, {(theirs - ours).total()} are others",
+        f"{where}; {missing.total()} rows are missing{lost}, {extra.total()} are others",
         "the same rows in each form: no augmentation or seed by rank, drop_last alike",
     )
-
-
-def _is_rare(form: Form, twice: Sequence[int], step: int) -> bool:
-    """Whether few rows of a step come twice, as at the end of an epoch."""
-    return len(twice) < max(2, sum(form.batch_sizes(step)) // 2 + 1)
 
 
 def _positions(base: Form, step: int, missing: Counter[int]) -> str:

@@ -162,6 +162,8 @@ class Probe:
             stack.enter_context(_cuts_noted(self.recording.cuts))
             stack.enter_context(_samplers_noted(self.recording))
             yield self.recording
+        if dist.is_initialized():
+            self.recording.rank, self.recording.size = dist.get_rank(), dist.get_world_size()
 
     # -- notes ------------------------------------------------------------------------------------
 
