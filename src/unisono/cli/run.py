@@ -10,6 +10,7 @@ import ast
 import contextlib
 import functools
 import os
+import shutil
 import sys
 import tomllib
 from collections.abc import Callable, Mapping, Sequence
