@@ -328,9 +328,6 @@ def test_a_job_that_is_driven_out_saves_and_goes_on_later(cluster, tmp_path, lon
     assert "--- attempt 1 on" in results.log(0)
 
 
-ELASTIC = pytest.mark.skip(reason="elastic members are not on the control channel yet")
-
-
 def elastic_training(folder):
     """Train elastically, slowly until somebody says so.
 
@@ -361,7 +358,6 @@ def elastic_training(folder):
     return [tensor.tolist() for tensor in model.state_dict().values()], run.number
 
 
-@ELASTIC
 def test_an_elastic_job_goes_on_without_ranks_that_die_without_a_node_and_after_a_requeue(
     cluster, tmp_path
 ):
