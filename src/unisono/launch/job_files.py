@@ -59,12 +59,6 @@ def write_state(directory: Path, state: dict[str, Any]) -> None:
     write_private(directory / STATE, json.dumps(state).encode())
 
 
-def update_state(directory: Path, changes: dict[str, Any]) -> None:
-    """Change some of what is known of a job, and keep the rest."""
-    known = read_state(directory) if (directory / STATE).exists() else {}
-    write_state(directory, {**known, **changes})
-
-
 def read_state(directory: Path) -> dict[str, Any]:
     """Return what is known of a job, after a look at who wrote it."""
     check_ours(directory / STATE)

@@ -23,6 +23,7 @@ from tests.waiting import wait_until
 import unisono
 from unisono.errors import JobCancelled, PlatformError, RankFailed, RankTimeout
 from unisono.launch import Job, Platform, Wrapper
+from unisono.launch.elastic.policy import read_events
 
 QUIET = unisono.Logs(console="none")
 pytestmark = [pytest.mark.slurm, pytest.mark.timeout(240)]
@@ -361,8 +362,6 @@ def elastic_training(folder):
 def test_an_elastic_job_goes_on_without_ranks_that_die_without_a_node_and_after_a_requeue(
     cluster, tmp_path
 ):
-    from unisono.launch.elastic.policy import read_events
-
     def seen(what):
         return [event["what"] for event in read_events(job.dir)].count(what)
 
@@ -451,9 +450,18 @@ def total(x):
         unisono.requeue()
     return comm.all_reduce(torch.tensor(float(comm.rank + x))).item(), os.environ["SLURMD_NODENAME"]
 
+def train():
+    model = torch.nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in unisono.train.elastic(model, optimizer, torch.ones(16, 2), batch_size=8, steps=3):
+        step(lambda batch: model(batch[0]).mean())
+    return os.environ["SLURMD_NODENAME"], step.members
+
 results = unisono.run(total, 1, on="slurm", nodes=2)
 if unisono.world().rank == 0:
     print("RESULT", list(results), results.restarts)
+if unisono.world().size == 1:  # not a rank of somebody's step
+    print("ELASTIC", list(unisono.run(train, on="slurm", nodes=2, elastic=True)))
 """
 
 
@@ -466,8 +474,10 @@ def test_a_script_uses_the_nodes_or_the_ranks_it_already_has(cluster, tmp_path, 
     assert done.returncode == 0, done.stderr
     expected = f"RESULT [(3.0, 'n1'), (3.0, 'n2')] {int(starter == 'salloc')}"
     assert [line for line in done.stdout.splitlines() if "RESULT" in line] == [expected]
+    elastic = [line for line in done.stdout.splitlines() if "ELASTIC" in line]
+    assert elastic == ["ELASTIC [('n1', 2), ('n2', 2)]"] * (starter == "salloc")
     assert list(tmp_path.glob(".unisono/slurm-*")) == []
-    assert len(list(tmp_path.glob(".unisono/jobs/*"))) == (starter == "salloc")
+    assert len(list(tmp_path.glob(".unisono/jobs/*"))) == 2 * (starter == "salloc")
 
 
 def test_ctrl_c_lets_the_ranks_save_and_ends_the_job(cluster):

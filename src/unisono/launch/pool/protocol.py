@@ -18,9 +18,8 @@ import sys
 import sysconfig
 import threading
 import time
-from base64 import b64decode, b64encode
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -214,25 +213,6 @@ class RankState:
             self.note(news["state"])
         for name in news.keys() & _TOLD:
             setattr(self, name, news[name])
-
-    def as_json(self) -> dict[str, Any]:
-        """Return the same as plain data."""
-        entry = asdict(self)
-        if self.failed is not None and self.failed.pickled is not None:
-            entry["failed"]["pickled"] = b64encode(self.failed.pickled).decode()
-        return entry
-
-    @classmethod
-    def from_json(cls, entry: dict[str, Any]) -> RankState:
-        """Undo `as_json`."""
-        failed, standing = entry["failed"], entry["standing"]
-        if failed and failed["pickled"] is not None:
-            failed["pickled"] = b64decode(failed["pickled"])
-        told = {
-            "failed": failed and Failed(**failed),
-            "standing": standing and Standing(**standing),
-        }
-        return cls(**{**entry, **told})
 
 
 def _unlock_after_fork() -> None:
