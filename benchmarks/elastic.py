@@ -2,11 +2,13 @@
 
     python benchmarks/elastic.py [--quick]
     python benchmarks/elastic.py --chaos 100 [--seed 0] [--model CNN]
+    python benchmarks/elastic.py --hosts
 
 Elastic ranks are no world, so both cannot take turns in the same processes: jobs do, and a round
 compares medians of neighbours. `--chaos` kills and stops ranks of four models at random moments,
 also two at once and while a death is made good, compares hashes, looks for anything left behind,
-and tells how long deaths and joins took, which the coordinator times.
+and tells how long deaths and joins took, which the launcher times. `--hosts` trains on two hosts of
+two members each, which are network namespaces (as root), and counts the bytes between them.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ import functools
 import hashlib
 import os
 import statistics
+import subprocess
 import sys
 import tempfile
 import time
@@ -30,7 +33,7 @@ from torch.nn.functional import cross_entropy
 import unisono
 from unisono.data_parallel import DataParallel
 from unisono.launch.api import execute
-from unisono.launch.elastic import supervisor
+from unisono.launch.elastic import policy
 from unisono.launch.elastic.settings import Chaos
 from unisono.launch.request import checked_request
 
@@ -158,15 +161,15 @@ def compare(name: str, shards: tuple[int, ...], rounds: int, steps: int) -> list
     return rows
 
 
-class Kept(supervisor.ElasticRanks):
-    """Ranks that can be asked afterwards."""
+class Kept(policy.ElasticPolicy):
+    """A policy that can be asked afterwards."""
 
     latest: Kept
 
-    def start(self) -> None:
-        """Start them."""
+    def __init__(self, **settings: Any) -> None:
+        """Remember the latest one."""
+        super().__init__(**settings)
         Kept.latest = self
-        super().start()
 
 
 def disturbed(name: str, steps: int, kills: int, seed: int) -> tuple[Any, int]:
@@ -185,7 +188,7 @@ def disturbed(name: str, steps: int, kills: int, seed: int) -> tuple[Any, int]:
         chaos=Chaos(seed=seed, kills=kills, every_s=0.4),
     )
     results = execute(request)
-    return results, kills - Kept.latest._kills_left
+    return results, kills - Kept.latest.kills_left
 
 
 def leftovers(folder: str) -> set[str]:
@@ -208,7 +211,7 @@ def chaos(models: tuple[str, ...], kills: int, seed: int, steps: int) -> tuple[s
 
     Other programs that use shared memory at the same time would look like something left behind.
     """
-    supervisor.ElasticRanks = Kept
+    policy.ElasticPolicy = Kept
     columns = ("model", "runs", "killed or stopped", "other hashes", "step")
     columns += ("death to commit, median", "largest", "join, median", "largest", "left behind")
     lines = [f"| {' | '.join(columns)} |", f"|---{'|---:' * (len(columns) - 1)}|"]
@@ -227,8 +230,8 @@ def chaos(models: tuple[str, ...], kills: int, seed: int, steps: int) -> tuple[s
                 hit, runs = hit + more, runs + 1
                 others += sum(found != expected for _, found in results)
                 times += results[0][0]
-                recovered += Kept.latest.hub.recovered_s
-                joined += Kept.latest.hub.joined_s
+                recovered += Kept.latest.recovered_s
+                joined += Kept.latest.joined_s
             left = leftovers(folder) - before
             step = statistics.median(times)
             limit = max(RECOVERED_S, RECOVERED_STEPS * step)
@@ -243,14 +246,97 @@ def chaos(models: tuple[str, ...], kills: int, seed: int, steps: int) -> tuple[s
     return "\n".join(lines), is_well
 
 
+ON_HOSTS = """
+import statistics, sys, time
+from pathlib import Path
+
+import torch, unisono
+from torch import nn
+
+WARM, STEPS = 5, int(sys.argv[1])
+
+
+def carried():
+    folder = Path("/sys/class/net/eth0/statistics")
+    return [int((folder / f"{way}_bytes").read_text()) for way in ("rx", "tx")]
+
+
+torch.manual_seed(0)
+layers = (nn.Linear(64, 1024), nn.ReLU(), nn.Linear(1024, 1024), nn.ReLU(), nn.Linear(1024, 10))
+model = nn.Sequential(*layers)
+optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
+x, y = torch.randn(256, 64), torch.randint(0, 10, (256,))
+size = 4 * sum(p.numel() for p in model.parameters())
+times, before, count = [], [0, 0], 0
+for step in unisono.train.elastic(model, optimizer, (x, y), batch_size=64, shards=4, steps=10**6):
+    begin = time.perf_counter()
+    step(lambda batch: nn.functional.cross_entropy(model(batch.x), batch.y))
+    times.append(time.perf_counter() - begin)
+    count += step.members == 4
+    if count == WARM:
+        times, before = [], carried()
+    if count == WARM + STEPS:
+        break
+if step.is_logger:
+    ways = [(now - then) / STEPS / size for now, then in zip(carried(), before)]
+    print("FOUND", 1e3 * statistics.median(times), size / 1e6, *ways, flush=True)
+"""
+_ENTER = 'mount -t sysfs sysfs /sys && exec "$@"'
+
+
+def on_hosts(steps: int) -> str:
+    """Train on two hosts of two members each; return step time and traffic of the first host."""
+    names = [f"unisono-{os.getpid()}-{letter}" for letter in "ab"]
+
+    def ip(*words: str) -> None:
+        subprocess.run(["ip", *words], check=True)
+
+    def start(name: str, *words: str) -> subprocess.Popen[str]:
+        enter = ["nsenter", f"--net=/run/netns/{name}", "unshare", "--mount", "sh", "-c", _ENTER]
+        run = [sys.executable, "-m", "unisono", "run", "--ranks", "2", *words]
+        return subprocess.Popen([*enter, "sh", *run], stdout=subprocess.PIPE, text=True)
+
+    with tempfile.TemporaryDirectory() as folder:
+        script, invitation = Path(folder, "train.py"), Path(folder, "invitation")
+        script.write_text(ON_HOSTS)
+        try:
+            for name in names:
+                ip("netns", "add", name)
+            cable = ("eth0", "netns", names[0], "type", "veth", "peer", "name", "eth0")
+            ip("link", "add", *cable, "netns", names[1])
+            for number, name in enumerate(names, 1):
+                ip("-n", name, "addr", "add", f"10.78.0.{number}/24", "dev", "eth0")
+                ip("-n", name, "link", "set", "lo", "up")
+                ip("-n", name, "link", "set", "eth0", "up")
+            first = start(names[0], "--invite", str(invitation), str(script), str(steps))
+            while not invitation.exists() and first.poll() is None:
+                time.sleep(0.1)
+            second = start(names[1], "--join", str(invitation), str(script), str(steps))
+            output = first.communicate(timeout=600)[0] + second.communicate(timeout=60)[0]
+        finally:
+            for name in names:
+                subprocess.run(["ip", "netns", "del", name], check=False)
+    figures = next(line for line in output.splitlines() if "FOUND" in line).split("FOUND")[1]
+    step_ms, size_mb, received, sent = map(float, figures.split())
+    return (
+        "| model | step | first host receives | sends |\n|---:|---:|---:|---:|\n"
+        f"| {size_mb:.1f} MB | {step_ms:.1f} ms | {received:.2f} x model | {sent:.2f} x model |"
+    )
+
+
 def main() -> int:
     """Measure what the command line asks for."""
     parser = parser_for(__doc__)
     parser.add_argument("--chaos", type=int, metavar="KILLS", help="kill so many ranks instead")
     parser.add_argument("--seed", type=int, default=0, help="of the chaos")
     parser.add_argument("--model", action="append", choices=MODELS, help="only this one")
+    parser.add_argument("--hosts", action="store_true", help="train on two hosts instead")
     options = parser.parse_args()
     os.environ["OMP_NUM_THREADS"] = "1"
+    if options.hosts:
+        text = on_hosts(20 if options.quick else 100)
+        publish("Elastic training on two hosts", text, write=not options.quick)
+        return 0
     if options.chaos is not None:
         models = tuple(options.model or MODELS)
         kills = -(-options.chaos // len(models))

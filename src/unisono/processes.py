@@ -22,10 +22,13 @@ def process_start(pid: int) -> int | None:
         return None
 
 
-def is_stopped(pid: int) -> bool:
-    """Whether a signal or a debugger has stopped a process; False where that cannot be seen."""
+def is_stopped(pid: int, *, or_traced: bool = True) -> bool:
+    """Whether a signal or a debugger has stopped a process; False where that cannot be seen.
+
+    Without `or_traced` only a signal counts.
+    """
     try:
-        return _stat(pid)[0] in "Tt"
+        return _stat(pid)[0] in ("Tt" if or_traced else "T")
     except (OSError, IndexError):
         return False
 

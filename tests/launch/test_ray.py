@@ -296,3 +296,28 @@ def test_what_a_ray_cluster_lacks_is_told_with_the_arithmetic(fields, nodes, wor
     if words is not None:
         assert words in str(demand.refusal(nodes, "has"))
     assert sum(bundle["CPU"] for bundle in demand.bundles) == demand.size * fields["need"]["CPU"]
+
+
+@pytest.mark.parametrize("victim", ["rank", "actor"])
+def test_elastic_ranks_that_die_are_replaced(on_ray, tmp_path, victim):
+    def train():
+        torch.manual_seed(0)
+        model = torch.nn.Linear(4, 2)
+        optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+        data, has_died = torch.arange(64.0).reshape(16, 4), tmp_path / "has-died"
+        run = unisono.train.elastic(model, optimizer, data, batch_size=8, shards=4, steps=60)
+        for step in run:
+            step(lambda batch: model(batch[0]).square().mean())
+            if os.environ.get("RANK") == "0" and step.number == 2 and not has_died.exists():
+                has_died.touch()
+                os.kill(os.getppid() if victim == "actor" else os.getpid(), signal.SIGKILL)
+                time.sleep(10.0)
+            is_waiting = "RANK" in os.environ and run.members < 2
+            time.sleep(0.3 if is_waiting else 0.0)
+        return model.weight.flatten().tolist(), run.members
+
+    results = unisono.run(train, on="ray", ranks=2, elastic=True, logs=QUIET, timeout_s=120)
+    (tmp_path / "has-died").touch()
+    alone, _ = train()
+    assert [weights for weights, _ in results] == [alone] * 2
+    assert results[0][1] == 2

@@ -9,7 +9,6 @@ from __future__ import annotations
 import functools
 import json
 import os
-import secrets
 import shutil
 import sys
 import threading
@@ -23,8 +22,10 @@ from typing import Any
 
 from unisono.errors import JobCancelled, PlatformError, RankFailed, RankTimeout
 from unisono.launch import job_files
+from unisono.launch.elastic.settings import Elastic
 from unisono.launch.logs import SHOW_ALL_UP_TO, Console, stdin_rank, tail, warn
 from unisono.launch.places.local import LocalRanks
+from unisono.launch.places.rendezvous import address_of_job
 from unisono.launch.plan import RunPlan
 from unisono.launch.platform import Device, Platform
 from unisono.launch.pool import cleanup, verdict
@@ -35,7 +36,7 @@ from unisono.launch.pool.surroundings import Surroundings, common_variables
 from unisono.launch.pool.verdict import Ending
 from unisono.launch.request import Request
 from unisono.launch.results import Results
-from unisono.launch.supervisor import Ranks, Supervisor
+from unisono.launch.supervisor import Policy, Ranks, Supervisor
 
 LONGEST_PAUSE_S = 30.0
 """Longest wait before another attempt."""
@@ -90,6 +91,8 @@ class Attempts(ABC):
 
     announces = False
     """Whether to say what the first Ctrl-C has begun."""
+    size: int | None = None
+    """Number of ranks that an elastic run was resized to."""
 
     def __init__(self, plan: RunPlan, job_dir: Path, progress: Progress) -> None:
         self.progress = progress
@@ -133,10 +136,10 @@ class Attempts(ABC):
             self._supervisor = Supervisor(ranks, plan, number, announces=announces)
             if self.is_cancelled():
                 self._supervisor.cancel()
+            if self.size is not None:
+                self._supervisor.ask(functools.partial(ranks.policy.resize, self.size))
             ending = self._supervisor.run()
             self.states = ranks.states
-            if ranks.mistake:
-                return self._end(ending, ranks.mistake)
             if ending.state in ("done", "cancelled"):
                 return self._end(ending)
             if self.is_taken_away(is_requeue=ending.state == "requeued"):
@@ -215,10 +218,7 @@ class Run(Attempts):
         self._on_state = on_state
         self._cancelled = threading.Event()
         self._announced = 0
-        secret = secrets.token_bytes(32)
-        if request.elastic is not None and request.elastic.host is not None:
-            secret = bytes.fromhex(request.elastic.host.secret)
-        plan = plan_of(request, secret)
+        plan = plan_of(request)
         variables = common_variables(os.environ, threads=plan.cpus_per_rank, more=plan.env)
         self._console = Console(
             logs.shown(ranks),
@@ -228,7 +228,7 @@ class Run(Attempts):
         self.announces = self._console.shows_any
         if (width := self._console.width()) is not None:
             variables |= {"COLUMNS": str(width), "LINES": "24"}
-        self._job = replace(rank_job(request, call, variables), secret=secret)
+        self._job = rank_job(request, call, variables)
         super().__init__(plan, job_dir, Progress())
 
     def results(self) -> Results[Any]:
@@ -257,8 +257,8 @@ class Run(Attempts):
                 is_kept=is_kept(request),
             )
         except RankFailed as error:
-            if supervisor.ranks.remark:
-                error.add_note(supervisor.ranks.remark)
+            if remark := supervisor.ranks.policy.remark:
+                error.add_note(remark)
             raise
 
     def cancel(self) -> None:
@@ -269,8 +269,9 @@ class Run(Attempts):
 
     def resize(self, ranks: int) -> None:
         """Have another number of ranks, from any thread; for elastic runs."""
+        self.size = ranks
         if (supervisor := self._supervisor) is not None:
-            supervisor.ask(lambda: supervisor.ranks.resize(ranks))
+            supervisor.ask(functools.partial(supervisor.ranks.policy.resize, ranks))
 
     def stacks(self, timeout_s: float = 5.0) -> dict[int, str]:
         """Return where all ranks stand, from any thread; nothing if no rank runs."""
@@ -297,14 +298,35 @@ class Run(Attempts):
             from unisono.launch.places.ray import RayRanks as start
         elif kind is Device.SLURM:  # inside an allocation; else task 0 of the job does this
             from unisono.launch.places.slurm.task import srun_ranks as start
-        elif elastic is not None:
-            from unisono.launch.elastic.supervisor import ElasticRanks
-
-            start = functools.partial(ElasticRanks, elastic=elastic)
         else:
-            start = LocalRanks
+            policy = None if elastic is None else self._elastic_policy(elastic)
+            start = functools.partial(LocalRanks, policy=policy)
         attempt = self.progress.attempt
         return start(self._job, self._plan, attempt, console=self._console, job_dir=self._job_dir)
+
+    def _elastic_policy(self, elastic: Elastic) -> Policy:
+        """Return the policy of ranks of this host that may die and join."""
+        from unisono.launch.elastic.policy import ElasticPolicy
+        from unisono.launch.places.guests import GuestPolicy, Guests
+
+        lost_after_s, shows = self._plan.lost_after_s, self._console.shows_any
+        if elastic.join is not None:
+            return GuestPolicy(
+                elastic.join, most=elastic.most, lost_after_s=lost_after_s, shows=shows
+            )
+        guests, platform = None, self.request.platform
+        if elastic.invite is not None:
+            address = platform.master_addr or address_of_job()
+            guests = Guests(elastic.invite, address, lost_after_s)
+        return ElasticPolicy(
+            most=elastic.most,
+            least=elastic.least,
+            stall_s=platform.comm_timeout_s,
+            job_dir=self._job_dir,
+            chaos=elastic.chaos,
+            guests=guests,
+            shows=shows,
+        )
 
     def is_cancelled(self) -> bool:
         """Whether somebody wants the run to end."""
@@ -394,19 +416,14 @@ def results_of(
     )
 
 
-def plan_of(request: Request, secret: bytes) -> RunPlan:
-    """Return the plain facts of what was asked; `secret` is that of the ranks."""
+def plan_of(request: Request) -> RunPlan:
+    """Return the plain facts of what was asked."""
     platform, elastic = request.platform, request.elastic
     return RunPlan.of(
         platform,
         timeout_s=request.timeout_s,
         max_restarts=request.max_restarts,
-        elastic=elastic
-        and {
-            "least": elastic.least,
-            "stall_s": platform.comm_timeout_s,
-            "secret": secret.hex(),
-        },
+        elastic=elastic and {"least": elastic.least, "stall_s": platform.comm_timeout_s},
     )
 
 

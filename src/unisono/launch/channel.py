@@ -159,6 +159,14 @@ class Channel:
             self._connection.socket.close()
             self._connection = None
 
+    def release(self) -> socket.socket:
+        """Hand over the connection as a plain socket that blocks; the channel is at its end."""
+        if self._connection is None:
+            raise Broken("there is no connection")
+        plain, self._connection = self._connection.socket, None
+        plain.setblocking(True)
+        return plain
+
     def send(self, message: Any) -> None:
         """Send a message after all others, as soon as there is room."""
         self._queue.append(iter((message,)))

@@ -9,12 +9,14 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from unisono import accelerator
 from unisono.environment import Environment
 
 if TYPE_CHECKING:
+    import queue
+
     import torch
     import torch.distributed as dist
 
@@ -37,6 +39,10 @@ class Here:
     """Its process group; None where the platform wants none."""
     report_fd: int | None = None
     """The pipe to the launcher, if it has one."""
+    shared_fds: tuple[int, ...] = ()
+    """Files in memory that the ranks of this host share; those of an elastic job have some."""
+    orders: queue.SimpleQueue[dict[str, Any]] | None = None
+    """Where orders for a member of an elastic job arrive."""
 
 
 _here: Here | None = None
@@ -60,6 +66,8 @@ def enter_world(
     store: dist.Store | None,
     name: str,
     report_fd: int | None = None,
+    shared_fds: tuple[int, ...] = (),
+    orders: queue.SimpleQueue[dict[str, Any]] | None = None,
     at_first_use: bool = False,
 ) -> Here:
     """Join the world and return what this rank is. Collective over all ranks of `environment`.
@@ -72,6 +80,8 @@ def enter_world(
         store: where the ranks meet.
         name: prefix of the keys of this world.
         report_fd: pipe to the launcher.
+        shared_fds: files in memory that the ranks of this host share.
+        orders: where orders for a member of an elastic job arrive.
         at_first_use: whether to leave the two groups to whoever first asks for the world, or to the
             script's own `init_process_group`; then this is not collective.
     """
@@ -84,6 +94,8 @@ def enter_world(
         device=device,
         group=None,
         report_fd=report_fd,
+        shared_fds=shared_fds,
+        orders=orders,
     )
     set_here(here)
     if platform.ipc_groups is None:

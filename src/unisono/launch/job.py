@@ -197,6 +197,13 @@ class LocalJob(Job):
             raise PlatformError.because(f"job {self.id} with {ranks} ranks", "it has ended")
         self._launch.resize(ranks)
 
+    def members(self) -> int:
+        """Return how many ranks train now; for jobs with `elastic=True`."""
+        from unisono.launch.elastic.policy import read_events
+
+        events = read_events(self.dir)
+        return events[-1]["members"] if events else 0
+
     def stacks(self) -> dict[int, str]:
         """Return where every rank stands."""
         return {} if self._ended.is_set() else self._launch.stacks()

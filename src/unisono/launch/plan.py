@@ -11,6 +11,9 @@ from typing import Any
 import unisono
 from unisono.launch.platform import Platform
 
+AWAY_S = 3.0
+"""How long the connection to members of an elastic training may be away, unless the user says."""
+
 
 def own_versions() -> list[str]:
     """Return the versions that must agree: Python's first two numbers, and ours."""
@@ -56,7 +59,8 @@ class RunPlan:
     versions: Sequence[str] = field(default_factory=own_versions)
     """Python and unisono of whoever made the plan."""
     elastic: dict[str, Any] | None = None
-    """For ranks that may die: `least`, `stall_s` and the `secret` of the job."""
+    """For ranks that may die: `least`, the fewest members, and `stall_s`, how long these may wait
+    for another one."""
 
     @classmethod
     def of(
@@ -74,7 +78,10 @@ class RunPlan:
             start_timeout_s=platform.start_timeout_s,
             grace_s=platform.grace_s,
             interrupt_s=platform.interrupt_s,
-            lost_after_s=platform.lost_after_s,
+            # Others do the work of a member that is away: there is no need to wait for long.
+            lost_after_s=platform.lost_after_s
+            if elastic is None or platform.is_explicit("lost_after_s")
+            else AWAY_S,
             max_requeues=platform.max_requeues,
             stack_signal=platform.stack_signal,
             run_id=secrets.token_hex(8),

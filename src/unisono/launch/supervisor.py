@@ -10,8 +10,9 @@ from __future__ import annotations
 import time
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from operator import attrgetter
+from typing import Any
 
 from unisono.launch.plan import RunPlan
 from unisono.launch.pool.payload import Parcel
@@ -26,19 +27,52 @@ COLLECT_S = 0.25
 """After the first bad news: time in which others may report, before all are stopped."""
 
 
+class Policy:
+    """What follows from the end of a rank: here, the end of all.
+
+    Where ranks may die and join (`launch/elastic/policy.py`), others take their places.
+    """
+
+    look_s: float | None = None
+    """Longest time between two calls of `look`; None: there is nothing to look at."""
+    preload: Sequence[str] = ()
+    """Modules that the warm server loads before it forks ranks."""
+    replaces = False
+    """Whether other ranks take the places of those that die."""
+    remark = ""
+    """What the error of a rank should add."""
+
+    def start(self, ranks: Ranks) -> None:
+        """Get to know the ranks, which are about to be started."""
+
+    def heard(self, rank: int, message: dict[str, Any]) -> None:
+        """Take what a rank says to the coordinator of an elastic training."""
+
+    def look(self) -> None:
+        """See to ranks that have died, stand still or are missing."""
+
+    def settle(self) -> None:
+        """Start no more ranks: all are about to end."""
+
+    def resize(self, ranks: int) -> None:
+        """Have another number of ranks."""
+        raise NotImplementedError(ranks)
+
+    def close(self) -> None:
+        """Let everything go."""
+
+
 class Ranks(ABC):
     """The ranks of one attempt, as whoever started them knows and reaches them."""
 
+    policy: Policy = Policy()
+    """What follows from the end of one."""
     states: list[RankState]
     """What is known of each."""
     has_left = False
     """Whether nobody is there any more who could tell how ranks stand."""
     exit_code: int | None = None
     """That of the program which started the ranks, if one did."""
-    mistake = ""
-    """What the function as a whole does that cannot be right."""
-    remark = ""
-    """What the error of a rank should add."""
 
     @abstractmethod
     def start(self) -> None:
@@ -81,13 +115,31 @@ class Ranks(ABC):
                 ended as they should.
         """
 
-    def resize(self, ranks: int) -> None:
-        """Have another number of ranks; only where they may die and join."""
-        raise NotImplementedError(ranks)
+    # Where ranks may die and join.
+
+    def order_rank(self, rank: int, **order: Any) -> None:
+        """Send one rank an order."""
+        raise NotImplementedError
+
+    def start_rank(self, rank: int) -> bool:
+        """Start another process in the place of a rank that has ended; say whether that works."""
+        raise NotImplementedError
+
+    def end_rank(self, rank: int, *, at_once: bool) -> None:
+        """End a rank that does not count any more; `at_once` kills it."""
+        raise NotImplementedError
+
+    def forget_rank(self, rank: int) -> None:
+        """Forget a rank that has ended."""
+        raise NotImplementedError
+
+    def memory_of(self, rank: int) -> str:
+        """Return a name for the memory of a rank; ranks with the same name share theirs."""
+        raise NotImplementedError
 
     def is_good(self) -> bool:
         """Whether they have come to a good end."""
-        return all(map(_IS_GOOD, self.states))
+        return bool(self.states) and all(map(_IS_GOOD, self.states))
 
     def is_bad(self) -> bool:
         """Whether something has happened to one that ends all."""

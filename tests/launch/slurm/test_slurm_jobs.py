@@ -365,7 +365,7 @@ def elastic_training(folder):
 def test_an_elastic_job_goes_on_without_ranks_that_die_without_a_node_and_after_a_requeue(
     cluster, tmp_path
 ):
-    from unisono.launch.elastic.supervisor import read_events
+    from unisono.launch.elastic.policy import read_events
 
     def seen(what):
         return [event["what"] for event in read_events(job.dir)].count(what)

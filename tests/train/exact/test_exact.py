@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import hashlib
 import os
@@ -29,8 +30,8 @@ from unisono.errors import (
     UnisonoError,
 )
 from unisono.launch.api import execute
+from unisono.launch.elastic.policy import read_events
 from unisono.launch.elastic.settings import Chaos
-from unisono.launch.elastic.supervisor import read_events
 from unisono.launch.request import checked_request
 from unisono.train.exact.data import Shards
 from unisono.train.exact.shards import fresh, nodes_in, tree_sum
@@ -372,6 +373,25 @@ def test_a_death_inside_a_closure_is_made_good_by_others(tmp_path, step):
     assert set(found) == {kill_at("cnn", step, "")}
 
 
+def test_a_member_for_which_others_wait_too_long_is_ended_and_replaced(tmp_path, capfd):
+    def slow() -> str:
+        model = nn.Linear(2, 1, bias=False)
+        nn.init.ones_(model.weight)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        run = unisono.train.elastic(model, optimizer, torch.ones(16, 2), batch_size=8, steps=8)
+        for step in run:
+            step(lambda batch: model(batch[0]).mean())
+            if step.number == 3 and os.environ["RANK"] == "1":
+                with contextlib.suppress(FileExistsError):
+                    (tmp_path / "slept").touch(exist_ok=False)
+                    time.sleep(100.0)
+        return str(model.weight.tolist())
+
+    patient = unisono.Platform(device="cpu", ranks=2, comm_timeout_s=3.0)
+    assert len(set(unisono.run(slow, on=patient, elastic=True, timeout_s=60))) == 1
+    assert "is ended: quiet for" in capfd.readouterr().err
+
+
 def test_a_job_can_be_resized_while_it_trains(tmp_path):
     job = unisono.submit(train, "cnn", 60, pause_s=0.1, ranks=(1, 4), logs=tmp_path)
     sizes = [1, 4, 2, 3]
@@ -383,7 +403,7 @@ def test_a_job_can_be_resized_while_it_trains(tmp_path):
     assert set(job.result(100)) == {train("cnn", 60)}
     seen = [event["members"] for event in read_events(job.dir)]
     assert [size for size in (4, 2, 3) if size in seen] == [4, 2, 3]
-    with pytest.raises(PlatformError, match="it may have 1 to 4"):
+    with pytest.raises(PlatformError, match="ranks from 1 to 4"):
         job.resize(5)
     with pytest.raises(PlatformError, match="it has ended"):
         job.resize(2)

@@ -1,5 +1,5 @@
-"""A job whose ranks may die and join while it trains; `unisono.train.elastic` is its users' side.
+"""Ranks that may die and join while they train; `unisono.train.elastic` is the users' side.
 
-`coordinator` decides, without a process in sight; `hub` carries its orders and the shared memory;
-`supervisor` watches the processes, starts new ones, and ends those that stand still.
+`coordinator` decides for all members and `follower` for one, both without a process in sight;
+`policy` stands beside the ranks of a run: it carries words and orders, and replaces the dead.
 """

@@ -1,19 +1,19 @@
-"""Who trains, who computes which shard, and where all go on after a change: a pure state machine.
+"""Which ranks train, which shards each computes, and the step at which all resume after a change.
 
-It is told what members say and who has died, and answers with orders; nothing here knows of
-processes, sockets or tensors. What members do with orders is in `follower`. As long as nobody comes
-or goes, they need none: they run on their own, and leave marks for each other.
+A pure state machine: it is told what members say and which have died, and answers with orders. It
+knows nothing of processes, connections or tensors. How a member obeys is in `follower`. As long as
+no member comes or goes, members need no orders: they wait for each other's marks.
 
-    running    members run; whoever dies, joins or is too many ends that
-    holding    each member stops and tells its mark, never to go beyond it: at once after a death,
-               as then nobody could finish the step, else before the next step
-    boundary   all stand still: their marks tell which step is next; newcomers get the state of a
-               member; shards are dealt out anew
+    running    members run; a death, a newcomer or a surplus member ends this phase
+    holding    each member stops and says which step it is at: at once after a death, because the
+               step cannot be finished, else before the next step
+    boundary   all stand still: the furthest member says which step is next; newcomers get the state
+               of a member; shards are assigned anew
 
-A step has happened if every member has left the mark of its end, the dead too: then each that lives
-can apply it, and does. If one mark is missing, nobody can have applied it, and it is begun again.
-That is safe because marks stand still when they are read: the living have said so, and whoever
-reports the dead has made sure that they write no more.
+A member applies a step when every member has marked its end, and a mark of the end means that this
+member has all it needs to apply the step. So if one living member has applied a step, all others
+can, and do. If none has, the step is begun again; a dead member that had applied it is gone. That
+is safe because members stand still when they say where they are, and the dead write no more.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from typing import Any
 Run = tuple[int, int]
 """Shards from the first to before the second."""
 
-OVER = "the elastic training was over before this rank could join it"
-"""What a rank of another host says that comes too late."""
-LOST = "the coordinator of this elastic training is gone, or has ended this rank"
-"""What a rank says that others waited for in vain."""
 MOST = 1024
-"""Never more members than that."""
+"""Largest number of members."""
 LINE = 64
-"""Bytes that each of them has at the front of the shared memory, for its mark."""
+"""Bytes that each member has at the front of the shared memory, for its mark."""
+PHASES = 4
+"""Marks of a step: begun, sums are there, its piece of the result is there, (none), the end."""
+VAIN = 3
+"""So many times in a row members may fail to reach each other at the same step."""
 
 
 def split(count: int, parts: int) -> list[Run]:
@@ -45,12 +45,11 @@ def split(count: int, parts: int) -> list[Run]:
 
 
 def mark_of(epoch: int, step: int) -> int:
-    """Return the mark of a member that is about to begin a step.
+    """Return the mark of a member that is about to begin a step, which is also the end of the last.
 
-    One more says that it has left the sums of its shards, two that it is at the end of the step.
     The epoch counts first, so that marks from before a change are never enough.
     """
-    return (epoch << 40) + 2 * step
+    return (epoch << 40) + PHASES * step
 
 
 @dataclass
@@ -59,6 +58,10 @@ class Member:
 
     rank: int
     """Its number, for people."""
+    host: str = ""
+    """Members of one host share their memory."""
+    address: Any = None
+    """Where members of other hosts reach it."""
     place: int = 0
     """Its place among the members of this epoch."""
     has_left: bool = False
@@ -92,10 +95,12 @@ class Coordinator:
         """Members and newcomers that are not wanted any more; whoever asks takes them away."""
         self._shards = 0
         self._first = 0
-        self._newcomers: dict[int, tuple[int, int]] = {}
+        self._newcomers: dict[int, tuple[int, int, str, Any]] = {}
         self._loading: dict[int, bool] = {}
         self._donor: int | None = None
-        self._marks: dict[int, int] = {}
+        self._stands_at: dict[int, int] = {}
+        """The step of each member that stands still, and the last known one of the dead."""
+        self._parted_at, self._parted = -1, 0
         self._outbox: list[tuple[int, dict[str, Any]]] = []
 
     def take_orders(self) -> list[tuple[int, dict[str, Any]]]:
@@ -113,17 +118,26 @@ class Coordinator:
             waiting = [number for number, has_it in self._loading.items() if not has_it]
             return waiting if self._donor is None else [self._donor]
         if self.phase == "holding":
-            missing = [number for number in self.members if number not in self._marks]
+            missing = [number for number in self.members if number not in self._stands_at]
             return missing if len(missing) < len(self.members) else []
         return [number for number, mark in marks.items() if mark < max(marks.values())]
 
-    def joined(self, number: int, *, rank: int, shards: int, step: int) -> None:
+    def joined(
+        self,
+        number: int,
+        *,
+        rank: int,
+        shards: int,
+        step: int,
+        host: str = "",
+        address: Any = None,
+    ) -> None:
         """A process wants to train; `step` is where its own state is."""
         self._shards = shards
         if self.phase in ("over", "lost") or self._has_leavers():
             self.retired.append(number)
             return
-        self._newcomers[number] = rank, step
+        self._newcomers[number] = rank, step, host, address
         self._go_on()
 
     def told(self, number: int, message: Mapping[str, Any]) -> None:
@@ -132,25 +146,38 @@ class Coordinator:
         if kind == "loaded" and number in self._loading:
             self._loading[number] = True
             self._go_on()
+        elif kind == "missed" and number in self._loading:
+            del self._loading[number]  # its donor is gone: it waits for another one
+            self._go_on()
         elif kind == "donated" and number == self._donor:
             self._donor = None
+            donor = self.members[number]
             room = max(0, min(self.target, MOST) - len(self.members))
             for newcomer in sorted(self._newcomers, key=lambda n: self._newcomers[n][0])[:room]:
                 self._loading[newcomer] = False
-                self._order(newcomer, "load", step=self.step, bytes=message["bytes"])
+                self._order(
+                    newcomer,
+                    "load",
+                    step=self.step,
+                    bytes=message["bytes"],
+                    host=donor.host,
+                    address=donor.address,
+                )
             self._go_on()  # those it was for may be gone
         elif number not in self.members:
             return
         elif kind == "held" and self.phase == "holding":
-            self._stands(number, message["mark"])
+            self._stands_at[number] = message["step"]
             self._go_on()
+        elif kind == "parted" and message["epoch"] == self.epoch:
+            self._part(message["why"])
         elif kind == "mismatch":
             self.error = self.error or message["why"]
         elif kind == "left":
             self._leave(number, message["step"])
 
     def died(self, number: int, mark: int = 0) -> None:
-        """A process is gone, and `mark` is the last it has left. Safe to repeat."""
+        """A process is gone, and `mark` is the last that is known of it. Safe to repeat."""
         self._newcomers.pop(number, None)
         self._loading.pop(number, None)
         if number in self.retired:
@@ -159,7 +186,8 @@ class Coordinator:
             self._donor = None
         member = self.members.pop(number, None)
         if member is not None and self.phase in ("running", "holding"):
-            self._stands(number, mark)
+            begun = (mark - mark_of(self.epoch, 0)) // PHASES
+            self._stands_at[number] = max(begun, self.step)
             if not self._has_leavers():
                 self._hold(0)
         if self.phase not in ("over", "lost"):
@@ -180,10 +208,11 @@ class Coordinator:
             self._retire_newcomers()
         if self.phase == "running" and (self._newcomers or len(self.members) > self.target):
             self._hold(self.reached + 1)
-        if self.phase == "holding" and self.members.keys() <= self._marks.keys():
-            self.step = min(self._marks.values()) // 2
+        if self.phase == "holding" and self.members.keys() <= self._stands_at.keys():
+            alive = [self._stands_at[number] for number in self.members]
+            self.step = max(alive or self._stands_at.values())
             self.phase = "boundary"
-            self._marks.clear()
+            self._stands_at.clear()
         if self.phase == "boundary" and self._donor is None and all(self._loading.values()):
             self._admit()
             self._at_boundary()
@@ -191,13 +220,19 @@ class Coordinator:
     def _hold(self, at: int) -> None:
         """Have members stop at a step, or where they are if that is further."""
         self.phase = "holding"
-        for number in self.members.keys() - self._marks.keys():
+        for number in self.members.keys() - self._stands_at.keys():
             self._order(number, "hold", step=self.step, at=at)
 
-    def _stands(self, number: int, mark: int) -> None:
-        """Note how far a member has come that goes no further in this epoch."""
-        begun = mark_of(self.epoch, 0)
-        self._marks[number] = max(mark - begun, 2 * self.step)
+    def _part(self, why: str) -> None:
+        """Members that cannot reach each other try again, in another epoch; but not for ever."""
+        if self.phase != "running" or self._has_leavers():
+            return
+        self._parted = self._parted + 1 if self.step == self._parted_at else 1
+        self._parted_at = self.step
+        if self._parted > VAIN:
+            self.error = self.error or why
+        self._hold(0)
+        self._go_on()
 
     # Boundary.
 
@@ -211,9 +246,9 @@ class Coordinator:
             if len(self._newcomers) < self.target:
                 return
             first = min(self._newcomers, key=lambda number: self._newcomers[number][0])
-            rank, self.step = self._newcomers.pop(first)
+            rank, self.step, host, address = self._newcomers.pop(first)
             self._first = self.step
-            self.members[first] = Member(rank)
+            self.members[first] = Member(rank, host, address)
             self._order(first, "found", step=self.step)
         while len(self.members) > self.target:
             number = max(self.members, key=lambda n: self.members[n].rank)
@@ -229,14 +264,16 @@ class Coordinator:
     def _admit(self) -> None:
         """Make members of newcomers that have the state."""
         for number in self._loading:
-            rank, _ = self._newcomers.pop(number)
-            self.members[number] = Member(rank)
+            rank, _, host, address = self._newcomers.pop(number)
+            self.members[number] = Member(rank, host, address)
         self._loading.clear()
 
     def _run(self) -> None:
         self.phase, self.epoch = "running", self.epoch + 1
         runs = split(self._shards, len(self.members))
         ranks = [member.rank for member in self.members.values()]
+        hosts = [member.host for member in self.members.values()]
+        addresses = [member.address for member in self.members.values()]
         for place, (number, member) in enumerate(self.members.items()):
             member.place = place
             self._order(
@@ -247,6 +284,8 @@ class Coordinator:
                 place=place,
                 ranks=ranks,
                 runs=runs,
+                hosts=hosts,
+                addresses=addresses if len(set(hosts)) > 1 else [],
                 logger=number == min(self.members),
             )
 

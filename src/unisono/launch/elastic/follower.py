@@ -1,8 +1,9 @@
 """What a member does next, by the marks of others and the orders of the coordinator: pure, too.
 
 A step of a member: compute its shards; where there are many sums, wait for those of all, and add up
-its piece of them; wait until all have come to the end; apply the step. It waits for marks, not for
-the coordinator, and an order only tells of a change.
+its piece of them; where members are on several hosts, wait until all sums have come, and confirm;
+wait until all have come to the end; apply the step. It waits for marks, not for the coordinator.
+An order only tells of a change.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from unisono.launch.elastic.coordinator import mark_of
+from unisono.launch.elastic.coordinator import PHASES, mark_of
 
 
 class Follower:
@@ -22,7 +23,7 @@ class Follower:
         mark: how far it has come, for others to see.
         is_held: whether it has to stay where it is.
         stops_at: the step before which it shall stop, if any.
-        orders: what it was told, and has not come to yet.
+        orders: what it was told, and has not obeyed yet.
         mistake: what is wrong, if others have left.
     """
 
@@ -43,12 +44,17 @@ class Follower:
         """Whether there is no result that members make together."""
         return sum(end > first for first, end in self.order["runs"]) <= self.FEW
 
+    @property
+    def is_spread(self) -> bool:
+        """Whether members are on several hosts: then what they leave has to travel."""
+        return len(set(self.order["hosts"])) > 1
+
     def due(self, marks: Callable[[], Sequence[int]]) -> str:
         """Return what to do; `marks` gives those of all members, by their places.
 
-        That is `compute`, `reduce`, `commit` or `donate`; `held`, to tell the coordinator so;
-        `mismatch`, to tell that others have left; `wait`, for marks, or for orders if it is held;
-        `over`, if it is not wanted any more.
+        That is `compute`, `reduce`, `confirm`, `commit` or `donate`; `held`, to tell the
+        coordinator so; `mismatch`, to tell that others have left; `wait`, for marks, or for orders
+        if it is held.
         """
         while self.orders:
             if self.orders[0]["step"] > self.step:
@@ -67,7 +73,7 @@ class Follower:
                     f"ranks [{mine}] have begun that step"
                 )
                 return "mismatch"
-            elif kind in ("donate", "over"):
+            elif kind == "donate":
                 return kind
         if self.is_held:
             return "wait"
@@ -79,12 +85,17 @@ class Follower:
             return "compute"
         if any(mark < self.mark for mark in marks()):
             return "wait"
-        return "reduce" if phase == 1 else "commit"
+        return {1: "reduce", 2: "confirm"}.get(phase, "commit")
 
     def is_in_vain(self) -> bool:
         """Whether an order has come that ends what this member is at."""
         return any(order["kind"] != "hold" or order["at"] <= self.step for order in self.orders)
 
     def has_done(self, what: str) -> None:
-        """Come further: `compute` or `reduce` is done. Afterwards others may see the mark."""
-        self.mark += 2 if what == "compute" and self.adds_up_alone else 1
+        """Come further: `compute`, `reduce` or `confirm` is done. Then others may see the mark."""
+        phase = {"compute": 1, "reduce": 2, "confirm": PHASES}[what]
+        if phase == 1 and self.adds_up_alone:
+            phase = 2
+        if phase == 2 and not self.is_spread:
+            phase = PHASES  # what is left on the board of this host survives its writer
+        self.mark = mark_of(self.order["epoch"], self.step) + phase

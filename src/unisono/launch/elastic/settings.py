@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from unisono.errors import PlatformError
 from unisono.launch.fields import COUNT
-from unisono.launch.job_files import check_ours, write_private
+from unisono.launch.job_files import check_ours
 from unisono.launch.platform import Platform
 
-RESIZE = "resize"
-"""File of a job in which somebody has left another number of ranks."""
+if TYPE_CHECKING:
+    from unisono.launch.places.agent import Invitation
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,32 +52,6 @@ class Chaos:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Invitation:
-    """Where members of other hosts may join a job, and the secret that lets them in."""
-
-    host: str
-    port: int
-    secret: str
-
-    def write(self, path: Path) -> None:
-        """Leave it in a file that only this user can read."""
-        write_private(path, json.dumps(asdict(self)).encode())
-
-    @classmethod
-    def read(cls, path: Path) -> Invitation:
-        """Read such a file."""
-        asked = f"--join {path}"
-        check_ours(path)
-        try:
-            found = cls(**json.loads(path.read_text(encoding="utf-8")))
-        except (ValueError, TypeError) as error:
-            raise PlatformError.because(
-                asked, f"no invitation: {error}", None, "the file that --invite FILE has written"
-            ) from None
-        return found
-
-
-@dataclass(frozen=True, kw_only=True)
 class Elastic:
     """How a job may grow and shrink."""
 
@@ -90,8 +63,8 @@ class Elastic:
     """Whether to kill ranks."""
     invite: Path | None = None
     """Where to leave an invitation for other hosts."""
-    host: Invitation | None = None
-    """Whose members these ranks are, if it is another host's job that they join."""
+    join: Invitation | None = None
+    """Where the launcher is whose training these ranks join."""
 
 
 def bounds(ranks: Any, elastic: bool | None) -> tuple[int | None, int | None]:
@@ -137,14 +110,14 @@ def checked(
         return None
     asked = f"unisono.run(..., on={place!r}, elastic=True)"
     by_hosts = "unisono run --elastic --invite FILE here and unisono run --join FILE on other hosts"
-    if place == "slurm":
+    if place in ("slurm", "ray"):
         if chaos is not None or invite is not None or join is not None:
             raise PlatformError.because(
                 f"{asked} with --chaos, --invite or --join",
                 "the nodes of the job are all that its ranks come from, and whoever starts it has "
                 "no process of theirs to kill",
                 None,
-                "scancel --signal=KILL, or kill -9 on a node; the options without on",
+                "kill -9 on a node; the options without on",
             )
     elif place not in ("cpu", "gpu") or platform.n_nodes > 1:
         raise PlatformError.because(
@@ -155,12 +128,28 @@ def checked(
             else "members are processes of this host, on its CPU or its GPUs, and those that other "
             "hosts send to it",
             None,
-            f'on="cpu" or "gpu" on one host; {by_hosts}; on="slurm" for the nodes of a cluster',
+            f'on="cpu" or "gpu" on one host; {by_hosts}; on="slurm" or "ray" for a cluster',
         )
     return Elastic(
         least=least,
         most=platform.world_size,
         chaos=chaos,
         invite=None if invite is None else Path(invite).absolute(),
-        host=None if join is None else Invitation.read(Path(join)),
+        join=None if join is None else _invitation(Path(join)),
     )
+
+
+def _invitation(path: Path) -> Invitation:
+    """Read what `--invite` has written."""
+    from unisono.launch.places.agent import Invitation
+
+    check_ours(path)
+    try:
+        return Invitation.read(path.read_text(encoding="utf-8"))
+    except (ValueError, TypeError) as error:
+        raise PlatformError.because(
+            f"--join {path}",
+            f"no invitation: {error}",
+            None,
+            "the file that --invite FILE has written",
+        ) from None

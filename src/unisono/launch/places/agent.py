@@ -29,7 +29,7 @@ from typing import Any
 from unisono.environment import Environment, detect
 from unisono.errors import PlatformError
 from unisono.launch.channel import Broken, Channel, Connection, dial
-from unisono.launch.job_files import check_ours
+from unisono.launch.job_files import check_ours, write_private
 from unisono.launch.plan import RunPlan, own_versions
 from unisono.launch.pool.cleanup import make_temporary_directory
 from unisono.launch.pool.client import RankProcess, spawn_rank
@@ -52,6 +52,10 @@ CONNECT_S = 60.0
 """Longest wait for a supervisor that has just started this agent."""
 GONE = "the supervisor is gone"
 """Why an agent stops of itself."""
+LOOK_S = 0.2
+"""Seconds between two looks whether a rank that others wait for was stopped by a signal."""
+_LINGER_S = 1.0
+"""Longest wait for the other side to take the last messages."""
 _REFUSED_S = 1.0
 """So long its host says that no process listens at its port: then the supervisor is gone."""
 
@@ -71,6 +75,10 @@ class Invitation:
     def read(cls, text: str) -> Invitation:
         """Undo `str`."""
         return cls(**json.loads(text))
+
+    def write(self, path: Path) -> None:
+        """Leave it in a file that only this user can read."""
+        write_private(path, str(self).encode())
 
 
 class Line:
@@ -127,6 +135,18 @@ class Line:
             self.channel.attach(self._found.pop())
         self.is_lost = not self.channel.is_connected
         return not self.is_lost
+
+    def close(self) -> None:
+        """Close the connection, as soon as the other side has all messages, or after a moment."""
+        end = time.monotonic() + _LINGER_S
+        while not self.channel.is_drained and time.monotonic() < end:
+            self.channel.flush()
+            with suppress(Broken):
+                self.channel.receive()
+            if not self.channel.is_connected:
+                break
+            time.sleep(0.01)
+        self.channel.detach()
 
     def _try_for(self, timeout_s: float) -> Connection | None:
         """Return a connection; None if there is none in time, or no process listens any more."""
@@ -196,13 +216,19 @@ class Agent(RankMonitor):
         self._heeded = {signal.SIGTERM, signal.Signals[self._plan.stack_signal]}
         self._heeded |= {signal.Signals[name] for name in self._plan.stop_signals}
         self._take_signals()
-        self._rank = self._start(self._payload(Path(welcome["payload"])))
+        self._is_elastic = self._plan.elastic is not None
+        # Its agent may have to start another rank, which must not see what this one has left.
+        self._shared_fds = (nameless_file(), nameless_file()) if self._is_elastic else ()
+        self._payload_fd = self._payload(Path(welcome["payload"]))
+        self._rank = self._start()
 
     def run(self) -> str:
         """Stay until the supervisor lets the rank go; return why it was stopped if it was."""
         try:
             while not self._is_finished and not self._stop_reason:
-                self._turn(None)
+                self._turn(LOOK_S if self._is_elastic else None)
+                if self._is_elastic:
+                    self.kill_stopped()
             if self._is_finished:
                 self.finish()
             elif self._stop_reason != "cancelled":
@@ -242,7 +268,7 @@ class Agent(RankMonitor):
             place += os.pwrite(fd, data, place)
         return fd
 
-    def _start(self, payload_fd: int) -> RankProcess:
+    def _start(self) -> RankProcess:
         """Start the rank; signals wait until it is ready for them."""
         plan, place = self._plan, self._place
         variables = common_variables(self._environment, threads=plan.cpus_per_rank, more=plan.env)
@@ -252,16 +278,16 @@ class Agent(RankMonitor):
             rank = spawn_rank(
                 place.rank,
                 place.size,
-                payload_fd=payload_fd,
+                payload_fd=self._payload_fd,
                 env=variables,
                 job_dir=self._dir,
                 keeps_log=False,
+                shared_fds=self._shared_fds,
                 has_own_path=True,
                 kept_fds=mpi_descriptors(variables),
             )
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
-            os.close(payload_fd)
         rank.known.pid, rank.known.pid_start = rank.pid, process_start(rank.pid)
         self.watch(rank)
         self._tell(rank)
@@ -272,7 +298,8 @@ class Agent(RankMonitor):
             self._channel.stream(chunks_of("value", rank.result))
         if "state" in news or "finishing_s" in news or "standing" in news:
             self._tell(rank)
-        if others := {name: news[name] for name in ("address", "preempt") if name in news}:
+        names = ("address", "preempt", "elastic")
+        if others := {name: news[name] for name in names if name in news}:
             self._send(others)
 
     def printed(self, rank: RankProcess, number: int, data: bytes) -> None:
@@ -328,6 +355,13 @@ class Agent(RankMonitor):
         elif "stack" in order:
             dumps = self.raw_stacks([self._rank], STACKS_S)
             self._send({"stack": dumps.get(self._rank.rank, "")})
+        elif "start" in order:
+            self.let_go(self._rank)
+            self._hears_outputs = True
+            self._rank = self._start()
+        elif "retire" in order:
+            self._rank.order(stop=True)
+            self._rank.signal_group(signal.SIGTERM)
         elif "signal" in order:
             self._rank.signal(signal.Signals[order["signal"]])
         else:
@@ -375,6 +409,8 @@ class Agent(RankMonitor):
         finally:
             self._channel.detach()
             self.close()
+            for fd in (self._payload_fd, *self._shared_fds):
+                os.close(fd)
             if self._own_dir is not None:
                 shutil.rmtree(self._own_dir, ignore_errors=True)
 

@@ -17,6 +17,7 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -112,6 +113,17 @@ class AgentRanks(Ranks):
             )
         self._plan = plan
         self._attempt = attempt
+        if plan.elastic is not None:
+            from unisono.launch.elastic.policy import ElasticPolicy
+
+            self.policy = ElasticPolicy(
+                most=plan.ranks,
+                least=plan.elastic["least"],
+                stall_s=plan.elastic["stall_s"],
+                job_dir=job_dir,
+                is_spread=True,
+                shows=console.shows_any,
+            )
         self._console = console
         self._dir = job_dir
         self._directory = job.setting.directory
@@ -155,6 +167,7 @@ class AgentRanks(Ranks):
         return Invitation(addresses=addresses, port=self._listener.port, key=self._key.hex())
 
     def start(self) -> None:
+        self.policy.start(self)
         self.start_agents(self.invitation)
 
     def start_agents(self, invitation: Invitation) -> None:
@@ -200,7 +213,8 @@ class AgentRanks(Ranks):
     def wait(self, timeout_s: float | None) -> bool:
         now = time.monotonic()
         ends = [seat.lost_at - now for seat in self._seats if seat.lost_at is not None]
-        limits = [timeout_s, self._listener.seconds_left(), LONGEST_S, *ends]
+        look_s = self.policy.look_s
+        limits = [timeout_s, self._listener.seconds_left(), LONGEST_S, look_s, *ends]
         for channel in self._channels:
             self._register(channel)
         events = self._selector.select(max(0.0, min(s for s in limits if s is not None)))
@@ -216,6 +230,7 @@ class AgentRanks(Ranks):
         self._give_up_lost()
         if self.starter_has_ended() and not any(self._is_away(seat) for seat in self._seats):
             self.has_left = all(seat.is_over or seat.channel is None for seat in self._seats)
+        self.policy.look()
         return bool(events)
 
     def wake(self) -> None:
@@ -223,13 +238,17 @@ class AgentRanks(Ranks):
             os.write(self._wake_write, b".")
 
     def interrupt(self, seconds: float) -> None:
+        self.policy.settle()
         self._order(interrupt=seconds)
 
     def finish(self) -> None:
+        self.policy.settle()
+        self.states.sort(key=attrgetter("rank"))  # those of new ranks came last
         self._order(finish=True)
         self._wait_for_agents()
 
     def stop(self, reason: str) -> None:
+        self.policy.settle()
         self._order(stop=reason)
         self._wait_for_agents()
 
@@ -250,12 +269,14 @@ class AgentRanks(Ranks):
         return value
 
     def close(self, *, at_once: bool | None) -> None:
+        self.policy.settle()
         try:
             if at_once is not None:
                 self._order(stop="cancelled" if at_once else "the launcher was interrupted")
                 self._wait_for_agents(0.5 if at_once else self._plan.grace_s + 2.0)
         finally:
             self._listener.close()
+            self.policy.close()
             for channel in self._channels:
                 channel.detach()
             self.end_agents()
@@ -364,6 +385,8 @@ class AgentRanks(Ranks):
                     other.send({"master": self._master})
         elif "preempt" in message:
             self._seats[message["preempt"]].send({"signal": "SIGTERM"})
+        elif "elastic" in message:
+            self.policy.heard(seat.state.rank, message["elastic"])
         elif "wants" in message and seat.channel is not None:
             fd = os.open(self._payload, os.O_RDONLY | os.O_NOFOLLOW)
             seat.channel.stream(_then_closed(chunks_of("payload", fd), fd))
@@ -381,7 +404,8 @@ class AgentRanks(Ranks):
         """
         known = seat.state
         is_killed = told.exit_code in (-signal.SIGKILL, -signal.SIGTERM)
-        if told.state == "died" and is_killed and any(map(verdict.is_own, self.states)):
+        is_after = any(map(verdict.is_own, self.states)) and not self.policy.replaces
+        if told.state == "died" and is_killed and is_after:
             told.note("stopped")
         if told.failed is not None and known.failed is None:
             seat.log.write(FAILED + told.failed.traceback.encode(errors="replace"))
@@ -418,8 +442,52 @@ class AgentRanks(Ranks):
 
     def lost(self, seat: Seat) -> None:
         """Note that an agent has gone, and its rank with it."""
-        if not seat.state.is_over:
+        if seat.state.is_over:
+            return
+        if self.policy.replaces:
+            seat.state.note("died")
+        else:
             self._fail(seat, seat.why_lost, hint=self.hint)
+
+    # Where ranks may die and join.
+
+    def order_rank(self, rank: int, **order: Any) -> None:
+        self._seats[rank].send(order)
+
+    def start_rank(self, rank: int) -> bool:
+        seat = self._seats[rank]
+        if seat.is_over and not self.start_agent(rank):
+            return False
+        self.forget_rank(rank)
+        known = seat.state
+        seat.state = RankState(rank=rank, attempt=self._attempt, host=known.host, node=known.node)
+        self.states.append(seat.state)
+        seat.value, seat.value_bytes = None, 0
+        if seat.is_over:
+            seat.channel, seat.is_over = None, False  # it comes with a channel of its own
+        else:
+            seat.send({"start": True})
+        return True
+
+    def start_agent(self, rank: int) -> bool:
+        """Start another agent for a rank whose agent is lost; say whether this place can."""
+        del rank
+        return False
+
+    def end_rank(self, rank: int, *, at_once: bool) -> None:
+        seat = self._seats[rank]
+        if at_once:
+            seat.send({"signal": "SIGKILL"})
+        else:
+            self.states.remove(seat.state)  # it ends as it was told to
+            seat.send({"retire": True})
+
+    def forget_rank(self, rank: int) -> None:
+        with suppress(ValueError):
+            self.states.remove(self._seats[rank].state)
+
+    def memory_of(self, rank: int) -> str:
+        return str(rank)  # each agent makes the memory of its own rank
 
     @staticmethod
     def _is_away(seat: Seat) -> bool:

@@ -7,6 +7,7 @@ import signal
 import subprocess
 from collections.abc import Sequence
 from contextlib import ExitStack, suppress
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from unisono.launch.logs import Console, RankStream, lent_to
 from unisono.launch.plan import RunPlan
 from unisono.launch.pool.client import RankProcess, fork_ranks, spawn_rank, why_not
 from unisono.launch.pool.monitor import STACKS_S, RankMonitor
-from unisono.launch.pool.payload import Parcel
+from unisono.launch.pool.payload import Parcel, nameless_file
 from unisono.launch.pool.protocol import (
     Job,
     payload_file,
@@ -23,7 +24,7 @@ from unisono.launch.pool.protocol import (
 )
 from unisono.launch.pool.stacks import user_threads
 from unisono.launch.pool.surroundings import rank_variables
-from unisono.launch.supervisor import Ranks
+from unisono.launch.supervisor import Policy, Ranks
 
 
 class LocalRanks(RankMonitor, Ranks):
@@ -35,13 +36,18 @@ class LocalRanks(RankMonitor, Ranks):
         attempt: number of the attempt.
         console: where their output is shown.
         job_dir: directory of the run.
+        policy: what follows from the end of one.
     """
 
-    preload: Sequence[str] = ()
-    """Modules that the warm server loads before it forks them."""
-
     def __init__(
-        self, job: Job, plan: RunPlan, attempt: int, *, console: Console, job_dir: Path
+        self,
+        job: Job,
+        plan: RunPlan,
+        attempt: int,
+        *,
+        console: Console,
+        job_dir: Path,
+        policy: Policy | None = None,
     ) -> None:
         super().__init__(signal.Signals[plan.stack_signal])
         self._job = job
@@ -50,8 +56,12 @@ class LocalRanks(RankMonitor, Ranks):
         self._console = console
         self._job_dir = job_dir
         self._payload_fd = payload_file(job)
+        self.policy = policy or Policy()
+        self._shared_fds: tuple[int, ...] = ()
         self._stdin_rank = console.raw_rank
-        self._more: dict[str, str] = {}
+        if self.policy.replaces:
+            self._shared_fds = nameless_file(), nameless_file()
+            self._stdin_rank = None
         self._streams: dict[tuple[RankProcess, int], RankStream] = {}
         self._values: dict[int, Parcel] = {}
         self._at_end = ExitStack()
@@ -61,6 +71,7 @@ class LocalRanks(RankMonitor, Ranks):
 
     def start(self) -> None:
         """Start all; one may read our standard input."""
+        self.policy.start(self)
         self.start_some(range(self._plan.ranks))
         if self._stdin_rank is not None:
             self._at_end.enter_context(lent_to(self._ranks[self._stdin_rank].pid))
@@ -72,14 +83,15 @@ class LocalRanks(RankMonitor, Ranks):
         for n in numbers:
             place = Environment(kind="unisono", rank=n, size=size, local_rank=n, local_size=size)
             variables = rank_variables(place, self._plan.run_id, self._job_dir, self._attempt)
-            own.append({**variables, **self._more})
+            own.append(variables)
         if why_not(job.platform.spawn_method) is None:
             ranks = fork_ranks(
                 own,
                 payload_fd=self._payload_fd,
                 job_dir=self._job_dir,
                 stdin_rank=self._stdin_rank,
-                preload=self.preload,
+                shared_fds=self._shared_fds,
+                preload=self.policy.preload,
             )
             for rank in ranks:
                 self.watch(rank)
@@ -91,9 +103,18 @@ class LocalRanks(RankMonitor, Ranks):
                     payload_fd=self._payload_fd,
                     env={**job.setting.environment, **variables},
                     job_dir=self._job_dir,
+                    shared_fds=self._shared_fds,
                     stdin_fd=0 if number == self._stdin_rank else subprocess.DEVNULL,
                 )
             )
+
+    def wait(self, timeout_s: float | None) -> bool:
+        """Wait for news at most so long, take all that has come, and see to those who died."""
+        if (look_s := self.policy.look_s) is not None:
+            timeout_s = look_s if timeout_s is None else min(timeout_s, look_s)
+        is_news = super().wait(timeout_s)
+        self.policy.look()
+        return is_news
 
     def wake(self) -> None:
         with suppress(OSError):  # nobody supervises any more
@@ -104,10 +125,17 @@ class LocalRanks(RankMonitor, Ranks):
         return True
 
     def interrupt(self, seconds: float) -> None:
+        self.policy.settle()
         for rank in self._ranks:
             rank.order(interrupt=seconds)
 
+    def finish(self) -> None:
+        self.policy.settle()
+        self.states.sort(key=attrgetter("rank"))  # those of new ranks came last
+        super().finish()
+
     def stop(self, reason: str) -> None:
+        self.policy.settle()
         if reason != "cancelled":
             self.note_places(is_deadline=reason == "deadline")
         self.end_all(self._plan.grace_s)
@@ -121,6 +149,7 @@ class LocalRanks(RankMonitor, Ranks):
 
     def close(self, *, at_once: bool | None = None) -> None:
         self._at_end.close()
+        self.policy.settle()
         try:
             self.end_all(None if at_once else self._plan.grace_s)
         finally:
@@ -128,6 +157,9 @@ class LocalRanks(RankMonitor, Ranks):
                 if (value := rank.value()) is not None:
                     self._values[rank.rank] = value
             super().close()
+            self.policy.close()
+            for fd in self._shared_fds:
+                os.close(fd)
             wake_write, self._wake_write = self._wake_write, -1
             os.close(wake_write)
             os.close(self._wake_read)
@@ -135,12 +167,46 @@ class LocalRanks(RankMonitor, Ranks):
                 stream.close()
 
     def heard(self, rank: RankProcess, news: Any) -> None:
-        """Pass on what is for other ranks."""
+        """Pass on what is for others."""
+        if "elastic" in news:
+            self.policy.heard(rank.rank, news["elastic"])
+            return
         for other in self._ranks:
             if "address" in news and other is not rank:
                 other.order(master=news["address"])
             if news.get("preempt") == other.rank:
                 other.signal(signal.SIGTERM)
+
+    # Where ranks may die and join.
+
+    def order_rank(self, rank: int, **order: Any) -> None:
+        for process in self._at(rank):
+            process.order(**order)
+
+    def start_rank(self, rank: int) -> bool:
+        self.forget_rank(rank)
+        self.start_some([rank])
+        return True
+
+    def end_rank(self, rank: int, *, at_once: bool) -> None:
+        for process in self._at(rank):
+            if at_once:
+                process.signal_group(signal.SIGKILL)
+            else:
+                self.states.remove(process.known)  # it ends as it was told to
+                process.order(stop=True)
+                process.signal_group(signal.SIGTERM)
+
+    def forget_rank(self, rank: int) -> None:
+        for process in self._at(rank):
+            self.let_go(process)
+
+    def memory_of(self, rank: int) -> str:
+        del rank
+        return ""
+
+    def _at(self, rank: int) -> list[RankProcess]:
+        return [process for process in self._ranks if process.rank == rank]
 
     def printed(self, rank: RankProcess, number: int, data: bytes) -> None:
         key = rank, number

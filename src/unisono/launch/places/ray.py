@@ -302,8 +302,11 @@ class RayRanks(AgentRanks):
         )
         self._shows = console.shows_any
         self._actors: list[Any] = []
-        self._running: set[int] = set()
-        self._ended: deque[tuple[int, BaseException | None]] = deque()
+        self._spots: dict[int, tuple[Environment, int]] = {}
+        """The place of each rank, and its bundle."""
+        self._running: dict[int, int] = {}
+        """Which actor each rank has, as long as it runs."""
+        self._ended: deque[tuple[int, int, BaseException | None]] = deque()
         self._group: Any = None
         self._invitation = ""
         self._began = time.monotonic()
@@ -383,7 +386,6 @@ class RayRanks(AgentRanks):
     def _start_actors(self) -> bool:
         """Start the actors of all ranks, in order of the nodes; return whether there is room."""
         from ray.util import placement_group_table
-        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
         if not self._ray.is_initialized():
             raise PlatformError.because(
@@ -402,30 +404,44 @@ class RayRanks(AgentRanks):
         names = {node["NodeID"]: node["NodeManagerHostname"] for node in self._nodes()}
         by_node = sorted((node, bundle) for bundle, node in table["bundles_to_node_id"].items())
         spots = [spot for spot in by_node for _ in range(self._demand.per_bundle)]
-        kind = self._ray.remote(RankActor)
         for place, (node, bundle) in zip(_places([node for node, _ in spots]), spots, strict=True):
             self._seats[place.rank].state.host = names.get(node, "")
-            actor = kind.options(
-                name=f"unisono-{self._plan.run_id}-{self._attempt}-rank-{place.rank}",
-                num_cpus=self._demand.need["CPU"],
-                num_gpus=self._demand.need.get("GPU", 0),
-                scheduling_strategy=PlacementGroupSchedulingStrategy(
-                    self._group, placement_group_bundle_index=bundle
-                ),
-            ).remote()
-            self._actors.append(actor)
-            self._running.add(place.rank)
-            watch = actor.watch.remote(self._invitation, place)
-            watch.future().add_done_callback(partial(self._hear_of_end, place.rank))
+            self._spots[place.rank] = place, bundle
+            self.start_agent(place.rank)
         return True
 
-    def _hear_of_end(self, rank: int, watch: Future[None]) -> None:
+    def start_agent(self, rank: int) -> bool:
+        """Start the actor of a rank, or another one where it is lost: Ray finds room for it."""
+        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+        place, bundle = self._spots[rank]
+        number = len(self._actors)
+        if (lost := self._running.get(rank)) is not None:  # it may be alive, and only out of reach
+            self._ray.kill(self._actors[lost])
+        kind = self._ray.remote(RankActor)
+        actor = kind.options(
+            name=f"unisono-{self._plan.run_id}-{self._attempt}-rank-{rank}-{number}",
+            num_cpus=self._demand.need["CPU"],
+            num_gpus=self._demand.need.get("GPU", 0),
+            scheduling_strategy=PlacementGroupSchedulingStrategy(
+                self._group, placement_group_bundle_index=bundle
+            ),
+        ).remote()
+        self._actors.append(actor)
+        self._running[rank] = number
+        watch = actor.watch.remote(self._invitation, place)
+        watch.future().add_done_callback(partial(self._hear_of_end, rank, number))
+        return True
+
+    def _hear_of_end(self, rank: int, number: int, watch: Future[None]) -> None:
         """Hear how an actor has ended, in a thread of Ray."""
-        self._ended.append((rank, watch.exception()))
+        self._ended.append((rank, number, watch.exception()))
         self.wake()
 
-    def _note_end_of_actor(self, rank: int, error: BaseException | None) -> None:
-        self._running.discard(rank)
+    def _note_end_of_actor(self, rank: int, number: int, error: BaseException | None) -> None:
+        if self._running.get(rank) != number:  # another one has taken its place
+            return
+        del self._running[rank]
         seat = self._seats[rank]
         if error is None or seat.is_over:
             return

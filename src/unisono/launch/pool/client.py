@@ -48,7 +48,7 @@ _SERVER_BOOTSTRAP = (
     "serve(json.loads(sys.argv[2]), int(sys.argv[3]))"
 )
 _RANK_BOOTSTRAP = (
-    "import os, sys; f = int(sys.argv[-4]); p = int.from_bytes(os.pread(f, 8, 0), 'little'); "
+    "import os, sys; f = int(sys.argv[2]); p = int.from_bytes(os.pread(f, 8, 0), 'little'); "
     "n = int.from_bytes(os.pread(f, 8, p), 'little'); "
     "path = os.fsdecode(os.pread(f, n, p + 8)).split('\\0') if n else []; "
     "sys.path[:] = path + [e for e in sys.path if {adds} and e and e not in path]; "
@@ -447,12 +447,13 @@ def fork_ranks(
     payload_fd: int,
     job_dir: Path,
     stdin_rank: int | None,
+    shared_fds: Sequence[int] = (),
     preload: Sequence[str] = (),
 ) -> list[RankProcess]:
     """Return ranks forked by the warm server; none if it cannot fork, or is not there to stay.
 
-    `own` are the variables that tell each rank its place, `preload` are modules that the server
-    loads first.
+    `own` are the variables that tell each rank its place, `shared_fds` are files that all of them
+    get, `preload` are modules that the server loads first.
     """
     main = "unisono.launch.pool.rank:live_as_forked"
     for _ in range(2):  # a server may have left, idle, at this very moment
@@ -463,7 +464,7 @@ def fork_ranks(
         try:
             for variables in own:
                 with RankProcess(int(variables["RANK"]), job_dir) as rank:
-                    fds = (payload_fd, *rank.theirs)
+                    fds = (payload_fd, *rank.theirs, *shared_fds)
                     streams = rank.streams | ({0: 0} if rank.rank == stdin_rank else {})
                     process = server.fork(main, variables, fds, streams=streams, preload=preload)
                     rank.process = process
@@ -490,17 +491,19 @@ def spawn_rank(
     env: Mapping[str, str],
     job_dir: Path,
     keeps_log: bool = True,
+    shared_fds: Sequence[int] = (),
     has_own_path: bool = False,
     kept_fds: Sequence[int] = (),
     stdin_fd: int = subprocess.DEVNULL,
 ) -> RankProcess:
     """Start a fresh interpreter as `rank`, leader of its own process group.
 
-    With `has_own_path` the interpreter's own search path follows that of the payload. `kept_fds`
-    are descriptors of this process that the rank inherits, too; `stdin_fd` is what it reads from.
+    With `has_own_path` the interpreter's own search path follows that of the payload. `shared_fds`
+    are files that the rank shares with others; `kept_fds` are descriptors of this process that it
+    inherits, too; `stdin_fd` is what it reads from.
     """
     with RankProcess(rank, job_dir, keeps_log=keeps_log) as process:
-        inherited = (payload_fd, *process.theirs)
+        inherited = (payload_fd, *process.theirs, *shared_fds)
         label = f"unisono rank {rank} of {ranks}"
         started = subprocess.Popen(
             interpreter_command(

@@ -19,6 +19,7 @@ from unisono.launch.logs import FAILED
 from unisono.launch.pool.client import RankProcess
 from unisono.launch.pool.protocol import RankState, read_available
 from unisono.launch.pool.stacks import StackDumps
+from unisono.processes import is_stopped
 
 STACKS_S = 0.5
 """Longest wait for the stacks of ranks that are stopped."""
@@ -160,6 +161,29 @@ class RankMonitor:
             end = time.monotonic() + DRAIN_S
             while time.monotonic() < end and self.wait(0):
                 pass
+
+    def kill_stopped(self) -> list[RankProcess]:
+        """Kill ranks that a signal has stopped, and return them: others would wait for ever."""
+        stopped = [
+            rank
+            for rank in self._ranks
+            if rank.is_running and not rank.known.is_good and is_stopped(rank.pid, or_traced=False)
+        ]
+        for rank in stopped:
+            rank.signal_group(signal.SIGKILL)
+        return stopped
+
+    def let_go(self, rank: RankProcess) -> None:
+        """End a rank that is of no more use, read its last output, and forget it."""
+        if rank.is_running:
+            rank.signal_group(signal.SIGKILL)
+            rank.collect()
+        for number, fd in enumerate(rank.outputs):
+            while data := read_available(fd):
+                if rank.log is not None:
+                    rank.log.write(data)
+                self.printed(rank, number, data)
+        self.drop(rank)
 
     def drop(self, rank: RankProcess) -> None:
         """Listen no more to a rank that has ended, and let its descriptors go."""

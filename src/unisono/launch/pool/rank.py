@@ -87,6 +87,8 @@ class Lifeline:
         self._fd = control_fd
         self._report_fd = report_fd
         self._orders: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
+        self.for_member: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
+        """Orders for a member of an elastic job (`train/exact/link.py`)."""
         self._stop_ordered = threading.Event()
         self._leaving = False
         self._taken = {signal.Signals[name] for name in ("SIGTERM", *signals)}
@@ -144,6 +146,9 @@ class Lifeline:
                 elif order.get("interrupt"):
                     stopping.note_interrupt(float(order["interrupt"]))
                     continue
+                elif "elastic" in order:
+                    self.for_member.put(order["elastic"])
+                    continue
                 self._orders.put(order)
         if not self._leaving:
             kill_own_group()
@@ -165,11 +170,11 @@ class Lifeline:
 
 def main() -> NoReturn:
     """Be the rank that the environment says, with the descriptors named on the command line."""
-    payload_fd, report_fd, control_fd, result_fd = (int(word) for word in sys.argv[-4:])
-    for fd in (payload_fd, report_fd, control_fd, result_fd):
+    payload_fd, *fds = (int(word) for word in sys.argv[2:])
+    for fd in (payload_fd, *fds):
         os.set_inheritable(fd, False)
     _, job = read_payload(payload_fd)
-    _be(job, report_fd, control_fd, result_fd)
+    _be(job, *fds)
 
 
 def live_as_forked(own: dict[str, str], payload_fd: int, *fds: int) -> NoReturn:
@@ -186,7 +191,7 @@ def live_as_forked(own: dict[str, str], payload_fd: int, *fds: int) -> NoReturn:
     _be(job, *fds)
 
 
-def _be(job: Job, report_fd: int, control_fd: int, result_fd: int) -> NoReturn:
+def _be(job: Job, report_fd: int, control_fd: int, result_fd: int, *shared_fds: int) -> NoReturn:
     stack_path = Path(os.environ["UNISONO_JOB_DIR"], f"rank-{os.environ['RANK']}.stack")
     # What an earlier attempt has left there is not about this one.
     flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_TRUNC
@@ -214,7 +219,7 @@ def _be(job: Job, report_fd: int, control_fd: int, result_fd: int) -> NoReturn:
         stream.reconfigure(encoding="utf-8", errors="backslashreplace", line_buffering=True)  # pyright: ignore[reportAttributeAccessIssue]
     logs.settle(int(os.environ["RANK"]))
     try:
-        _live(job, report_fd, result_fd, lifeline)
+        _live(job, report_fd, result_fd, shared_fds, lifeline)
         code = 0
     except Stopped:
         code = 128 + signal.SIGTERM
@@ -230,10 +235,12 @@ def _be(job: Job, report_fd: int, control_fd: int, result_fd: int) -> NoReturn:
     leave(report_fd)
 
 
-def _live(job: Job, report_fd: int, result_fd: int, lifeline: Lifeline) -> None:
+def _live(
+    job: Job, report_fd: int, result_fd: int, shared_fds: tuple[int, ...], lifeline: Lifeline
+) -> None:
     """Join the world, call the function, send what it returned, and leave when all have."""
     sys.argv = list(job.argv)
-    here = _join_world(job, report_fd, lifeline)
+    here = _join_world(job, report_fd, shared_fds, lifeline)
     from unisono.comm.health import streams
     from unisono.comm.lifecycle import say_returned, stop_world
 
@@ -263,7 +270,7 @@ def _live(job: Job, report_fd: int, result_fd: int, lifeline: Lifeline) -> None:
     stop_world()
 
 
-def _join_world(job: Job, report_fd: int, lifeline: Lifeline) -> Here:
+def _join_world(job: Job, report_fd: int, shared_fds: tuple[int, ...], lifeline: Lifeline) -> Here:
     """Meet the other ranks and enter the world with them."""
     import torch
 
@@ -299,6 +306,8 @@ def _join_world(job: Job, report_fd: int, lifeline: Lifeline) -> Here:
         store=store,
         name=nonce,
         report_fd=report_fd,
+        shared_fds=shared_fds,
+        orders=lifeline.for_member,
         at_first_use=job.is_script,
     )
 

@@ -1,40 +1,45 @@
 """The way from a member to its coordinator and to the memory that members share.
 
-In a process on its own the coordinator lives here; in an elastic job, in the launcher.
+In a process on its own the coordinator lives here; in an elastic job, beside the supervisor: what
+a member says goes to its parent by the pipe for news, and orders come back with all other orders.
 """
 
 from __future__ import annotations
 
-import json
 import mmap
 import os
+import queue
 import socket
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from unisono.comm import seal
 from unisono.comm.engines.shm import core
 from unisono.errors import PlatformError, RankFailed
-from unisono.launch.elastic.coordinator import LINE, LOST, MOST, Coordinator
+from unisono.launch.context import here
+from unisono.launch.elastic.coordinator import LINE, MOST, Coordinator
 from unisono.launch.elastic.follower import Follower
-from unisono.launch.elastic.hub import BOARD, STATE, notice_loss, send_line
-from unisono.launch.pool.protocol import drop_descriptor
+from unisono.launch.pool.protocol import tell
+from unisono.train.exact.peers import Peers, Ranges, Unreachable
 
-VARIABLE = "UNISONO_ELASTIC"
-"""Where the coordinator of a job is: `@name` on this host, `host:port` elsewhere."""
-HELLO_S = 30.0
+WELCOME_S = 60.0
+"""Longest wait for the answer of the coordinator to a newcomer."""
 _AWAKE_S = 2e-3
 """So long a member waits for others without sleep: to wake up takes about as long."""
 _NAP_S = 5e-3
+_TELL_S = 0.1
+"""Shortest time between two marks that the coordinator is told; others see them at once."""
 _WORDS = LINE // 8
 _keep_order = os.sched_yield if core.unavailable() else core.load().fence
 """What was written or read before it has happened before what comes after; a yield passes a full
 barrier in the kernel."""
+
+
+class InVain(Exception):
+    """The members have changed: the step will be begun again."""
 
 
 class Link:
@@ -50,10 +55,18 @@ class Link:
         self._lines = memoryview(b"")
         self._coordinator = Coordinator(1)
 
-    def join(self, card: dict[str, Any]) -> None:
-        """Come in; `card` says what this member is and where its state stands."""
-        self._take_board(torch.empty(card["bytes"], dtype=torch.uint8))
-        self._coordinator.joined(0, rank=0, shards=card["shards"], step=card["step"])
+    def join(self, facts: dict[str, Any], size: int, shards: int, step: int) -> None:
+        """Become a newcomer.
+
+        Args:
+            facts: what must be equal on all members.
+            size: bytes of the board.
+            shards: of each step.
+            step: where the state of this member is.
+        """
+        del facts
+        self._take_board(torch.empty(size, dtype=torch.uint8))
+        self._coordinator.joined(0, rank=0, shards=shards, step=step)
         self._listen(blocks=False)
 
     def tell(self, kind: str, **rest: Any) -> None:
@@ -62,7 +75,7 @@ class Link:
         self._listen(blocks=False)
 
     def order(self) -> dict[str, Any]:
-        """Wait for the next order. The coordinator ends whoever keeps others waiting too long."""
+        """Wait for the next order. A member that keeps others waiting too long is ended."""
         while not self.follower.orders:
             self._listen(blocks=True)
         return self.follower.orders.pop(0)
@@ -73,10 +86,11 @@ class Link:
         while True:
             due = follower.due(self._marks)
             if due == "held":
-                self.tell("held", mark=follower.mark)
+                self._part()
+                self.tell("held", step=follower.step)
             elif due == "mismatch":
                 self.tell("mismatch", why=follower.mistake)
-            elif due == "wait":
+            elif due == "wait" or (due in ("compute", "reduce", "confirm") and not self._meet()):
                 self._pause(time.perf_counter() - began)
             else:
                 _keep_order()
@@ -87,47 +101,43 @@ class Link:
         self._listen(blocks=False)
         return self.follower.is_in_vain()
 
-    def show(self, what: str, word: int) -> None:
-        """Let others see that `what` is done, and a word about this step besides."""
-        at = self.follower.order["place"] * _WORDS
-        self._set(at + 1 + self.follower.step % 2, word)
-        self.follower.has_done(what)
+    def show(self, what: str, word: int | None = None) -> None:
+        """Let others see that `what` is done, and a word about this step besides.
+
+        What is confirmed has no new word: a member that does not get it must end with the same.
+        """
+        follower = self.follower
+        line = follower.order["place"] * _WORDS
+        if word is not None:
+            self._lines[line + 1 + follower.step % 2] = word
+        follower.has_done(what)
         _keep_order()
-        self._set(at, self.follower.mark)
+        self._lines[line] = follower.mark
 
     def words(self) -> list[int]:
         """Return what all members have said about this step."""
         count = len(self.follower.order["ranks"])
-        self.view(0, count * LINE)
         return [self._lines[n * _WORDS + 1 + self.follower.step % 2] for n in range(count)]
 
-    def room(self, begin: int, end: int) -> Tensor:
-        """Return bytes of the board to write to."""
-        return self._board[begin:end]
-
-    def publish(self, begin: int, end: int) -> None:
-        """Let others see what was written there."""
-
     def view(self, begin: int, end: int) -> Tensor:
-        """Return bytes of the board as others have written them."""
+        """Return bytes of the board, to read and to write."""
         return self._board[begin:end]
+
+    def publish(self, ranges: Ranges) -> None:
+        """Let members of other hosts see what was written; raises `InVain`."""
 
     def put_state(self, data: bytes) -> None:
         """Leave a state for newcomers."""
 
-    def get_state(self, size: int) -> bytes:
-        """Return the state that a member has left."""
-        return bytes(size)
+    def get_state(self, order: dict[str, Any]) -> bytes | None:
+        """Return the state that a member has left; None if it is gone, and the state with it."""
+        return bytes(order["bytes"])
 
     def close(self) -> None:
         """Let go."""
 
     def _take_board(self, board: Tensor) -> None:
         self._board, self._lines = board, board[: MOST * LINE].numpy().data.cast("q")
-
-    def _set(self, place: int, word: int) -> None:
-        self._lines[place] = word
-        self.publish(8 * place, 8 * place + 8)
 
     def _marks(self) -> list[int]:
         """Return the marks of all members, by their places."""
@@ -137,201 +147,197 @@ class Link:
         """Take orders that have come; `blocks` waits for one."""
         orders = self._coordinator.take_orders()
         if blocks and not orders:
-            raise _lost()
+            raise RankFailed("a member on its own waits for an order")
         self.follower.orders += [order for _, order in orders]
+
+    def _meet(self) -> bool:
+        """Be connected to the members of this epoch; returns whether that is so."""
+        return True
+
+    def _part(self) -> None:
+        """Let nothing of this epoch arrive any more."""
 
     def _pause(self, waited_s: float) -> None:
         """Wait a moment for marks and orders."""
 
 
-class NearLink(Link):
-    """A member on the host of its launcher: a socket for words, memory for the rest."""
+class MemberLink(Link):
+    """A member of a job: its parent carries its words, memory of this host the rest.
 
-    def __init__(self, address: str) -> None:
+    Args:
+        report_fd: the pipe to its parent.
+        orders: where orders for it arrive.
+        files: the board and the state, which members of this host share.
+    """
+
+    def __init__(
+        self, report_fd: int, orders: queue.SimpleQueue[dict[str, Any]], files: Sequence[int]
+    ) -> None:
         super().__init__()
-        self._connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        self._connection.connect("\0" + address[1:] if address.startswith("@") else address)
-        self._files: list[int] = []
-        self._start()
+        self._report_fd, self._orders = report_fd, orders
+        self._board_fd, self._state_fd = files
+        self._host = ""
+        self._peers: Peers | None = None
+        self._met = 0
+        """The epoch of the connections to other hosts."""
+        self._is_parted = False
+        self._told, self._tell_at = 0, 0.0
 
-    def _start(self) -> None:
-        self._rest = b""
-        self._connection.settimeout(HELLO_S)
-        self._nonce = str(self.order()["nonce"])
-        self._is_open = True
-        # A worker of a loader that outlives this process must not make it look alive.
-        os.register_at_fork(after_in_child=self._part)
-
-    def join(self, card: dict[str, Any]) -> None:
-        """Come in."""
-        send_line(self._connection, {**card, "kind": "join", "proof": seal.prove(self._nonce)})
-        data, self._files, _, _ = socket.recv_fds(self._connection, 1 << 16, 2)
-        self._feed(data)
-        self._welcome(self.order())
-        memory = mmap.mmap(self._files[BOARD], card["bytes"])
-        self._take_board(torch.frombuffer(memory, dtype=torch.uint8))
-
-    def _welcome(self, answer: dict[str, Any]) -> int:
+    def join(self, facts: dict[str, Any], size: int, shards: int, step: int) -> None:
+        """Become a newcomer."""
+        self.tell("join", facts=facts, pid=os.getpid(), host=socket.gethostname())
+        self._listen(blocks=True, timeout_s=WELCOME_S)
+        if not self.follower.orders:
+            raise RankFailed(f"no answer of the coordinator within {WELCOME_S:g} s")
+        answer = self.follower.orders.pop(0)
         if answer["kind"] == "refused":
             raise PlatformError.because(
                 "a rank joins an elastic training",
                 f"its results would have other bits than those of the members\n{answer['why']}",
                 hint="the same arguments, threads, torch and kind of CPU on all ranks",
             )
-        self._connection.settimeout(None)
-        return answer["number"]
+        self._host = answer["host"]
+        if os.fstat(self._board_fd).st_size < size:
+            os.ftruncate(self._board_fd, size)
+        board = torch.frombuffer(mmap.mmap(self._board_fd, size), dtype=torch.uint8)
+        self._take_board(board)
+        if answer["key"]:
+            key = bytes.fromhex(answer["key"])
+            self._peers = Peers(key, board.numpy().data, self._put_mark, self._state_fd)
+        address = None if self._peers is None else self._peers.address
+        self.tell("enter", shards=shards, step=step, address=address)
 
     def tell(self, kind: str, **rest: Any) -> None:
         """Tell the coordinator something."""
-        with _or_lost():
-            send_line(self._connection, {"kind": kind, **rest})
+        tell(self._report_fd, elastic={"kind": kind, **rest})
 
-    def _listen(self, *, blocks: bool) -> None:
-        try:
-            data = self._connection.recv(1 << 16, 0 if blocks else socket.MSG_DONTWAIT)
-        except BlockingIOError:
-            return
-        except OSError:
-            data = b""
-        if not data:
-            raise _lost()
-        self._feed(data)
-
-    def _feed(self, data: bytes) -> None:
-        *lines, self._rest = (self._rest + data).split(b"\n")
-        self.follower.orders += [json.loads(line) for line in lines]
+    def _listen(self, *, blocks: bool, timeout_s: float | None = None) -> None:
+        while True:
+            try:
+                order = self._orders.get(blocks, timeout_s)
+            except queue.Empty:
+                return
+            # Another process may have died in this place, and what was for it comes too late.
+            if order["pid"] == os.getpid():
+                self.follower.orders.append(order)
+                blocks = False
 
     def _pause(self, waited_s: float) -> None:
+        follower = self.follower
         if waited_s < _AWAKE_S:
             os.sched_yield()
-        elif not self.follower.is_held:
+        elif follower.is_held:
+            self._listen(blocks=True)
+            return
+        else:
             time.sleep(min(waited_s / 8, _NAP_S))
-        self._listen(blocks=self.follower.is_held)
+            if self._told != follower.mark:
+                self._tell_mark()
+        if self._peers is not None and self._peers.is_broken:
+            self._tell_parted("a connection between members has ended")
+        self._listen(blocks=False)
+
+    def _tell_mark(self) -> None:
+        if (now := time.monotonic()) > self._tell_at:
+            self._told, self._tell_at = self.follower.mark, now + _TELL_S
+            self.tell("mark", mark=self._told)
+
+    # Members of other hosts.
+
+    def _meet(self) -> bool:
+        order, peers = self.follower.order, self._peers
+        if peers is None or not self.follower.is_spread:
+            return True
+        if self._met != order["epoch"]:
+            self._met, self._is_parted = order["epoch"], False
+            try:
+                peers.meet(order, self.is_disturbed)
+            except Unreachable as error:
+                self._tell_parted(str(error))
+        return not self._is_parted
+
+    def _part(self) -> None:
+        if self._peers is not None:
+            self._peers.part()
+
+    def _tell_parted(self, why: str) -> None:
+        """Tell the coordinator, once in each epoch; it has all begin the step again."""
+        if not self._is_parted:
+            self._is_parted = True
+            ranks, place = self.follower.order["ranks"], self.follower.order["place"]
+            told = f"rank {ranks[place]} on {socket.gethostname()} and others: {why}"
+            self.tell("parted", epoch=self.follower.order["epoch"], why=told)
+
+    def _push(self, send: Callable[[Peers], None]) -> None:
+        peers = self._peers
+        if peers is None or not self.follower.is_spread:
+            return
+        try:
+            send(peers)
+        except Unreachable as error:
+            if not self.is_disturbed():
+                self._tell_parted(str(error))
+            raise InVain from None
+
+    def publish(self, ranges: Ranges) -> None:
+        """Let members of other hosts see what was written; raises `InVain`."""
+        self._push(lambda peers: peers.push(ranges, self.is_disturbed))
+
+    def show(self, what: str, word: int | None = None) -> None:
+        """Let others see that `what` is done, and a word about this step besides."""
+        super().show(what, word)
+        at = self.follower.order["place"] * _WORDS
+        line = self._lines[at : at + 3].tolist()
+        self._push(lambda peers: peers.push_mark(line, self.is_disturbed))
+        self._tell_mark()
+
+    def _put_mark(self, place: int, mark: int, *words: int) -> None:
+        """Write what another host says of a member; what it wrote before is there already."""
+        at = place * _WORDS
+        for number, word in enumerate(words, 1):
+            self._lines[at + number] = word
+        _keep_order()
+        self._lines[at] = mark
+
+    # The state, for newcomers.
 
     def put_state(self, data: bytes) -> None:
         """Leave a state for newcomers."""
-        self._write(STATE, memoryview(data), 0)
+        view, begin = memoryview(data), 0
+        while view:
+            count = os.pwrite(self._state_fd, view, begin)
+            view, begin = view[count:], begin + count
 
-    def get_state(self, size: int) -> bytes:
-        """Return the state that a member has left."""
-        data = bytearray(size)
-        self._read_into(STATE, memoryview(data), 0)
-        return bytes(data)
-
-    def _write(self, file: int, data: memoryview, begin: int) -> None:
-        while data:
-            count = os.pwrite(self._files[file], data, begin)
-            data, begin = data[count:], begin + count
-
-    def _read_into(self, file: int, data: memoryview, begin: int) -> None:
-        while data:
-            count = os.preadv(self._files[file], [data], begin)
-            if not count:
-                raise _lost()
-            data, begin = data[count:], begin + count
+    def get_state(self, order: dict[str, Any]) -> bytes | None:
+        """Return the state that a member has left; None if it is gone, and the state with it."""
+        if order["host"] == self._host or self._peers is None:
+            return os.pread(self._state_fd, order["bytes"], 0)
+        try:
+            return self._peers.fetch_state(order["address"], order["bytes"])
+        except Unreachable:
+            return None
 
     def close(self) -> None:
         """Let go."""
-        if self._is_open:
-            self._is_open = False
-            self._connection.close()
-            for fd in self._files:
-                os.close(fd)
-
-    def _part(self) -> None:
-        """In a process forked from this one."""
-        if self._is_open:
-            drop_descriptor(self._connection.fileno())
-
-
-class FarLink(NearLink):
-    """A member on another host: a copy of the board here, and what is needed travels."""
-
-    def __init__(self, address: str) -> None:
-        Link.__init__(self)
-        host, _, port = address.rpartition(":")
-        self._address = host.strip("[]"), int(port)
-        self._connection = socket.create_connection(self._address, HELLO_S)
-        notice_loss(self._connection)
-        self._carrier = socket.create_connection(self._address, HELLO_S)
-        notice_loss(self._carrier)
-        self._stream = self._carrier.makefile("rb")
-        self._start()
-
-    def join(self, card: dict[str, Any]) -> None:
-        """Come in."""
-        send_line(self._connection, {**card, "kind": "join", "proof": seal.prove(self._nonce)})
-        number = self._welcome(self.order())
-        nonce = json.loads(self._stream.readline())["nonce"]
-        hello = {"kind": "carry", "number": number, "proof": seal.prove(nonce)}
-        send_line(self._carrier, hello)
-        self._carrier.settimeout(None)
-        self._take_board(torch.empty(card["bytes"], dtype=torch.uint8))
-
-    def publish(self, begin: int, end: int) -> None:
-        """Send what was written there."""
-        self._write(BOARD, self._board.numpy().data[begin:end], begin)
-
-    def view(self, begin: int, end: int) -> Tensor:
-        """Fetch bytes of the board."""
-        self._read_into(BOARD, self._board.numpy().data[begin:end], begin)
-        return self._board[begin:end]
-
-    def close(self) -> None:
-        """Let go."""
-        if self._is_open:
-            self._is_open = False
-            self._connection.close()
-            self._stream.close()
-            self._carrier.close()
-
-    def _part(self) -> None:
-        super()._part()
-        if self._is_open:
-            drop_descriptor(self._carrier.fileno())
-
-    def _marks(self) -> list[int]:
-        """Ask for the marks; the answer comes once all are as far as ours, or after a moment."""
-        follower = self.follower
-        count = len(follower.order["ranks"])
-        self._ask("marks", BOARD, count=count, mark=follower.mark)
-        return json.loads(self._answer())
-
-    def _write(self, file: int, data: memoryview, begin: int) -> None:
-        self._ask("write", file, begin=begin, size=len(data), end=begin + len(data))
-        with _or_lost():
-            self._carrier.sendall(data)
-        self._answer()
-
-    def _read_into(self, file: int, data: memoryview, begin: int) -> None:
-        self._ask("read", file, begin=begin, size=len(data))
-        with _or_lost():
-            while data:
-                count = self._stream.readinto(data)
-                if not count:
-                    raise _lost()
-                data = data[count:]
-
-    def _ask(self, kind: str, file: int, **rest: int) -> None:
-        with _or_lost():
-            send_line(self._carrier, {"kind": kind, "file": file, **rest})
-
-    def _answer(self) -> bytes:
-        with _or_lost():
-            line = self._stream.readline()
-        if not line:
-            raise _lost()
-        return line
+        if self._peers is not None:
+            self._peers.close()
+            self._peers = None
 
 
 _has_joined = False
 
 
+def is_member() -> bool:
+    """Whether this process is a rank of an elastic job."""
+    place = here()
+    return place is not None and bool(place.shared_fds)
+
+
 def open_link() -> Link:
     """Return the way to the members of this job; a world of one without such a job."""
     global _has_joined
-    address = os.environ.get(VARIABLE)
-    if address is None:
+    place = here()
+    if place is None or not place.shared_fds or place.orders is None or place.report_fd is None:
         return Link()
     if _has_joined:
         raise PlatformError.because(
@@ -340,17 +346,4 @@ def open_link() -> Link:
             hint="one unisono.run(..., elastic=True) for each",
         )
     _has_joined = True
-    is_near = address.startswith(("@", "/"))
-    return NearLink(address) if is_near else FarLink(address)
-
-
-def _lost() -> RankFailed:
-    return RankFailed(LOST)
-
-
-@contextmanager
-def _or_lost() -> Iterator[None]:
-    try:
-        yield
-    except OSError:
-        raise _lost() from None
+    return MemberLink(place.report_fd, place.orders, place.shared_fds)

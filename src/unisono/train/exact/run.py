@@ -6,12 +6,9 @@ import hashlib
 import io
 import itertools
 import json
-import os
 import platform
-import socket
 import warnings
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -27,16 +24,15 @@ from unisono.errors import (
     CheckpointError,
     LayoutError,
     PlatformError,
-    RankFailed,
     UnisonoError,
     an,
 )
 from unisono.expect import expect, expect_float, expect_int
 from unisono.launch import stopping
 from unisono.launch.context import here
-from unisono.launch.elastic.coordinator import OVER
 from unisono.train.exact.data import Loader, Shards
-from unisono.train.exact.link import VARIABLE, Link, open_link
+from unisono.train.exact.link import InVain, Link, is_member, open_link
+from unisono.train.exact.peers import Ranges
 from unisono.train.exact.shards import Layout, nodes_in, tree_sum, undisturbed
 from unisono.train.generators import seed_generators, seed_of
 
@@ -137,10 +133,6 @@ def elastic(
         threads=threads,
         strict=strict,
     )
-
-
-class _InVain(Exception):
-    """Somebody has died or joined: the step will be begun again."""
 
 
 class Step:
@@ -358,28 +350,19 @@ class ElasticRun:
                 link.close()
 
     def _join(self, link: Link) -> None:
-        """Come in, and wait for the state of a member, or to be the first."""
-        place = here()
-        link.join(
-            {
-                "rank": 0 if place is None else place.rank,
-                "pid": os.getpid(),
-                "host": socket.gethostname(),
-                "shards": len(self.shards.cuts),
-                "step": self.number,
-                "bytes": self._layout.board_bytes,
-                "facts": self._facts,
-            }
-        )
-        order = link.order()
-        if order["kind"] == "load":
-            data = io.BytesIO(link.get_state(order["bytes"]))
-            given = torch.load(data, map_location=self._own_place, weights_only=False)
-            self.load_state_dict(given["state"])
-            self._changed = given["changed"]
-            link.tell("loaded", step=order["step"])
-        elif order["kind"] == "over":
-            raise RankFailed(OVER)
+        """Become a member: with the state of another one, or as the first."""
+        link.join(self._facts, self._layout.board_bytes, len(self.shards.cuts), self.number)
+        while (order := link.order())["kind"] == "load":
+            state = link.get_state(order)
+            if state is not None:
+                donated = torch.load(
+                    io.BytesIO(state), map_location=self._own_place, weights_only=False
+                )
+                self.load_state_dict(donated["state"])
+                self._changed = donated["changed"]
+                link.tell("loaded", step=order["step"])
+                break
+            link.tell("missed", step=order["step"])
         else:
             self._is_logger = True
         self._versions = [tensor._version for tensor in self._watched]
@@ -396,20 +379,21 @@ class ElasticRun:
         word = self._since_last_step() << 1
         with undisturbed(self._threads, self._device):
             while (due := link.next()) != "commit":
-                if due == "compute":
-                    with suppress(_InVain):
-                        self._compute(link, step, closure)
-                        link.show(due, word | stopping.is_wanted())
-                elif due == "reduce":
-                    self._reduce(link, step.number)
-                    link.show(due, word | stopping.is_wanted())
-                elif due == "donate":
+                if due == "donate":
                     data = io.BytesIO()
                     torch.save({"state": self.state_dict(), "changed": self._changed}, data)
                     link.put_state(data.getvalue())
                     link.tell("donated", step=step.number, bytes=data.tell())
-                else:
-                    raise RankFailed(OVER)
+                    continue
+                try:
+                    if due == "compute":
+                        self._compute(link, step, closure)
+                    elif due == "reduce":
+                        self._reduce(link, step.number)
+                    is_new = due != "confirm"
+                    link.show(due, word | stopping.is_wanted() if is_new else None)
+                except InVain:
+                    pass
             self._apply(link, step)
         self._changed, self._versions = "", [tensor._version for tensor in self._watched]
         self.number += 1
@@ -443,13 +427,13 @@ class ElasticRun:
         self._loader.expect(step.number, [run])
         for node in nodes_in(run, 0, layout.shards):
             at = layout.row(step.number, node[0])
-            free = [*self._scratch, link.room(at, at + layout.bytes)]
+            free = [*self._scratch, link.view(at, at + layout.bytes)]
 
             def leaf(shard: int, count: int, free: list[Tensor] = free) -> Tensor | None:
                 if count > 1:
                     return None
                 if link.is_disturbed():
-                    raise _InVain
+                    raise InVain
                 if not free:
                     self._scratch.append(torch.empty(layout.bytes, dtype=torch.uint8))
                     free.append(self._scratch[-1])
@@ -460,7 +444,21 @@ class ElasticRun:
                 return layout.add(left, right)  # so that all comes to where the first one is
 
             tree_sum(*node, leaf, add)
-            link.publish(at, at + layout.bytes)
+            link.publish(self._parts_of_row(link, at))
+
+    def _parts_of_row(self, link: Link, at: int) -> Ranges:
+        """Return what members need of the sum at a byte of the board: their pieces, or all."""
+        layout, cut = self._layout, len(link.follower.order["ranks"])
+        if link.follower.adds_up_alone:
+            return lambda _: [(at, at + layout.bytes)]
+
+        def pieces(places: Sequence[int]) -> Iterator[tuple[int, int]]:
+            for section in layout.sections:
+                for place in places:
+                    begin, end = section.bounds(place, cut)
+                    yield at + begin, at + end
+
+        return pieces
 
     def _shard(self, link: Link, step: Step, closure: Closure, shard: int, out: Tensor) -> Tensor:
         """Compute gradient, buffers and loss of one shard, from the state before the step."""
@@ -518,10 +516,10 @@ class ElasticRun:
                 "log fewer numbers",
             )
         begin = self._layout.notes(note["step"]) + shard * room
-        link.room(begin, begin + room).copy_(
+        link.view(begin, begin + room).copy_(
             torch.frombuffer(bytearray(data.ljust(room)), dtype=torch.uint8)
         )
-        link.publish(begin, begin + room)
+        link.publish(lambda _: [(begin, begin + room)])
 
     # Reduce and commit.
 
@@ -531,12 +529,11 @@ class ElasticRun:
         piece, cut = order["place"], len(order["ranks"])
 
         def out(begin: int, end: int) -> Tensor:
-            return link.room(layout.result + begin, layout.result + end)
+            return link.view(layout.result + begin, layout.result + end)
 
         layout.reduce(step, order["runs"], piece, cut, link.view, out)
-        for section in layout.sections:
-            begin, end = section.bounds(piece, cut)
-            link.publish(layout.result + begin, layout.result + end)
+        bounds = [section.bounds(piece, cut) for section in layout.sections]
+        link.publish(lambda _: [(layout.result + b, layout.result + e) for b, e in bounds])
 
     def _apply(self, link: Link, step: Step) -> None:
         """The step has happened: change the model as every member does."""
@@ -686,7 +683,7 @@ def _check_calls(latest: calls.Call | None) -> None:
 
 def _check_world(shards: int) -> None:
     place = here()
-    if VARIABLE in os.environ:
+    if is_member():
         if place is not None and place.rank == 0 and (most := place.platform.world_size) > shards:
             warnings.warn(
                 f"elastic(..., shards={shards}) on up to {most} ranks: {most - shards} of them "

@@ -22,7 +22,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from unisono.launch.elastic.supervisor import read_events
+from unisono.launch.elastic.policy import read_events
 from unisono.launch.job import ENDS
 from unisono.launch.pool.stacks import outside_collectives, user_line
 from unisono.train.recording import directory as directories
