@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 __all__ = [
+    "CheckWarning",
     "CheckpointError",
     "CollectiveMismatch",
     "JobCancelled",
@@ -27,6 +28,10 @@ __all__ = [
     "compress_ranks",
     "explain",
 ]
+
+
+SAVED_ALONE = "save is collective: remove the `if rank == 0:` around it; each rank writes its share"
+"""What to do where other ranks do not come to a save."""
 
 
 def explain(
@@ -185,6 +190,13 @@ class PartitionError(UnisonoError, ValueError):
 
 class LayoutError(UnisonoError, ValueError):
     """A replicated, sharded or partial tensor used where another kind is needed."""
+
+
+class CheckWarning(UserWarning):
+    """A silent mistake that was noticed: the program goes on, with another result than one process.
+
+    `warnings.filterwarnings("error", category=CheckWarning)` makes errors of them.
+    """
 
 
 class CheckpointError(UnisonoError):

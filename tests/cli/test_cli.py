@@ -247,13 +247,13 @@ def test_bad_usage_is_exit_code_2_with_a_message(words, message, capsys):
 
 
 def test_settings_of_a_cluster_may_wait_in_a_file(monkeypatch, capsys, tmp_path):
-    words = ["--check", "os:getpid"]
+    words = ["--dry-run", "os:getpid"]
     (tmp_path / "unisono.toml").write_text('[run]\npartition = "x"\ntimeout_min = 5\n')
     monkeypatch.chdir(tmp_path)
     assert main(["run", *words]) == 0
     monkeypatch.setenv("UNISONO_FORCE_ON", "cpu")
     assert main(["run", "--on", "slurm", "--partition", "x", *words]) == 0
-    assert capsys.readouterr().out.count("2 ranks on cpu can be started") == 2
+    assert capsys.readouterr().err.count("2 ranks on cpu can be started") == 2
 
 
 def test_the_launchers_own_frames_are_shown_on_demand_only(capsys):
@@ -272,13 +272,13 @@ def test_a_misspelt_script_is_answered_with_the_nearest_name(tmp_path, monkeypat
     assert "HINT: modules there: train, " in capsys.readouterr().err
 
 
-def test_a_dry_run_and_a_check_start_nothing(capsys):
+def test_a_dry_run_starts_nothing(capsys):
     words = ["json:dumps", "--", "1"]
     assert main(["run", "--ranks", "2", "--dry-run", *words]) == 0
-    assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == ["rank", "0", "1"]
-    assert main(["run", "--ranks", "2", "--check", *words]) == 0
-    assert "2 ranks on cpu can be started" in capsys.readouterr().out
-    assert main(["run", "--on", "cpu", "--gpus", "2", "--check", *words]) == 0
+    said = capsys.readouterr()
+    assert [line.split()[0] for line in said.out.splitlines()] == ["rank", "0", "1"]
+    assert "2 ranks on cpu can be started" in said.err
+    assert main(["run", "--on", "cpu", "--gpus", "2", "--dry-run", *words]) == 0
     assert "--gpus 2 only counts ranks" in capsys.readouterr().err
 
 
@@ -332,7 +332,7 @@ def test_a_function_of_a_file_is_run_by_ranks_only(tmp_path, monkeypatch, capsys
         "def steps(): yield 1\n"
     )
     monkeypatch.chdir(tmp_path)
-    assert main(["run", "--check", "hello.py:build", "--", "name=3"]) == 0
+    assert main(["run", "--dry-run", "hello.py:build", "--", "name=3"]) == 0
     assert main(["run", "hello.py:built"]) == 2
     message = "it has Model, build, steps\n  HINT: did you mean hello.py:build?"
     assert message in capsys.readouterr().err

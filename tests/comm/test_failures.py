@@ -12,9 +12,44 @@ from tests.waiting import answered, wait_until_answered
 
 from unisono import Logs, run
 from unisono.comm import check, close_world, post_failure, world
+from unisono.comm.call import Call
+from unisono.comm.health import failures, watchdog
 from unisono.comm.health.failures import tells_of_another
 from unisono.comm.lifecycle import say_returned
 from unisono.errors import CollectiveMismatch, RankFailed, RankTimeout, UnisonoError
+
+
+class Watchdog:
+    """What the last of 64 ranks hears when it asks: all wait in one call, but for rank 1."""
+
+    rank = 63
+
+    def __init__(self, call):
+        self._call = call
+
+    def ask_stacks(self):
+        waiting = {"stacks": '  ... in unisono\n  File "train.py", line 6 in f: `barrier()`'}
+        waiting |= {"done": False, "call": self._call.describe(), "site": "train.py:6"}
+        waiting |= {"group": self._call.key, "begun": {self._call.key: 1}, "is_checked": False}
+        late = {"stacks": '  File "train.py", line 5 in f: `time.sleep(300)`', "begun": {}}
+        late |= {"done": True, "call": None, "site": "train.py:5", "group": "", "op": ""}
+        messages = {"op": "barrier", "receives_from": (), "sends_to": ()}
+        return {r: {**messages, **(late if r == 1 else waiting)} for r in range(63)}
+
+
+def test_a_deadline_of_many_ranks_is_short_and_begins_with_the_late_one(monkeypatch):
+    call = Call("barrier", "world", "key", number=1)
+    monkeypatch.setattr(watchdog, "serving", lambda _key: Watchdog(call))
+    text = str(failures.timed_out(call, tuple(range(64)), 5.0))
+    first, late, waiting, *stacks = text.splitlines()
+    assert first.startswith("rank 1 has not arrived: barrier() #1 on world timed out after 5 s at ")
+    assert first.endswith("; ranks 0, 2-63 wait for it")
+    assert late == "  rank 1: alive, has made no call yet; it is at train.py:5"
+    assert waiting == "  ranks 0, 2-63: latest collective barrier() #1 on world (under way)"
+    assert stacks[0] == "--- rank 1"
+    assert "time.sleep(300)" in stacks[1]
+    assert stacks[2] == "--- ranks 0, 2-62"  # this one stands in the test
+    assert len(text) < 2000
 
 
 @pytest.mark.ranks(3)

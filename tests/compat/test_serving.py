@@ -193,7 +193,7 @@ def test_a_script_that_asks_for_gpus_gets_as_many_ranks_or_an_error(
     code, said = run_served("ddpw", text, tmp_path, capfd)
     assert code == 0, said.err
     assert sorted(said.out.splitlines()) == [f"[{r}] ranks 3 equal True ('x',)" for r in range(3)]
-    assert run_served("ddpw", "1 / 0", tmp_path, capfd, "--check")[0] == 0, "nothing is run"
+    assert run_served("ddpw", "1 / 0", tmp_path, capfd, "--dry-run")[0] == 0, "nothing is run"
 
 
 def test_a_function_whose_module_imports_the_library_reaches_the_ranks(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 from unisono import graph_parallel as gp
 from unisono import operators
@@ -153,6 +153,10 @@ def test_what_each_rank_made_of_a_replicated_tensor_may_be_reduced():
             plan.gather(plan.gather(own, grad="slice"), grad="slice")
         with pytest.raises(LayoutError, match="too large by their number"):
             torch.autograd.grad(plan.gather(own, grad="sum").sum(), x)
+        energy = gp.reduce((x * comm.rank).sum(), grad="sum", comm=comm)
+        for differentiate in (Tensor.backward, torch.autograd.backward):
+            with pytest.raises(LayoutError, match="too large by their number"):
+                differentiate(energy)
 
 
 @pytest.mark.ranks(2)

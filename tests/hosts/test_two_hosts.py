@@ -26,12 +26,15 @@ def work():
     comm = unisono.world()
     total = comm.all_reduce(torch.full((1000,), comm.rank + 1.0))
     gathered = comm.all_gather(torch.tensor([comm.rank])).tolist()
+    first = comm.rank // 2 * 2
+    here = comm.sub([first, first + 1])
+    here.barrier()
     maps = Path("/proc/self/maps").read_text().splitlines()
     return {
         "host": socket.gethostname(),
         "sums": sorted(set(total.tolist())),
         "gathered": gathered,
-        "backend": comm.backend,
+        "backends": [comm.backend, here.backend],
         "interface": os.environ.get("GLOO_SOCKET_IFNAME"),
         "shared": sorted({line.split()[4] for line in maps if "memfd:unisono" in line}),
     }
@@ -78,7 +81,7 @@ def start_world(lab, python, script, *, master, port, per_host=2):
     return lab.finish(processes)
 
 
-def check_results(ends):
+def check_results(ends, between="gloo"):
     """The world of four ranks came together over eth0, and each host shares its own memory."""
     output = "".join(text for _, text in ends)
     assert all(code == 0 for code, _ in ends), output
@@ -88,7 +91,8 @@ def check_results(ends):
     for result in results:
         assert result["sums"] == [10.0]
         assert result["gathered"] == [0, 1, 2, 3]
-        assert (result["backend"], result["interface"]) == ("shm", "eth0")
+        assert result["backends"] == [between, "shm"]  # of the world, of the ranks of a host
+        assert result["interface"] == "eth0"
     shared = [r["shared"] for r in results]
     assert shared[0] == shared[1] != shared[2] == shared[3]
     assert shared[0]
@@ -208,7 +212,7 @@ def test_a_script_under_the_users_mpiexec_on_two_hosts(lab, interpreter, script,
     path, words = over_mpi
     words = (path, "-n", 4, "-ppn", 2, *words, interpreter.python, script)
     ends = lab.finish([lab.a.start(*words, env={"OMP_NUM_THREADS": "1"}, hosts="poor")])
-    check_results(ends)
+    check_results(ends, between="mpi4py")
 
 
 def test_doctor_starts_ranks_on_a_host_that_does_not_know_itself_and_says_so(lab, interpreter):

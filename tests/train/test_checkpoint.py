@@ -700,3 +700,73 @@ def test_a_restore_that_one_object_of_one_rank_refuses_changes_nothing_anywhere(
     odd.refuses = False
     assert checkpoint.restore(model=around, optimizer=optimizer, schedule=schedule, odd=odd)
     assert all(map(torch.equal, things["model"].parameters(), net.parameters()))
+
+
+OF_02 = Path(__file__).parent / "data" / "checkpoint_0.2.zip"
+"""Saved by unisono 0.2 on two ranks: a model, AdamW, a scheduler and two values."""
+
+
+def restore_02(directory: str) -> tuple[float, float, int, str, float]:
+    torch.manual_seed(5)
+    net = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))
+    optimizer = torch.optim.AdamW(net.parameters(), lr=0.01)
+    scheduler = torch.optim.lr_scheduler.MultiStepLR(optimizer, [2, 5])
+    found = Checkpoint(directory).restore(model=net, optimizer=optimizer, scheduler=scheduler)
+    x = torch.randn(8, 3, generator=torch.Generator().manual_seed(3))
+    total = net(x).sum().item()
+    return total, scheduler.get_last_lr()[0], found["epoch"], found["note"], found.step
+
+
+def test_a_checkpoint_of_0_2_is_read_by_other_numbers_of_ranks(tmp_path):
+    shutil.unpack_archive(OF_02, tmp_path)
+    assert "format" not in json.loads((tmp_path / "step-00000003" / folder.MANIFEST).read_text())
+    for ranks in (1, 2, 3):
+        for total, *rest in unisono.run(restore_02, str(tmp_path), ranks=ranks):
+            assert total == pytest.approx(1.1149952, abs=1e-6)
+            assert rest == [pytest.approx(0.001), 2, "of 0.2", 3]
+
+
+def test_a_format_of_a_later_version_is_named(tmp_path):
+    checkpoint = Checkpoint(tmp_path)
+    checkpoint.save(1, epoch=1)
+    manifest = tmp_path / "step-00000001" / folder.MANIFEST
+    said = json.loads(manifest.read_text())
+    assert said["format"] == folder.FORMAT
+    manifest.write_text(json.dumps(said | {"format": 99, "news": True}))
+    with pytest.raises(CheckpointError, match="format 99 of a later unisono"):
+        checkpoint.restore()
+
+
+class Surprise:
+    """Leaves a file where it is unpickled."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return Path.touch, (Path(self.path),)
+
+
+def test_restore_runs_no_code_of_the_files_unless_asked_to(tmp_path):
+    mark = tmp_path / "mark"
+    checkpoint = Checkpoint(tmp_path / "saved")
+    checkpoint.save(1, value=Surprise(mark))
+    with pytest.raises(CheckpointError, match=r"(?s)more than plain data.*weights_only=False"):
+        checkpoint.restore()
+    assert not mark.exists()
+    checkpoint.restore(weights_only=False)
+    assert mark.exists()
+
+
+def test_a_table_of_contents_that_would_run_code_is_refused(tmp_path):
+    mark = tmp_path / "mark"
+    checkpoint = Checkpoint(tmp_path / "saved")
+    checkpoint.save(1, epoch=1)
+    saved = tmp_path / "saved" / "step-00000001"
+    (saved / ".metadata").write_bytes(pickle.dumps(Surprise(mark)))
+    manifest = json.loads((saved / folder.MANIFEST).read_text())
+    manifest["files"] |= {n: list(v) for n, v in folder.checked_files(saved, ".metadata").items()}
+    (saved / folder.MANIFEST).write_text(json.dumps(manifest))
+    with pytest.raises(CheckpointError, match="table of contents"):
+        checkpoint.restore()
+    assert not mark.exists()

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import unisono
-from unisono.cli import bench, completion, demo, doctor, job, plan, report, run, trace
+from unisono.cli import bench, compare, completion, demo, doctor, job, plan, recorded, run
 from unisono.cli.completion import subcommands
 from unisono.cli.outcome import exit_code_of
 from unisono.removed import REMOVED
@@ -34,7 +34,7 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"unisono {unisono.__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    for command in (run, job, demo, report, doctor, trace, plan, bench, completion):
+    for command in (run, compare, job, demo, recorded, doctor, plan, bench, completion):
         command.add_parser(commands)
     return parser
 
@@ -52,7 +52,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     if unknown:
         parser.error(_explanation(args, unknown, own, parser))
     args.forwarded = forwarded
-    args.words = words[1:]
     debug = getattr(args, "debug", False)
     return exit_code_of(lambda: args.execute(args), name=words[0], debug=debug)
 

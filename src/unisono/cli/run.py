@@ -10,6 +10,7 @@ import ast
 import contextlib
 import functools
 import os
+import shutil
 import sys
 import tomllib
 from collections.abc import Callable, Mapping, Sequence
@@ -37,7 +38,7 @@ Arguments after the script go to the script; everything after -- does in any cas
 NUMBERS = ("one", "two", "three", "four", "five", "six", "seven", "eight")
 _ABOUT_RANKS = (
     *("on", "ranks", "nodes", "hosts", "gpus", "partition", "timeout_s", "max_restarts", "logs"),
-    *("console", "record", "to"),
+    *("console", "record", "to", "check"),
 )
 """Options for ranks that the command starts."""
 
@@ -85,7 +86,13 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         action="store_true",
         help="run a program for CUDA on CPUs (with --compat pytagi)",
     )
-    how = parser.add_argument_group("deadlines, restarts, elastic jobs")
+    how = parser.add_argument_group("checks, deadlines, restarts, elastic jobs")
+    how.add_argument(
+        "--check",
+        action="store_true",
+        default=None,
+        help="look for silent mistakes: replicas that drift, equal batches, ...",
+    )
     how.add_argument("--timeout-s", type=float, metavar="S", help="deadline in seconds")
     how.add_argument("--max-restarts", type=int, metavar="N", help="new attempts after a failure")
     how.add_argument(
@@ -120,8 +127,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     )
     out.add_argument("--debug", action="store_true", help="show the launcher's own traceback")
     other = parser.add_argument_group("instead of running now")
-    other.add_argument("--dry-run", action="store_true", help="only show the ranks")
-    other.add_argument("--check", action="store_true", help="only check the request")
+    other.add_argument("--dry-run", action="store_true", help="only check the request and show it")
     other.add_argument("--detach", action="store_true", help="queue a job (slurm), print its id")
     parser.set_defaults(execute=execute)
 
@@ -173,11 +179,11 @@ def _execute(args: argparse.Namespace) -> int:
     function, is_script = _function(args)
     if is_script and _starts_its_own_ranks(args):
         print("unisono: the script starts its ranks (--ranks N: the command does)", file=sys.stderr)
-        if not (args.dry_run or args.check):
+        if not args.dry_run:
             function()
         return 0
     request = _request(args, function, is_script=is_script)
-    if args.dry_run or args.check:
+    if args.dry_run:
         return _show(args, request)
     if args.detach and (request.place != "slurm" or in_allocation()):
         raise PlatformError.because(
@@ -244,6 +250,7 @@ def _request(
         timeout_s=args.timeout_s,
         max_restarts=args.max_restarts,
         logs=logs,
+        check=args.check,
         elastic=True if args.elastic or args.chaos or args.invite or args.join else None,
         invite=args.invite,
         join=args.join,
@@ -293,18 +300,17 @@ def _check_uses(fields: Mapping[str, Any], request: Request) -> None:
 
 
 def _show(args: argparse.Namespace, request: Request) -> int:
-    """Print the ranks, or that all is well; start nothing."""
+    """Print the ranks and what the scheduler says of them; start nothing."""
     from unisono.launch.api import describe_request
 
-    if args.dry_run:
-        print(describe_request(request))
-        return 0
-    if request.place == "slurm":
+    print(describe_request(request))
+    if request.place == "slurm" and shutil.which("sbatch") is not None:
         from unisono.launch.places.slurm.submit import judge_script
 
         print(judge_script(request))
     _note_missing_gpus(args, request)
-    print(f"unisono: {_count(request.ranks, 'rank')} on {request.place} can be started")
+    ranks = _count(request.ranks, "rank")
+    print(f"unisono: {ranks} on {request.place} can be started", file=sys.stderr)
     return 0
 
 

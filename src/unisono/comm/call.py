@@ -146,6 +146,7 @@ _LIBRARIES: tuple[str, ...] = (
     f"{_PACKAGE}{os.sep}",
     f"{Path(torch.__file__).parent}{os.sep}",
     f"{Path(torch.__file__).resolve().parent}{os.sep}",
+    f"{Path(torch.__file__).parent}{os.sep}",  # an environment may consist of links
     "<frozen ",
 )
 _PROGRAMS = (str(_PACKAGE / "cli" / "demo_digits.py"), f"{_PACKAGE / '_examples'}{os.sep}")

@@ -286,7 +286,8 @@ class Performer:
                 _ = call.site
         if check.active and call.number and self.size > 1:
             call.is_checked = True
-            check.verify(call, self.rank, self.ranks, deadline)
+            exchange = self._engine.all_gather_ints
+            check.verify(call, self.rank, self.ranks, deadline, exchange)
 
     def _observe_end(self, transfer: Transfer[Any], deadline: float) -> None:
         """Take down a call that has ended; compare its result in check mode."""
@@ -295,8 +296,11 @@ class Performer:
             call.algorithm = self._engine.last_algorithm
             recorder.add(call, self.ranks[self.rank])
         if check.active and transfer.verify is not None and self.size > 1:
+            exchange = self._engine.all_gather_ints
             try:
-                check.verify_equal_result(call, transfer.verify, self.rank, self.ranks, deadline)
+                check.verify_equal_result(
+                    call, transfer.verify, self.rank, self.ranks, deadline, exchange
+                )
             except Exception as error:
                 raise self._translated(call, error, deadline) from None
 
@@ -518,7 +522,7 @@ class Performer:
             self._entry.broken = f"{call.describe()} timed out"
             return told
         is_mismatch = isinstance(error, CollectiveMismatch)
-        if is_mismatch and self._entry.is_cause(error, self._engine):
+        if is_mismatch and not error.returned and self._entry.is_cause(error, self._engine):
             error = deadlock.explained(error, call, self.ranks)
         elif not isinstance(error, RankFailed) and not (is_mismatch and error.returned):
             if isinstance(error, UnisonoError) or not failures.tells_of_another(error):

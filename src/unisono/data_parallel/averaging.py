@@ -52,6 +52,8 @@ class Averaging(ABC):
     """How many buckets a backward has; set by the engine."""
     steps: int = 0
     """Backwards whose buckets have all started; counted by the engine."""
+    sent: int = 0
+    """Bytes handed to the communicator so far."""
 
     @abstractmethod
     def start(self, bucket: GradientBucket, comm: Communicator) -> Handle | None:
@@ -86,6 +88,7 @@ class PlainSum(Averaging):
 
     def start(self, bucket: GradientBucket, comm: Communicator) -> Handle | None:
         """Begin to average a bucket. Collective."""
+        self.sent += bucket.nbytes
         if self._at_once:
             comm.all_reduce_(bucket.flat, "sum")
             return None
@@ -158,12 +161,16 @@ class Cast(Averaging):
         """Begin to average a bucket. Collective."""
         flat = bucket.flat
         if flat.element_size() <= self._dtype.itemsize:
+            self.sent += bucket.nbytes
             pending = comm.start.all_reduce_(flat, "sum")
             return Handle(pending.wait, pending.done)
         if flat.is_complex():
             flat = torch.view_as_real(flat).view(-1)
         if comm.backend != "shm":
+            share = -(-flat.numel() // comm.size)
+            self.sent += share * (comm.size + 1) * self._dtype.itemsize  # out, and its sum back
             return _in_shares(flat, self._dtype, comm)
+        self.sent += flat.numel() * self._dtype.itemsize
         wire = self._wires.get(bucket.index)
         if wire is None or wire.numel() != flat.numel():
             wire = self._wires[bucket.index] = comm.shared_buffer((flat.numel(),), self._dtype)
@@ -249,6 +256,7 @@ class UserFunction(Averaging):
             # sent meanwhile, or ranks would send in different orders.
             self._last.wait()
         data = bucket.data
+        self.sent += data.nbytes  # what the function makes of it, only the function knows
         future = self._last = self._function(
             GradBucket(bucket, bucket.index == self.bucket_count - 1)
         )
@@ -289,10 +297,13 @@ class PowerSGDAveraging(Averaging):
             and not param.is_complex()
         ]
         if not chosen:
+            self.sent += bucket.nbytes
             comm.all_reduce_(bucket.flat, "mean")
             return
         others = [slot for i, slot in enumerate(bucket.slots) if i not in chosen]
-        average_tensors([*others, bucket.flags], comm)
+        others.append(bucket.flags)
+        self.sent += sum(x.nbytes for x in others)
+        average_tensors(others, comm)
         self._average_factors({bucket.names[i]: bucket.slots[i] for i in chosen}, comm)
 
     def _average_factors(self, slots: dict[str, Tensor], comm: Communicator) -> None:
@@ -304,12 +315,14 @@ class PowerSGDAveraging(Averaging):
             error = self._errors.get(name)
             wholes[name] = whole if error is None else whole.add_(error)
         left = {name: whole @ self._factor(name, whole) for name, whole in wholes.items()}
+        self.sent += sum(p.nbytes for p in left.values())
         average_tensors(left.values(), comm)
         # An inf or NaN of one rank is in the means, which all ranks hold: they decide alike, and
         # on the device, since the host would have to wait for it.
         is_good = {name: p.isfinite().all() for name, p in left.items()}
         left = {name: torch.linalg.qr(p.nan_to_num(0, 0, 0)).Q for name, p in left.items()}
         right = {name: wholes[name].T @ p for name, p in left.items()}
+        self.sent += sum(q.nbytes for q in right.values())
         average_tensors(right.values(), comm)
         for name, slot in slots.items():
             whole, mean = wholes[name], left[name] @ right[name].T

@@ -31,6 +31,7 @@ from unisono.data_parallel.averaging import (
 )
 from unisono.data_parallel.bucket import Bucket, GradientBucket, plan_buckets
 from unisono.data_parallel.ranks import Structure, broadcast_tensors, check_same_module, on_device
+from unisono.data_parallel.replicas import ReplicaCheck
 from unisono.errors import CollectiveMismatch, RankTimeout
 from unisono.expect import expect, refusal
 
@@ -57,7 +58,8 @@ class Stats:
     steps: int
     """Backwards that averaged gradients."""
     bytes: int
-    """Bytes handed to the communicator: gradients, flags and buffers."""
+    """Bytes handed to the communicator: gradients as they travel, compressed or not, flags and
+    buffers. Of a compression function of your own: what it was given."""
     wait_backward_s: float
     """Seconds in which this rank waited at the end of backward."""
     wait_forward_s: float
@@ -98,6 +100,8 @@ class Options:
     find_unused: bool
     """Whether to look for unused parameters after forward, so that they do not hold up their
     bucket. Results do not depend on it."""
+    equal_batches: bool = False
+    """Whether ranks are meant to see the same rows."""
 
     def __post_init__(self) -> None:
         """Refuse what cannot be."""
@@ -112,6 +116,7 @@ class Options:
         check_compression(self.compression)
         expect("broadcast_buffers", self.broadcast_buffers, bool)
         expect("find_unused", self.find_unused, bool)
+        expect("equal_batches", self.equal_batches, bool)
 
 
 class GradientEngine:
@@ -142,6 +147,10 @@ class GradientEngine:
         """Who uses gradients that arrive after backward; None in blocking mode."""
         self.weigh: Callable[[], float] | None = None
         """Gives the weight of this rank's gradients in a backward; None: all ranks' are equal."""
+        self.replicas = ReplicaCheck(equal_batches=options.equal_batches)
+        """Looks for silent mistakes."""
+        self.is_joining = False
+        """Whether some ranks may have run out of data, and step no longer."""
         self.buckets: list[GradientBucket] = []
         """In the order in which they travel."""
         self.in_backward = False
@@ -275,6 +284,8 @@ class GradientEngine:
         """End a forward; wrappers call it with what the module returned. Local."""
         if not self._hooks or not torch.is_grad_enabled():
             return
+        if self.module.training:
+            self.replicas.end_forward(self.module)
         tensors = [x for x in _tensors_in(outputs, _OBJECTS, set()) if x.requires_grad]
         for x in tensors:
             # Heard in the outermost backward, so that one inside a checkpoint does not end it. A
@@ -335,6 +346,7 @@ class GradientEngine:
     def _begin_gradients(self) -> None:
         """Decide how the gradients of this backward count. Collective where ranks have weights."""
         self._got_any = True
+        self.replicas.count_backward()
         self._syncing = self.require_sync
         self._factor = None
         if not self._syncing:
@@ -369,13 +381,13 @@ class GradientEngine:
         """Put everything in its place and start the bucket. Collective."""
         self._next = max(self._next, bucket.index + 1)
         bucket.fill(self._factor)
-        before = time.perf_counter()
+        before, sent = time.perf_counter(), self.averaging.sent
         try:
             handle = self.averaging.start(bucket, self._comms[bucket.info.device])
         except Unfinished as error:
             raise named_error(error, bucket.describe()) from None
         self._costs.wait_backward_s += time.perf_counter() - before
-        self._costs.bytes += bucket.nbytes
+        self._costs.bytes += self.averaging.sent - sent
         if handle is not None:
             self._handles[bucket.index] = handle
             bucket.sent_version = bucket.version
@@ -403,6 +415,7 @@ class GradientEngine:
         self._end()
         if self.blocking and self._handles:
             self.wait_all()
+        self.replicas.compare(self, self._costs.steps)
 
     def _agree_on_late(self) -> list[int]:
         """Return which buckets travel again, because a gradient came after they had left.
@@ -419,6 +432,7 @@ class GradientEngine:
         device = self.buckets[0].info.device
         flags = [bucket.flags.real.to(device, torch.float32) for bucket in self.buckets]
         summed = self._comms[device].all_reduce_(torch.cat(flags), "sum")
+        self._costs.bytes += summed.nbytes
         sizes = [len(part) for part in flags]
         for bucket, part in zip(self.buckets, summed.split(sizes), strict=True):
             bucket.flags.copy_(part)

@@ -231,6 +231,7 @@ class Join:
         """Run the user's loop, then shadow the others until nobody has data. Collective."""
         self._weights.joining, self._weights.divide_by_world = True, divide_by_world
         hook = register_optimizer_step_post_hook(self._saw_step)
+        self._engine.is_joining = True
         try:
             yield
             for optimizer in self._attached:
@@ -240,6 +241,7 @@ class Join:
             self._make_equal()
         finally:
             hook.remove()
+            self._engine.is_joining = False
             self._weights.joining, self._weights.divide_by_world = None, False
 
     def _exchange(self, has_data: bool) -> tuple[int | None, bool]:

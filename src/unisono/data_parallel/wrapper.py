@@ -31,6 +31,7 @@ from unisono.data_parallel.ranks import (
 )
 from unisono.errors import an
 from unisono.expect import expect, expect_choice, refusal
+from unisono.launch.functional import device, synchronised
 
 __all__ = ["DataParallel"]
 
@@ -57,6 +58,9 @@ class DataParallel(nn.Module):
         broadcast_buffers: whether rank 0's buffers go to all at each synchronising forward.
         find_unused: look for unused parameters after forward; speed only.
         reset_parameters: re-initialise all layers first, with a fixed seed, as HeAT does.
+        sync_batch_norm: take the statistics of batch normalisation over all ranks, as one process
+            does; its layers are exchanged in place.
+        equal_batches: ranks are meant to see the same rows; without it they are warned.
 
     >>> model = DataParallel(nn.Linear(2, 1))
     >>> model(torch.ones(3, 2)).shape
@@ -87,16 +91,23 @@ class DataParallel(nn.Module):
         broadcast_buffers: bool = True,
         find_unused: bool = False,
         reset_parameters: bool = False,
+        sync_batch_norm: bool = False,
+        equal_batches: bool = False,
     ) -> None:
         super().__init__()
         expect("module", module, nn.Module, "module=torch.nn.Linear(4, 2)")
         expect("blocking_parameter_updates", blocking_parameter_updates, bool)
         expect("reset_parameters", reset_parameters, bool)
-        self._options = Options(bucket_mb, compression, broadcast_buffers, find_unused)
+        expect("sync_batch_norm", sync_batch_norm, bool)
+        self._options = Options(
+            bucket_mb, compression, broadcast_buffers, find_unused, equal_batches
+        )
         _check_module(type(self).__name__, module)
         optimizers = _checked_optimizers(optimizer, module)
-        self._modules["module"] = module
         self.communicator = communicator_of(comm)
+        if sync_batch_norm:
+            module = synchronised(module, device(module), self.communicator)
+        self._modules["module"] = module
         if self._claims:
             check_unclaimed(module.parameters(), self, self.communicator.ranks)
         self.comm = self.communicator if comm is None else comm
@@ -172,6 +183,8 @@ class DataParallel(nn.Module):
         engine, module = self._running(), self._inner
         if engine.comm.size == 1:
             return module(*inputs, **kwargs)
+        if module.training and torch.is_grad_enabled():
+            self._see_forward(engine, (inputs, kwargs))
         if self._join is not None and module.training and torch.is_grad_enabled():
             engine.before_forward(self._join.before_forward())
         else:
@@ -180,6 +193,10 @@ class DataParallel(nn.Module):
         if deferred is not None and (deferred.is_compiled or torch.compiler.is_compiling()):
             self.finalize()  # compiled code calls no hooks of its layers
         return self._end_forward(engine, module(*inputs, **kwargs))
+
+    @runs_uncompiled
+    def _see_forward(self, engine: GradientEngine, inputs: Any) -> None:
+        engine.replicas.see_forward(self._inner, inputs)
 
     @runs_uncompiled
     def _end_forward(self, engine: GradientEngine, outputs: Any) -> Any:

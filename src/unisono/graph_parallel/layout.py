@@ -59,7 +59,7 @@ class _Follower(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        if func is torch.autograd.grad:
+        if func in (torch.autograd.grad, Tensor.backward, torch.autograd.backward):
             _refuse_summed(tensors_in(args[:1]), self.tags)
         out = func(*args, **kwargs)
         if func is torch.autograd.grad:

@@ -50,6 +50,7 @@ def run(
     max_restarts: int | None = None,
     logs: str | Path | Logs | None = None,
     seed: int | None = None,
+    check: bool | None = None,
     record: str | bool | None = None,
     watch: bool | None = None,
     elastic: bool | None = None,
@@ -77,6 +78,7 @@ def run(
         max_restarts: how many times to start again after a failure; 0 if not given.
         logs: a directory to keep logs in, or a `Logs`.
         seed: seeds the generators of Python, numpy and torch, on rank r with `seed + r`.
+        check: whether ranks look for silent mistakes, as with `UNISONO_CHECK=1`.
         record: name of a record: `runs/NAME` gets metrics, traces and a report, which is also
             `results.report`; True takes the function's name.
         watch: serve a page that shows the run while it lasts, and record it; in a notebook the
@@ -141,6 +143,7 @@ def submit(
     max_restarts: int | None = None,
     logs: str | Path | Logs | None = None,
     seed: int | None = None,
+    check: bool | None = None,
     elastic: bool | None = None,
     **kwargs: Any,
 ) -> Job:
@@ -193,6 +196,7 @@ def dry_run(
     max_restarts: int | None = None,
     logs: str | Path | Logs | None = None,
     seed: int | None = None,
+    check: bool | None = None,
     elastic: bool | None = None,
     **kwargs: Any,
 ) -> str:

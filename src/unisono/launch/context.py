@@ -149,6 +149,18 @@ def own_group(groups: list[list[int]]) -> dist.ProcessGroup | None:
 
 
 @contextmanager
+def checked(mode: bool | None) -> Iterator[None]:
+    """Turn check mode on or off inside; None leaves it as it is."""
+    if mode is None:
+        yield
+        return
+    from unisono.comm.health.check import check
+
+    with check(mode):
+        yield
+
+
+@contextmanager
 def seeded(seed: int | None, rank: int) -> Iterator[None]:
     """Seed this rank's generators inside the block, and put them back behind it; None: nothing."""
     if seed is None:

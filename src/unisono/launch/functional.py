@@ -240,11 +240,17 @@ def has_batch_norm(module: nn.Module) -> bool:
     return any(isinstance(part, _BATCH_NORMS) for part in module.modules())
 
 
-def synchronised(module: nn.Module, place: torch.device) -> nn.Module:
-    """Return the module with batch norms that use the whole batch of all ranks."""
+def synchronised(
+    module: nn.Module, place: torch.device, comm: Communicator | None = None
+) -> nn.Module:
+    """Return the module with batch norms that use the whole batch of all ranks of `comm`.
+
+    None is the world. Layers are exchanged in place; parameters and buffers stay the same objects.
+    """
     if _has_batch_norm_kernels(place):
-        return nn.SyncBatchNorm.convert_sync_batchnorm(module)
-    return _converted(module)
+        group = None if comm is None else comm.process_group()
+        return nn.SyncBatchNorm.convert_sync_batchnorm(module, group)
+    return _converted(module, comm)
 
 
 def _has_batch_norm_kernels(place: torch.device) -> bool:
@@ -256,11 +262,11 @@ def _has_batch_norm_kernels(place: torch.device) -> bool:
     return True
 
 
-def _converted(module: nn.Module) -> nn.Module:
+def _converted(module: nn.Module, comm: Communicator | None) -> nn.Module:
     if isinstance(module, _BATCH_NORMS):
-        return SharedBatchNorm.of(module)
+        return SharedBatchNorm.of(module, comm)
     for name, child in module.named_children():
-        new = _converted(child)
+        new = _converted(child, comm)
         if new is not child:
             setattr(module, name, new)
     return module
@@ -269,8 +275,11 @@ def _converted(module: nn.Module) -> nn.Module:
 class SharedBatchNorm(_BatchNorm):
     """Batch norm over the batches of all ranks of the world. Training is collective over it."""
 
+    comm: Communicator | None = None
+    """Other ranks than those of the world."""
+
     @classmethod
-    def of(cls, norm: _BatchNorm) -> SharedBatchNorm:
+    def of(cls, norm: _BatchNorm, comm: Communicator | None = None) -> SharedBatchNorm:
         """Return one that shares parameters and statistics with `norm`."""
         twin = cls(
             norm.num_features, norm.eps, norm.momentum, norm.affine, norm.track_running_stats
@@ -279,6 +288,7 @@ class SharedBatchNorm(_BatchNorm):
         twin.running_mean, twin.running_var = norm.running_mean, norm.running_var
         twin.num_batches_tracked = norm.num_batches_tracked
         twin.training = norm.training
+        twin.comm = comm
         return twin
 
     def _check_input_dim(self, input: Tensor) -> None:
@@ -290,7 +300,7 @@ class SharedBatchNorm(_BatchNorm):
         self._check_input_dim(input)
         if not self.training and self.running_mean is not None:
             return super().forward(input)
-        comm = world()
+        comm = world() if self.comm is None else self.comm
         x = input if input.dtype in (torch.float32, torch.float64) else input.float()
         dims = [d for d in range(x.dim()) if d != 1]
         count = x.new_full((1,), x.numel() / max(1, x.shape[1]))

@@ -28,6 +28,7 @@ from unisono.errors import PlatformError, RankFailed, Requeue
 from unisono.launch import stopping
 from unisono.launch.context import (
     Here,
+    checked,
     enter_world,
     generators_kept,
     here,
@@ -152,6 +153,7 @@ def run_here(request: Request) -> Results[Any]:
         with (
             deadline(request.timeout_s, rank=comm.rank, size=comm.size),
             seeded(request.seed, comm.rank),
+            checked(request.check),
         ):
             value = request.convention.call(request.fn, request.args, request.kwargs, place)
             streams.settle()
@@ -184,7 +186,7 @@ def run_inline(request: Request) -> Results[Any]:
             os.environ["UNISONO_RESTART"] = str(attempt)
             stopping.forget_request()
             try:
-                with seeded(request.seed, 0):
+                with seeded(request.seed, 0), checked(request.check):
                     value = request.fn(*request.args, **request.kwargs)
             except Requeue:
                 continue

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from unisono import accelerator
 from unisono.errors import PYTHON, PlatformError, Spelling, an
-from unisono.expect import expect_choice
+from unisono.expect import expect, expect_choice
 from unisono.launch.checks import check_machine, check_platform
 from unisono.launch.elastic.settings import Chaos, Elastic, bounds, checked
 from unisono.launch.fields import COUNT_OR_ZERO, nearest
@@ -34,7 +34,7 @@ from unisono.removed import REMOVED
 if TYPE_CHECKING:
     from unisono.launch.context import Here
 
-RESERVED = (*RUN_NAMES, "hosts", "seed", "elastic", "record", "watch")
+RESERVED = (*RUN_NAMES, "hosts", "seed", "check", "elastic", "record", "watch")
 """Keywords of `run` itself; a function that needs one of them takes `functools.partial`."""
 INJECTED = ("global_rank", "local_rank", "group", "platform")
 """Keywords that a task may get from us."""
@@ -306,6 +306,8 @@ class Request:
     """Whether it is a whole script, which may initialise torch.distributed by itself."""
     seed: int | None = None
     """What the caller wants ranks to be seeded with, rank r with `seed + r`."""
+    check: bool | None = None
+    """Whether ranks look for silent mistakes; None: as `UNISONO_CHECK` says."""
     elastic: Elastic | None = None
     """How the job may grow and shrink; None: its first death ends it."""
     convention: Convention = field(default_factory=Convention)
@@ -327,6 +329,7 @@ def checked_request(
     logs: str | Path | Logs | None = None,
     hosts: Sequence[str] | None = None,
     seed: int | None = None,
+    check: bool | None = None,
     elastic: bool | None = None,
     chaos: Chaos | None = None,
     invite: str | None = None,
@@ -374,6 +377,10 @@ def checked_request(
     sizes = {"ranks": wanted["ranks"], "n_nodes": wanted["nodes"]}
     sizes = {name: size for name, size in sizes.items() if size is not None}
     place, platform = resolve(wanted["on"], {**fields, **sizes}, configuration, spelling)
+    if check is not None:
+        expect("check", check, bool)
+        variables = {**(platform.env or {}), "UNISONO_CHECK": str(int(check))}
+        platform = platform.but(env=variables)
     joins_world = platform.detect and is_in_world()
     if not joins_world:  # else that world counts, whatever is asked for
         check_machine(platform, spelling)
@@ -408,6 +415,7 @@ def checked_request(
         name=title or function_name(fn),
         is_script=is_script,
         seed=seed,
+        check=check,
         elastic=grows,
         convention=convention or Convention(),
         decided_by_file=decided,

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
@@ -21,6 +22,8 @@ from torch import Tensor
 from unisono import errors
 from unisono.comm import Communicator
 from unisono.comm.arguments import pack_shape, unpack_shape
+from unisono.comm.digest import digest
+from unisono.comm.health.check import report
 from unisono.errors import (
     CollectiveMismatch,
     PartitionError,
@@ -188,6 +191,38 @@ def cuts_of_blocks(shapes: Sequence[Sequence[int]], partition: Partition) -> Cut
                 )
         cuts.append((0, *accumulate(sizes[i] for i in range(parts))))
     return tuple(cuts)
+
+
+_COMPARED = 4
+"""The blocks of so many calls are compared on each group of ranks."""
+_calls: Counter[tuple[int, ...]] = Counter()
+
+
+def block_digest(x: Tensor, comm: Communicator) -> int:
+    """Return a digest of an own block in the first calls on these ranks, later 0. Local.
+
+    0 also for a block in which all values are equal: such blocks are equal without a mistake.
+    """
+    if comm.size == 1 or _calls[comm.ranks] >= _COMPARED:
+        return 0
+    _calls[comm.ranks] += 1
+    if x.is_meta or x.numel() < 2 or type(x) is not Tensor or x.layout != torch.strided:
+        return 0
+    some = x.detach().reshape(-1)[:: x.numel() // 4096 + 1]
+    return 0 if bool((some == some[0]).all()) else digest(x, 4096) | 1
+
+
+def report_equal_blocks(digests: Sequence[int], shape: Sequence[int], partition: Partition) -> None:
+    """Warn on the first rank if all ranks hold the same block: is it the whole tensor? Local."""
+    if 0 in digests or len(set(digests)) > 1 or len(digests) == 1 or partition.comm.rank != 0:
+        return
+    whole = [n * parts for n, parts in zip(shape, partition.shape, strict=True)]
+    report(
+        f"blocks of a tensor that is cut by {partition}",
+        f"the same block {list(shape)} on all {len(digests)} ranks: is it the whole tensor?",
+        "Split.cut(x, partition) takes this rank's block of a tensor that all ranks hold",
+        arithmetic=f"blocks of {list(shape)} are joined to {whole}",
+    )
 
 
 # A record: _HEAD numbers, then the structures of up to _MOST_INPUTS tensors.

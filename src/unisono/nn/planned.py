@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
+from unisono.comm import Communicator
 from unisono.comm.torch.private import transforms_active
 from unisono.errors import PartitionError, UnisonoError, an
 from unisono.nn.agreement import (
@@ -29,6 +30,8 @@ from unisono.nn.agreement import (
     Meetings,
     Structure,
     Table,
+    block_digest,
+    report_equal_blocks,
 )
 from unisono.nn.module import Module
 from unisono.nn.split_tensors.tensor import Split
@@ -133,9 +136,20 @@ class PlannedModule(Module, Generic[P]):
                 self._agreeing, self._ranks, structures, gradients, problem, self._named_arguments
             )
             self._gradients = self._meetings.gradients
+            if not self._distdl_is_setup and self._agreeing is not None:
+                self._compare_blocks(self._agreeing, input[0])
         elif problem is not None:
             raise problem
         return not self._distdl_is_setup or self._meetings.tables != self._tables
+
+    def _compare_blocks(self, comm: Communicator, x: Tensor) -> None:
+        """Warn if all ranks hold the same block when the layer is called first. Collective."""
+        partition = getattr(self, "P_x", None)
+        if not isinstance(partition, Partition) or partition.size != comm.size:
+            return
+        block = block_digest(x, comm) if partition.dim == x.dim() else 0
+        digests = [row[0] for row in comm.all_gather_ints([block])]
+        report_equal_blocks(digests, x.shape, partition)
 
     def _named_arguments(self) -> tuple[object, ...]:
         return (type(self).__name__, *self._describe())

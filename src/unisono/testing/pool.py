@@ -289,7 +289,7 @@ class RankWorld:
         __tracebackhide__ = True
         self._ranks = self._pool.take(self.size)
         for rank in self._ranks:
-            for file in (rank.log.path, rank.stack_path):
+            for file in (rank.log_path, rank.stack_path):
                 with contextlib.suppress(FileNotFoundError):
                     os.truncate(file, 0)
         self._store = self._pool.warm_up().directory / f"store-{secrets.token_hex(8)}"
@@ -386,7 +386,7 @@ class RankWorld:
 
     def output(self) -> dict[int, str]:
         """Return what each rank printed since the group was opened."""
-        return {rank.rank: text_from(rank.log.path) for rank in self._ranks}
+        return {rank.rank: text_from(rank.log_path) for rank in self._ranks}
 
     def _forget(self) -> None:
         self.is_open = False

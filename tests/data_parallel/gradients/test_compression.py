@@ -186,3 +186,19 @@ def test_a_function_sees_buckets_and_unused_parameters_stay_unused():
     assert module.idle.weight.grad is None
     assert module.rare.weight.grad is not None
     assert all(world().all_equal(p.grad) for p in (module.used.weight, module.rare.weight))
+
+
+@both
+def test_stats_count_the_bytes_that_travel():
+    torch.manual_seed(0)
+    counted = {}
+    low_rank = PowerSGD(rank=1, start_step=0)
+    for name, compression in {"plain": None, "half": "bf16", "factors": low_rank}.items():
+        model = DataParallel(nn.Linear(64, 48), compression=compression)
+        model(torch.randn(4, 64)).mean().backward()
+        counted[name] = model.stats().bytes
+    numbers = 64 * 48 + 48 + 2
+    assert counted["plain"] == 4 * numbers
+    share = -(-numbers // 3)
+    assert counted["half"] == (2 * numbers if world().backend == "shm" else 2 * 4 * share)
+    assert counted["factors"] == 4 * (64 + 48 + 48 + 2)

@@ -423,11 +423,11 @@ def unisono_run(*words):
 
 def test_the_command_line_checks_shows_and_queues(cluster, tmp_path):
     Path("hello.py").write_text("import unisono\nprint('hi', unisono.world().rank)\n")
-    fine = unisono_run("--nodes", "2", "--check", "hello.py")
+    fine = unisono_run("--nodes", "2", "--dry-run", "hello.py")
     assert fine.returncode == 0
-    assert "2 ranks on slurm can be started" in fine.stdout
+    assert "2 ranks on slurm can be started" in fine.stderr
     assert "sbatch: Job" in fine.stdout
-    refused = unisono_run("--set", "mem_per_node=9999", "--check", "hello.py")
+    refused = unisono_run("--set", "mem_per_node=9999", "--dry-run", "hello.py")
     assert refused.returncode == 2
     assert "node configuration is not available" in refused.stderr
     shown = unisono_run("--partition", "urgent", "--dry-run", "hello.py")

@@ -253,7 +253,8 @@ def examine(case: Case, call: Callable[..., Any], op: Any) -> tuple[Verdict, str
             return Verdict.CRASH, f"gradient: {type(error).__name__}: {error}"
     if wrong:
         return Verdict.WRONG, wrong
-    return (Verdict.GATHERED if run.gathered else Verdict.CUT), ""
+    why = "; ".join(sorted({gathered.reason for gathered in run.gathered}))
+    return (Verdict.GATHERED if run.gathered else Verdict.CUT), why
 
 
 def attempt(case: Case, call: Callable[..., Any], values: Any) -> Any:
@@ -395,13 +396,83 @@ def score(results: Sequence[Tensor]) -> Tensor:
     return total
 
 
+def is_free(case: Case, call: Callable[..., Any], ranks: int) -> bool:
+    """Whether an operator, called on blocks alone, gives the blocks of its result."""
+    leaves, spec = tree_flatten((case.args, case.kwargs))
+    tensors = [i for i, x in enumerate(leaves) if isinstance(x, Tensor)]
+    dim = max(case.cut)
+    length = next(leaves[i].shape[dim] for i, d in zip(tensors, case.cut, strict=True) if d >= 0)
+    alike = [leaves[i].ndim > dim and leaves[i].shape[dim] == length for i in tensors]
+    for along in ([d >= 0 for d in case.cut], alike):
+        results = []
+        try:
+            for r in range(ranks):
+                block = list(leaves)
+                for i, here in zip(tensors, along, strict=True):
+                    if here:
+                        block[i] = leaves[i].tensor_split(ranks, dim)[r]
+                args, kwargs = tree_unflatten(block, spec)
+                results.append(tensors_of(call(*args, **kwargs)))
+            whole = tensors_of(call(*case.args, **case.kwargs))
+        except Exception:  # blocks that do not fit
+            continue
+        if whole and all(map(are_blocks, zip(*results, strict=True), whole)):
+            return True
+    return False
+
+
+def are_blocks(parts: Sequence[Tensor], whole: Tensor) -> bool:
+    """Whether tensors are the blocks of another one, along any dim."""
+    for dim in range(whole.ndim):
+        with contextlib.suppress(RuntimeError, IndexError):
+            if not difference(torch.cat(list(parts), dim), whole):
+                return True
+    return False
+
+
+FAMILIES = {"fft.": "fft", "linalg.": "linalg", "special.": "special", "masked.": "masked",
+            "nn.functional.": "nn.functional", "signal.": "signal"}  # fmt: skip
+
+
+def family_of(op: Any) -> str:
+    """Return the group of an operator in the table."""
+    known = next((name for start, name in FAMILIES.items() if op.name.startswith(start)), None)
+    packet = getattr(torch.ops.aten, op.name, None)
+    if known is not None or not hasattr(packet, "overloads"):
+        return known or "others"
+    first = getattr(packet, packet.overloads()[0])
+    if torch.Tag.pointwise in first.tags:
+        return "pointwise"
+    return "views" if first.is_view else "others"
+
+
+def table(kinds: dict[tuple[str, str], Verdict]) -> str:
+    """Return how many operators of each family are kept cut, by what they do with the cut dim."""
+    families = {full_name(op): family_of(op) for op in database()}
+    counts: dict[str, Counter[str]] = defaultdict(Counter)
+    for (name, kind), verdict in kinds.items():
+        for row in (families[name], "all"):
+            counts[row][kind] += 1
+            counts[row][f"{kind} cut"] += verdict <= Verdict.CUT
+    lines = ["| family | not along the cut dim: kept cut | along it: kept cut |", "|---|---|---|"]
+    for row in sorted(counts, key=lambda row: (row == "all", row)):
+        n = counts[row]
+        lines.append(
+            f"| {row} | {n['free cut']} of {n['free']} | {n['along cut']} of {n['along']} |"
+        )
+    return "\n".join(lines)
+
+
 # -- all of them, on ranks ------------------------------------------------------------------------
 
 
 def all_verdicts(
     op: Any, samples: int, skip: int = 0
 ) -> Iterator[tuple[Case, Verdict | None, str]]:
-    """Yield every case of an operator, and then the verdict, on which ranks agree. Collective."""
+    """Yield every case of an operator, and then the verdict, on which ranks agree. Collective.
+
+    The reason of a good verdict on a plain call is whether the operator acts along the cut dim.
+    """
     for case, call in itertools.islice(cases_of(op, world().size, samples), skip, None):
         yield case, None, ""
         with warnings.catch_warnings():
@@ -412,6 +483,8 @@ def all_verdicts(
             is_wrong = max(of_ranks) == Verdict.WRONG
             verdict = Verdict.WRONG if is_wrong else Verdict.UNLIKE
             why = why or f"verdicts {of_ranks}"
+        if case.form == "function" and verdict in (Verdict.CUT, Verdict.GATHERED):
+            why = f"{'free' if is_free(case, call, world().size) else 'along'}: {why}"
         yield case, verdict, why
 
 
@@ -504,13 +577,14 @@ def main() -> None:
     parser.add_argument("--samples", type=int, default=3, help="samples of each operator")
     parser.add_argument("--start", type=int, default=0, help="number of the first operator")
     parser.add_argument("--progress", action="store_true", help="name operators as they begin")
-    parser.add_argument("--all", action="store_true", help="print refused ones too")
+    parser.add_argument("--all", action="store_true", help="print gathered and refused ones too")
     options = parser.parse_args()
     names = [full_name(op) for op in database() if (options.only or "") in full_name(op)]
     names = names[options.start :]
     worst: dict[str, Verdict] = dict.fromkeys(names, Verdict.RAISES)
     cases: Counter[Verdict] = Counter()
     reasons: dict[tuple[str, Verdict], list[str]] = defaultdict(list)
+    kinds: dict[tuple[str, str], Verdict] = {}
     for ranks in options.ranks:
         at = ""
         for name, case, verdict, why in verdicts_on(ranks, names, options.samples):
@@ -521,10 +595,13 @@ def main() -> None:
                 print(f"{verdict.name} {case}: {why}"[:500], file=sys.stderr, flush=True)
             cases[verdict] += 1
             worst[name] = max(worst[name], verdict)
+            kind = why.partition(":")[0]
+            if kind in ("free", "along"):
+                kinds[name, kind] = max(kinds.get((name, kind), verdict), verdict)
             reasons[name, verdict].append(
                 f"{ranks} ranks: {case}: {why.splitlines()[0][:300] if why else ''}"
             )
-    least = Verdict.REFUSED if options.all else BAD
+    least = Verdict.GATHERED if options.all else BAD
     for (name, verdict), lines in sorted(reasons.items(), key=lambda item: -item[0][1]):
         if verdict >= least:
             print(f"{verdict.name:9} {name}: {len(lines)} cases, e.g.")
@@ -534,6 +611,7 @@ def main() -> None:
     print(f"{'verdict':10} operators    cases")
     for verdict in Verdict:
         print(f"{verdict.name:10} {operators[verdict]:9} {cases[verdict]:8}")
+    print(table(kinds))
 
 
 if __name__ == "__main__":

@@ -180,6 +180,80 @@ def test_a_public_network_on_blocks_is_that_of_one_process(name, ranks_with_netw
     ranks_with_networks.run(compare_all, name, world=4, backend="shm", timeout=120)
 
 
+VIDEO = {"block_out_channels": (8, 8, 16, 16), "layers_per_block": 1, "latent_channels": 4}
+LINEAR = {
+    f"{part}_{key}": value
+    for part in ("encoder", "decoder")
+    for key, value in {
+        "block_types": ("ResBlock", "EfficientViTBlock"),
+        "block_out_channels": (8, 16),
+        "layers_per_block": (1, 1),
+        "qkv_multiscales": ((), (5,)),
+    }.items()
+}
+# Arguments and the shape of an image or a video.
+AUTOENCODERS: dict[str, tuple[dict[str, Any], tuple[int, ...]]] = {
+    "AutoencoderKL": (
+        {"block_out_channels": (8, 16), "latent_channels": 4, "norm_num_groups": 4,
+         "down_block_types": ("DownEncoderBlock2D",) * 2,
+         "up_block_types": ("UpDecoderBlock2D",) * 2},
+        (1, 3, 16, 16),
+    ),
+    "AutoencoderKLWan": (
+        {"base_dim": 8, "z_dim": 4, "dim_mult": [1, 2], "num_res_blocks": 1,
+         "temperal_downsample": [True]},
+        (1, 3, 5, 16, 16),
+    ),
+    "AutoencoderKLHunyuanVideo": (VIDEO | {"norm_num_groups": 4}, (1, 3, 5, 32, 32)),
+    "AutoencoderKLLTXVideo": (
+        {"block_out_channels": (8, 8, 16, 16), "decoder_block_out_channels": (8, 8, 16, 16),
+         "layers_per_block": (1,) * 5, "decoder_layers_per_block": (1,) * 5, "latent_channels": 8},
+        (1, 3, 9, 64, 64),
+    ),
+    "AutoencoderDC": (LINEAR | {"latent_channels": 4, "attention_head_dim": 4}, (1, 3, 16, 16)),
+    "AutoencoderKLCogVideoX": (VIDEO | {"norm_num_groups": 4}, (1, 3, 5, 32, 32)),
+}  # fmt: skip
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("name", AUTOENCODERS)
+def test_an_autoencoder_encodes_and_decodes_blocks_of_images_and_videos(name, ranks_with_networks):
+    if importlib.util.find_spec("diffusers") is None:
+        pytest.skip("diffusers is not installed: pip install 'unisono[others]'")
+    ranks_with_networks.run(compare_autoencoder, name, world=4, backend="shm", timeout=120)
+
+
+def compare_autoencoder(name: str) -> None:
+    """Compare outputs and gradients of a cut along the height, and along height and width.
+
+    Some of these networks compute norms in float32, whatever their dtype.
+    """
+    warnings.simplefilter("ignore")
+    logging.disable(logging.WARNING)
+    torch.manual_seed(0)
+    arguments, shape = AUTOENCODERS[name]
+    net = _diffusers(name, **arguments).double().eval()
+    x = drawn(shape, 1).requires_grad_()
+    wanted = net(x).sample
+    (slope,) = torch.autograd.grad(wanted.square().mean(), x)
+    for cut in ((2, 1), (2, 2)):
+        partition = Partition([*[1] * (len(shape) - 2), *cut])
+        if not partition.active:
+            continue
+        own = partition.local_slices(shape)
+        block = x.detach()[own].clone().requires_grad_()
+        parts = split(net, partition)
+        y = parts(block).sample
+        (found,) = torch.autograd.grad(y.square().mean(), block)
+        assert isinstance(y, Split)
+        torch.testing.assert_close(y.whole(), wanted, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(
+            found, slope[own], rtol=1e-4, atol=1e-5 * float(slope.abs().max())
+        )
+        large = 0.05 * 8 / 3 * x.numel()  # of the largest activation, which has 8 channels
+        assert all(torch.Size(of.shape).numel() <= large for of, _ in parts.report())
+
+
 def compare_all(name: str) -> None:
     """Compare every case of a network; ranks that a cut does not need wait."""
     warnings.simplefilter("ignore")  # what these libraries warn of is not ours

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import itertools
 import re
+import warnings
 
 import pytest
 import torch
@@ -14,8 +15,9 @@ from torch.utils.checkpoint import checkpoint
 
 import unisono
 from unisono import Partition
-from unisono.errors import CollectiveMismatch, PartitionError, UnisonoError
-from unisono.nn import Split, split, split_rule
+from unisono.comm.health import check as checking
+from unisono.errors import CheckWarning, CollectiveMismatch, PartitionError, UnisonoError
+from unisono.nn import Split, agreement, split, split_rule
 from unisono.nn.split_tensors import products
 
 SHAPE = (2, 3, 11, 8)
@@ -161,21 +163,21 @@ def test_what_has_no_rule_is_gathered_and_reported_or_refused():
     class Odd(nn.Module):
         def __init__(self):
             super().__init__()
-            self.inner = nn.Sequential(nn.Identity(), Sorting())
+            self.inner = nn.Sequential(nn.Identity(), Renorm())
 
         def forward(self, x):
             return self.inner(x) + 1
 
-    class Sorting(nn.Module):
+    class Renorm(nn.Module):
         def forward(self, x):
-            return torch.fft.rfft(x, dim=2).real
+            return torch.renorm(x, 2, 1, 1.0)
 
     partition = Partition(ROWS)
     x = whole_input()
     net = split(Odd(), partition)
-    close(net(own_block(x, partition)), torch.fft.rfft(x, dim=2).real + 1)
+    close(net(own_block(x, partition)), torch.renorm(x, 2, 1, 1.0) + 1)
     ((found, times),) = net.report()
-    assert (found.function, found.module, found.shape) == ("fft_rfft", "inner.1", SHAPE)
+    assert (found.function, found.module, found.shape) == ("renorm", "inner.1", SHAPE)
     assert times == 1
     with pytest.raises(UnisonoError, match=r"strict=True(.|\n)*split_rule"):
         split(Odd(), partition, strict=True)(own_block(x, partition))
@@ -186,12 +188,13 @@ def test_a_rule_of_the_users_own():
     partition = Partition(ROWS)
     x = whole_input()
     before = Split.of(own_block(x, partition), partition, strict=True)
+    rounded = torch.fake_quantize_per_tensor_affine
     with pytest.raises(UnisonoError):
-        torch.special.i0(before)
-    split_rule(torch.special.i0, "pointwise")
-    close(torch.special.i0(before).whole(), torch.special.i0(x))
+        rounded(before, 0.1, 0, -128, 127)
+    split_rule(rounded, "pointwise")
+    close(rounded(before, 0.1, 0, -128, 127).whole(), rounded(x, 0.1, 0, -128, 127))
     with pytest.raises(ValueError, match="pointwise"):
-        split_rule(torch.special.i0, "anything")
+        split_rule(rounded, "anything")
 
 
 class Twice(torch.autograd.Function):
@@ -573,3 +576,25 @@ def test_very_many_dropped_weights_are_drawn_by_each_rank_with_a_warning(monkeyp
         dropped = F.scaled_dot_product_attention(q, k, v, dropout_p=0.5).whole() == 0
     assert 0.2 < dropped.double().mean() < 0.8
     assert not torch.equal(dropped[:, 0], dropped[:, 1])
+
+
+@pytest.mark.ranks([2, 3])
+@pytest.mark.parametrize("way", ["split", "of", "layer"])
+def test_equal_blocks_on_all_ranks_are_taken_for_the_whole_tensor(way):
+    size = unisono.world().size
+    partition = Partition([1, 1, size, 1])
+    uses = {
+        "split": lambda x: split(nn.Conv2d(3, 2, 1).double(), partition)(x),
+        "of": lambda x: Split.of(x, partition),
+        "layer": lambda x: unisono.nn.DistributedFeatureConv2d(partition, 3, 2, 1).double()(x),
+    }
+    for x, count in ((whole_input(), 1), (torch.ones(SHAPE, dtype=torch.float64), 0)):
+        agreement._calls.clear()
+        checking._reported.clear()
+        torch.manual_seed(0)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            uses[way](x)
+        texts = [str(w.message) for w in caught if issubclass(w.category, CheckWarning)]
+        assert len(texts) == count * (unisono.world().rank == 0)
+        assert all(f"joined to [2, 3, {11 * size}, 8]" in text for text in texts)

@@ -102,7 +102,7 @@ def small_loop(samples: int = 64, **settings: object) -> Iterator[object]:
     """Yield the steps of a small training, each after it was taken."""
     model = nn.Linear(2, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    data = torch.randn(samples, 2)
+    data = torch.randn(samples, 2, generator=torch.Generator().manual_seed(1))
     for step in unisono.train.elastic(model, optimizer, data, batch_size=8, **settings):
         step(lambda batch: model(batch[0]).mean())
         yield step
@@ -577,7 +577,8 @@ def mistaken(what: str) -> None:
             mean = mean + unisono.world().all_reduce(batch[0].sum())
         return mean.detach() if what == "detached" else mean
 
-    for step in unisono.train.elastic(model, optimizer, torch.randn(64, 2), batch_size=8):
+    data = torch.randn(64, 2, generator=torch.Generator().manual_seed(1))
+    for step in unisono.train.elastic(model, optimizer, data, batch_size=8):
         if what != "idle":
             step(loss)
 
@@ -602,6 +603,35 @@ def test_members_of_other_settings_are_refused():
         return train("mlp", seed=int(os.environ["RANK"]))
 
     with pytest.raises(RankFailed, match=r"seed: \d here, \d there"):
+        unisono.run(differ, ranks=2, elastic=True)
+
+
+def test_members_with_other_data_are_refused_when_they_join():
+    def differ() -> None:
+        generator = torch.Generator().manual_seed(int(os.environ["RANK"]))
+        data = torch.randn(16, 30, generator=generator)
+        model = nn.Linear(30, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for step in unisono.train.elastic(model, optimizer, data, batch_size=8):
+            step(lambda batch: model(batch[0]).mean())
+
+    with pytest.raises(RankFailed, match=r"data: \d+ here, \d+ there"):
+        unisono.run(differ, ranks=2, elastic=True)
+
+
+def test_data_that_becomes_another_on_one_member_is_found_later():
+    def differ() -> None:
+        data = torch.randn(200, 3, generator=torch.Generator().manual_seed(0))
+        torch.manual_seed(0)
+        model = nn.Linear(3, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        run = unisono.train.elastic(model, optimizer, data, batch_size=8, steps=80)
+        for step in run:
+            if step.number == 10 and not step.is_logger:
+                data.add_(1.0)
+            step(lambda batch: model(batch[0]).square().mean())
+
+    with pytest.raises(CollectiveMismatch, match="sample 64 is not the same"):
         unisono.run(differ, ranks=2, elastic=True)
 
 

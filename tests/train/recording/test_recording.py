@@ -426,3 +426,31 @@ def test_files_with_the_command_line_are_private_and_it_can_be_left_out(here, mo
             assert read(run.dir / "config.json")["command"][0] == "train.py"
     finally:
         os.umask(before)
+
+
+def test_calls_between_two_steps_of_an_optimizer_belong_to_one(here):
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(2))], lr=0.1)
+    with record("steps") as run:
+        for step in range(3):
+            log(loss=step)
+            log(accuracy=10 * step, samples=4)
+            optimizer.step()
+    rows = rows_of(run.dir)
+    assert [row["step"] for row in rows] == ["0", "1", "2"]
+    assert [(row["loss"], row["accuracy"]) for row in rows] == [
+        ("0", "0"),
+        ("1", "10"),
+        ("2", "20"),
+    ]
+
+
+def test_a_metric_that_comes_again_begins_a_step_without_an_optimizer(here):
+    with record("steps") as run:
+        for step in range(2):
+            log(loss=step)
+            log(accuracy=step)
+        log(step=9, late=1.0)
+        log(loss=2)
+    assert [(r["step"], r["loss"], r["accuracy"]) for r in rows_of(run.dir)] == [
+        ("0", "0", "0"), ("1", "1", "1"), ("2", "2", ""), ("9", "", ""),
+    ]  # fmt: skip

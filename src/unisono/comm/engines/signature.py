@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from unisono.comm.reductions import DTYPE_NUMBERS, DTYPES
-from unisono.errors import CollectiveMismatch
+from unisono.errors import CollectiveMismatch, name_ranks
 
 VERBS: tuple[str, ...] = (
     "barrier",
@@ -121,6 +121,10 @@ def check(signatures: Sequence[Signature], ranks: Sequence[int]) -> None:
                 raise mismatch(rows, ranks, problem)
 
 
+_ASKED_BY_CHECK = "all_gather_ints() of 24 bytes"
+"""How check mode begins every call."""
+
+
 def mismatch(
     rows: Sequence[tuple[int, int, int]], ranks: Sequence[int], problem: str | None = None
 ) -> CollectiveMismatch:
@@ -138,7 +142,13 @@ def mismatch(
                 else "ranks of one group pass different sizes, dims or shapes"
             )
     lines = [f"  rank {rank}: {call}" for rank, call in calls.items()]
-    hint = "  HINT: UNISONO_CHECK=1 adds the source line of every rank's call"
+    hint = "  HINT: UNISONO_CHECK=1 on all ranks adds the source line of every rank's call"
+    asks_first = [rank for rank, call in calls.items() if call == _ASKED_BY_CHECK]
+    if 0 < len(asks_first) < len(calls):
+        hint = (
+            f"  HINT: {name_ranks(asks_first)} makes another call than the others, or is check "
+            "mode on there alone? UNISONO_CHECK=1 for all ranks, or check() at the same place"
+        )
     return CollectiveMismatch("\n".join([problem, *lines, hint]), calls=calls)
 
 

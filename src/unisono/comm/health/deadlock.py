@@ -138,7 +138,8 @@ def explained(error: CollectiveMismatch, call: Call, ranks: Sequence[int]) -> Co
     All ranks raise it at the same time, so each tells the others what it has called.
     """
     dog = watchdog.of(call.key)
-    if dog is None or len(ranks) > _MOST_SENDERS:
+    is_full = not error.calls or call.describe() in str(error)  # a message, or told by a wait
+    if dog is None or is_full or len(ranks) > _MOST_SENDERS:
         return error
     key, deadline = f"unlike/{call.key}", time.monotonic() + _EXPLAIN_S
     said = {dog.rank: {"text": f"{call.describe()} at {call.site}", "device": call.device}}

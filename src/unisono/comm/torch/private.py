@@ -35,6 +35,7 @@ __all__ = [
     "is_zero_tensor",
     "known_groups",
     "new_group",
+    "on_backward",
     "outside_transforms",
     "profiled",
     "register_group",
@@ -68,6 +69,35 @@ at_end_of_backward: Callable[[Callable[[], None]], None]
 at_end_of_backward = torch.autograd.Variable._execution_engine.queue_callback
 """Calls a function when the running backward has ended, as torch's own FSDP does. One that raises
 calls nobody, but lets go of the function: a weak reference to it tells when a backward is over."""
+
+
+_backward = torch.autograd.backward
+_listeners: list[Callable[[Sequence[torch.Tensor]], None]] = []
+
+
+def on_backward(listener: Callable[[Sequence[torch.Tensor]], None]) -> Callable[[], None]:
+    """Call `listener` with the tensors that each backward begins with; return what ends that.
+
+    torch's function is replaced as long as there is a listener: for finding mistakes.
+    """
+
+    def announced(tensors: Any, *args: Any, **kwargs: Any) -> None:
+        roots = (tensors,) if isinstance(tensors, torch.Tensor) else tuple(tensors)
+        for one in tuple(_listeners):
+            one(roots)
+        _backward(tensors, *args, **kwargs)
+
+    if not _listeners:
+        torch.autograd.backward = announced
+    _listeners.append(listener)
+
+    def end() -> None:
+        if listener in _listeners:
+            _listeners.remove(listener)
+        if not _listeners:
+            torch.autograd.backward = _backward
+
+    return end
 
 
 def outside_transforms() -> contextlib.AbstractContextManager[object]:

@@ -16,7 +16,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
-from unisono.comm import Communicator
+from unisono.comm import Communicator, detect
+from unisono.comm.mpi_style import MPI_WORLD, get_comm
 from unisono.data_parallel.daso.exchange import (
     InFlight,
     NodeExchange,
@@ -27,6 +28,7 @@ from unisono.data_parallel.daso.exchange import (
 )
 from unisono.data_parallel.daso.schedule import DasoSchedule
 from unisono.data_parallel.ranks import broadcast_module, communicator_of
+from unisono.errors import MeshError
 from unisono.expect import expect, expect_choice, expect_float, expect_int, is_integer, refusal
 
 _WIRES = (torch.float32, torch.bfloat16, torch.float16)
@@ -154,7 +156,7 @@ class DASO(Optimizer):
             every=every,
         )
         self.local_optimizer = local_optimizer
-        self.communicator = communicator_of(comm)
+        self.communicator = _all_ranks(comm)
         self.comm = self.communicator if comm is None else comm
         self.verbose = verbose
         self.cast_dtype = downcast_type
@@ -571,7 +573,7 @@ class DASO(Optimizer):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        self.comm = self.communicator = communicator_of(None)
+        self.comm = self.communicator = _all_ranks(None)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> DASO:
         twin = type(self).__new__(type(self))
@@ -682,3 +684,25 @@ def _node_layout(comm: Communicator, ranks_per_node: Any) -> NodeLayout:
     for size in [ranks_per_node] if is_integer(ranks_per_node) else ranks_per_node:
         expect("ranks_per_node", size, int)
     return NodeLayout.of_blocks(comm.size, ranks_per_node)
+
+
+def _all_ranks(comm: object) -> Communicator:
+    """Return the ranks that train together; by default all that the launcher has started.
+
+    Where each node has a default process group of its own, that is not the world. Local, except
+    that the first use of MPI's world is collective over it.
+    """
+    ranks, started = communicator_of(comm), detect()
+    is_default = comm is MPI_WORLD or (comm is None and get_comm() is MPI_WORLD)
+    if not is_default or not started.is_world or started.size <= ranks.size:
+        return ranks
+    if started.kind not in ("mpich", "openmpi"):
+        raise MeshError.because(
+            "DASO(comm=None)",
+            f"torch's default process group has {ranks.size} ranks, {started.size} were started",
+            f"{ranks.size} < {started.size}",
+            "comm= a group of all ranks, such as mpi4py's MPI.COMM_WORLD",
+        )
+    from mpi4py import MPI
+
+    return Communicator.of(MPI.COMM_WORLD)

@@ -16,11 +16,12 @@ from itertools import accumulate, pairwise
 from typing import Any, cast
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.sgd import sgd
 
-from unisono.comm import Communicator, Pending
+from unisono.comm import Communicator, Pending, world
 from unisono.data_parallel.ranks import (
     Structure,
     average_tensors,
@@ -227,6 +228,27 @@ class OuterOptimizer:
         return following
 
 
+def _torchs_node(comm: Communicator, members: Sequence[int]) -> Communicator | None:
+    """Return torch's default group where it has the ranks of a node, on every node; else None.
+
+    Scripts for HeAT begin so: a group of torch's on each node, whose backend fits the devices, and
+    MPI between nodes. Collective over `comm`.
+
+    Args:
+        comm: all ranks, which are no part of torch's default group.
+        members: those of the own node.
+    """
+    if comm._entry.maker is None:
+        return None
+    is_there = dist.is_initialized() and dist.get_world_size() == len(members)
+    is_there = is_there and members[dist.get_rank()] == comm.rank
+    if not all(told for (told,) in comm.all_gather_ints([int(is_there)])):
+        return None
+    node = world()
+    is_node = [rank for (rank,) in node.all_gather_ints([comm.rank])] == list(members)
+    return node if all(told for (told,) in comm.all_gather_ints([int(is_node)])) else None
+
+
 class NodeExchange:
     """Averages of parameters between nodes, once it is connected to their ranks.
 
@@ -272,7 +294,8 @@ class NodeExchange:
         self.comm = comm
         self.layout = layout
         own = layout.node_of(comm.rank)
-        self.node = cast(Communicator, comm.sub(layout.nodes[own]))
+        node = _torchs_node(comm, layout.nodes[own]) or comm.sub(layout.nodes[own])
+        self.node = cast(Communicator, node)
         self._groups = [comm.sub(ranks) for ranks in layout.groups]
         self.n_nodes = len(layout.nodes)
         self._weight = layout.weights[own]

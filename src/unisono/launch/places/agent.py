@@ -50,12 +50,12 @@ _PAUSE_S = 0.2
 """Seconds between two tries to reach the supervisor."""
 CONNECT_S = 60.0
 """Longest wait for a supervisor that has just started this agent."""
-GONE = "the supervisor is gone"
-"""Why an agent stops of itself."""
 LOOK_S = 0.2
 """Seconds between two looks whether a rank that others wait for was stopped by a signal."""
 _LINGER_S = 1.0
 """Longest wait for the other side to take the last messages."""
+GONE = "the supervisor is gone"
+"""Why an agent stops of itself."""
 _REFUSED_S = 1.0
 """So long its host says that no process listens at its port: then the supervisor is gone."""
 

@@ -126,7 +126,7 @@ class AgentRanks(Ranks):
             )
         self._console = console
         self._dir = job_dir
-        self._directory = job.setting.directory
+        self._directory = None if job is None else job.setting.directory
         self._command = command
         self._env = env
         self._process: subprocess.Popen[bytes] | None = None

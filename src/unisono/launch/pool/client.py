@@ -315,6 +315,7 @@ class RankProcess:
     Attributes:
         rank: its place in the world.
         log: what it prints; None where that is kept elsewhere.
+        log_path: where that is.
         stack_path: where it writes its stacks.
         report: our end of the pipe for messages.
         control: our end of the pipe for orders.
@@ -330,7 +331,8 @@ class RankProcess:
     def __init__(self, rank: int, job_dir: Path, *, keeps_log: bool = True) -> None:
         """Prepare for a rank; its process is started inside its `with` block."""
         self.rank = rank
-        self.log = RankLog(job_dir / f"rank-{rank}.log") if keeps_log else None
+        self.log_path = job_dir / f"rank-{rank}.log"
+        self.log = RankLog(self.log_path) if keeps_log else None
         self.stack_path = job_dir / f"rank-{rank}.stack"
         pipes: list[tuple[int, int]] = []
         try:

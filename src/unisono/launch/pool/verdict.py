@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Literal
 
 from unisono.errors import (
+    SAVED_ALONE,
     RankFailed,
     RankTimeout,
     RemoteError,
@@ -197,8 +198,11 @@ def failure(
     lines += calls
     lines += [] if is_late else _others(others, consequences, waiting)
     # Where ranks differ in a call that all of them make, the error says itself what to do.
-    if not is_late:
-        lines += _closing(_hint(cause, log_tail) if calls or not is_mismatch else "", job_dir)
+    hint = _hint(cause, log_tail) if calls or not is_mismatch else ""
+    if any(state.failed and SAVED_ALONE in state.failed.traceback for state in states):
+        hint = SAVED_ALONE
+    if not is_late or hint == SAVED_ALONE:
+        lines += _closing(hint, job_dir)
     message = "\n".join(lines)
     if isinstance(original, RankTimeout):
         error: RankFailed | RankTimeout = copy.copy(original)

@@ -10,6 +10,7 @@ from typing import Any
 
 from torch import Tensor
 
+from unisono.nn.split_tensors.preview import with_tensors
 from unisono.nn.split_tensors.tensor import (
     Cut,
     NeedsWhole,
@@ -17,6 +18,8 @@ from unisono.nn.split_tensors.tensor import (
     Run,
     Split,
     is_inplace,
+    joined,
+    moved,
     own_copy,
     resized,
     sliced,
@@ -113,35 +116,51 @@ def layout_of(tensors: Iterable[Tensor]) -> Layout:
     layout: Layout = {}
     for x in tensors:
         for dim, cut in x.cuts.items() if isinstance(x, Split) else ():
-            layout.setdefault(dim - x.ndim, cut)
-    comms = [cut.comm for cut in layout.values()]
-    if len(set(comms)) != len(comms):
-        raise NoRule("arguments cut along different dims")
+            if all(cut.comm != other.comm for other in layout.values()):
+                layout.setdefault(dim - x.ndim, cut)
     return layout
 
 
 def fitted(x: Tensor, layout: Layout, run: Run) -> Tensor:
     """Return the own block of an argument for work on blocks of this layout."""
-    if isinstance(x, Split):
-        for dim, cut in x.cuts.items():
-            wanted = layout.get(dim - x.ndim)
-            if wanted is None or wanted.comm != cut.comm or wanted.outer != cut.outer:
-                raise NoRule("arguments cut in different ways")
-            if wanted.sizes != cut.sizes:
-                x = recut(x, dim, wanted.sizes)
-    local = x.local if isinstance(x, Split) else x
-    replicated: list[Cut] = []
+    cuts, rest = dict[int, Cut](), list[Cut]()
     for place, cut in layout.items():
         dim = x.ndim + place
+        if dim < 0 or x.shape[dim] == 1:
+            rest.append(cut)
+        else:
+            cuts[dim] = cut
+    return placed(x, cuts, rest, run)
+
+
+def placed(x: Tensor, cuts: Mapping[int, Cut], rest: Sequence[Cut], run: Run) -> Tensor:
+    """Return the own block of an argument that is to have these cuts; move what it has.
+
+    Along `rest` every rank does own work with all of it.
+    """
+    if isinstance(x, Split):
+        for dim, cut in x.cuts.items():
+            wanted = cuts.get(dim)
+            if wanted is not None and wanted.comm == cut.comm and wanted.outer == cut.outer:
+                x = recut(x, dim, wanted.sizes)
+                continue
+            if not isinstance(x, Split):
+                break
+            if any(c.comm == cut.comm for c in rest):  # it is broadcast along the cut
+                x = joined(x, [dim])
+                continue
+            to = next((d for d, c in cuts.items() if c.comm == cut.comm and d not in x.cuts), None)
+            if to is None or cuts[to].outer != 1 or x.shape[to] != cuts[to].length:
+                raise NoRule("arguments cut in different ways")
+            x = moved(x, dim, to, cuts[to].sizes)
+    local = x.local if isinstance(x, Split) else x
+    for dim, cut in cuts.items():
         if isinstance(x, Split) and dim in x.cuts:
             continue
-        if dim < 0 or x.shape[dim] == 1:
-            replicated.append(cut)
-        elif x.shape[dim] == cut.length:
-            local = sliced(local, dim, cut)
-        else:
+        if x.shape[dim] != cut.length:
             raise NoRule("sizes that do not fit")
-    return own_copy(local, replicated, run)
+        local = sliced(local, dim, cut)
+    return own_copy(local, rest, run)
 
 
 def pointwise(func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -151,7 +170,8 @@ def pointwise(func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         raise NoRule("arguments of an unusual form")
     layout = layout_of(tensors)
     run = next(x.run for x in tensors if isinstance(x, Split))
-    changes = is_inplace(getattr(func, "__name__", "")) or kwargs.get("inplace") is True
+    name = getattr(getattr(func, "overloadpacket", func), "__name__", "")
+    changes = is_inplace(name) or kwargs.get("inplace") is True
     if changes:
         target = args[0]
         if not isinstance(target, Split):
@@ -165,9 +185,10 @@ def pointwise(func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     result = func(*map(block, args), **{key: block(x) for key, x in kwargs.items()})
     if changes:
         return args[0]
-    if not isinstance(result, Tensor):
-        raise NoRule("several results")
-    for x in tensors:
-        if isinstance(x, Split) and result is x.local:
-            return x
-    return Split(result, {result.ndim + place: cut for place, cut in layout.items()}, run)
+
+    def shown(local: Tensor) -> Tensor:
+        same = next((x for x in tensors if isinstance(x, Split) and local is x.local), None)
+        cuts = {local.ndim + place: cut for place, cut in layout.items()}
+        return Split(local, cuts, run) if same is None else same
+
+    return with_tensors(result, shown)

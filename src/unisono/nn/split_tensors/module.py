@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+import sys
+import warnings
 import zlib
 from collections import Counter
 from collections.abc import Iterable, Iterator
@@ -13,6 +16,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
 from unisono.accelerator import forked_generators
+from unisono.comm.digest import digest
 from unisono.errors import CollectiveMismatch, UnisonoError, explain
 from unisono.expect import expect, expect_choice
 from unisono.nn.agreement import current_mode
@@ -32,6 +36,8 @@ from unisono.topology import Partition
 
 _BUCKET_BYTES = 25 * 2**20
 """Gradients of this many bytes are summed at a time."""
+_LARGE_GATHER = 2**18
+"""Points from which on a gathered tensor is warned of."""
 
 
 class SplitModule(nn.Module):
@@ -59,8 +65,8 @@ class SplitModule(nn.Module):
         """Call the network; its first tensor is this rank's block.
 
         Other tensors are equal on all ranks, or made by `Split.of` from own blocks. Ranks compare
-        what they hold before anything else is done. Collective over the partition; torch.compile
-        leaves it out.
+        what they hold before anything else is done. Collective over the partition. torch.compile
+        leaves it out, and compiled modules inside run as they are written.
         """
         return self._run(*args, **kwargs)
 
@@ -109,7 +115,8 @@ class SplitModule(nn.Module):
         run = entry.run
         self._copy_parameters(run, tuple(entry.cuts.values()))
         try:
-            result = self.module(*args, **kwargs)
+            with _uncompiled():
+                result = self.module(*args, **kwargs)
         except Exception as error:
             error.add_note(f"in the forward of {module_of(self.module, error)}, split over ranks")
             raise
@@ -118,7 +125,29 @@ class SplitModule(nn.Module):
             run.copies = {}
         for x in splits_in(result):
             refuse_passed_by(x)
+        self._warn_of_gathers(run)
         return result
+
+    def _warn_of_gathers(self, run: Run) -> None:
+        """Warn of large gathers, on the first rank: each of them costs memory on every rank."""
+        large = [of for of in run.gathered if math.prod(of.shape) >= _LARGE_GATHER]
+        if not large or run.comm.rank != 0:
+            return
+        large.sort(key=lambda of: -math.prod(of.shape))
+        lines = [
+            f"{of.function} of {list(of.shape)}{f' in {of.module}' if of.module else ''}: "
+            f"{of.reason}"
+            for of in large[:3]
+        ]
+        warnings.warn(
+            f"a split {type(self.module).__name__} has gathered {len(large)} large tensors on "
+            "every rank, the largest ones:\n"
+            + "\n".join(lines)
+            + "\nHINT: net.report() lists all; "
+            "split(..., strict=True) refuses them",
+            UserWarning,
+            stacklevel=2,
+        )
 
     def _told_apart(
         self, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -285,28 +314,13 @@ def _described(values: Any, path: str = "") -> list[str]:
 
 
 def _bits(x: Tensor) -> int:
-    """Return a number that differs if the bits of a tensor do.
-
-    All of a tensor of up to 64 KB by a CRC. Of a larger one the sum of all its bits, at the speed
-    of memory, and the CRC of a sample, which knows the order.
-    """
+    """Return a number that differs if the bits of a tensor do."""
     to_local = getattr(x, "to_local", None)  # a DTensor; to import its class takes long
     local: Tensor = x if to_local is None else to_local()
     is_made = not isinstance(x, (UninitializedParameter, UninitializedBuffer))
     if not is_made or local.layout != torch.strided:
         return 0
-    with torch.no_grad(), torch.inference_mode():
-        points = local.detach().contiguous().flatten()
-        if points.device.type == "meta":
-            return 0
-        some = points if points.nbytes <= 2**16 else points[:: (points.numel() // 2**12) | 1]
-        # A copy: memory that numpy has seen cannot be resized any more, which FSDP wants to do.
-        code = zlib.crc32(some.clone().view(torch.uint8).cpu().numpy().tobytes())
-        if some is points:
-            return code
-        words = points.view(torch.uint8)
-        total = words[: points.nbytes // 8 * 8].view(torch.int64).sum()
-        return (code + int(total)) % 2**32
+    return digest(local) % 2**32
 
 
 def _digest(lines: list[str]) -> int:
@@ -329,6 +343,16 @@ def _buckets(parameters: Iterable[nn.Parameter]) -> list[list[nn.Parameter]]:
 
 def _leaf_like(p: nn.Parameter) -> Tensor:
     return p.detach().requires_grad_()
+
+
+@contextmanager
+def _uncompiled() -> Iterator[None]:
+    """Let compiled modules run as they are written: what is traced knows nothing of blocks."""
+    if "torch._dynamo" not in sys.modules:  # nothing is compiled
+        yield
+        return
+    with torch.compiler.set_stance("force_eager"):
+        yield
 
 
 @contextmanager

@@ -29,20 +29,17 @@ _SHOWN_BY_WRAPPER = """shape ndim dtype device layout is_sparse is_quantized is_
     is_nested is_mps is_xpu itemsize nbytes names""".split()  # noqa: SIM905
 _ASKED_OF_WRAPPER = """size dim numel nelement is_floating_point is_complex ndimension __len__
     get_device element_size is_signed is_inference stride is_contiguous""".split()  # noqa: SIM905
-_POINTWISE = """add sub subtract mul multiply div divide true_divide floor_divide remainder fmod pow
-    float_power neg negative positive exp exp2 expm1 log log2 log10 log1p sqrt rsqrt square abs
-    absolute sin cos tan asin acos atan sinh cosh tanh erf erfc erfinv sigmoid logit sinc relu relu6
-    leaky_relu elu selu celu gelu silu hardtanh hardswish hardsigmoid hardshrink softshrink
-    tanhshrink threshold mish softplus softsign logsigmoid clamp clamp_min clamp_max clip where eq
-    ne lt gt le ge not_equal less less_equal greater greater_equal logical_not logical_and
-    logical_or logical_xor bitwise_not bitwise_and bitwise_or bitwise_xor reciprocal sign sgn floor
-    ceil round trunc frac nan_to_num lerp addcmul addcdiv isnan isinf isfinite maximum minimum fmax
-    fmin atan2 hypot rsub xlogy masked_fill zeros_like ones_like full_like empty_like float double
-    half bfloat16 int long bool clone detach conj real imag
+_POINTWISE = """add subtract multiply divide true_divide floor_divide negative absolute hardswish
+    tanhshrink softsign log_sigmoid logsigmoid where eq ne not_equal less less_equal greater
+    greater_equal rsub masked_fill fill zero zeros_like ones_like full_like empty_like float double
+    half bfloat16 int long bool alias detach conj real imag abs relu6 gelu threshold mish lt gt le
+    ge xlogy
     __add__ __radd__ __sub__ __rsub__ __mul__ __rmul__ __truediv__ __rtruediv__ __floordiv__
     __rfloordiv__ __div__ __rdiv__ __mod__ __rmod__ __pow__ __rpow__ __neg__ __abs__ __eq__ __ne__
-    __lt__ __le__ __gt__ __ge__ __and__ __or__ __xor__ __invert__ __iadd__ __isub__ __imul__
-    __itruediv__ __idiv__ __ipow__ zero""".split()  # noqa: SIM905
+    __lt__ __le__ __gt__ __ge__ __and__ __or__ __xor__ __invert__ __lshift__ __rshift__ __iadd__
+    __isub__ __imul__ __itruediv__ __idiv__ __ipow__ __iand__ __ior__ __ixor__ __ilshift__
+    __irshift__""".split()  # noqa: SIM905
+"""Functions that torch does not tag as pointwise in all their forms."""
 
 
 # -- queries --------------------------------------------------------------------------------------
@@ -56,7 +53,13 @@ NOT_PREVIEWED.update(
 )
 
 
-@rule("requires_grad.get", "requires_grad.set", "requires_grad_", "grad.get", "grad.set",
+@rule("grad.get")
+def _slope_of_block(func: Callable[..., Any], x: Split) -> Tensor | None:
+    grad = func(x.local)
+    return None if grad is None else like(x, grad)
+
+
+@rule("requires_grad.get", "requires_grad.set", "requires_grad_", "grad.set",
       "grad_fn.get", "is_leaf.get", "_version.get", "retain_grad")  # fmt: skip
 def _of_block(func: Callable[..., Any], x: Split, *args: Any, **kwargs: Any) -> Any:
     result = func(x.local, *mapped(_block, args), **kwargs)
@@ -80,10 +83,21 @@ def _text(func: Callable[..., Any], x: Split, *args: Any, **kwargs: Any) -> str:
 
 
 @rule("backward")
-def _backward(func: Callable[..., Any], x: Split, *args: Any, **kwargs: Any) -> Any:
-    if x.numel() != 1:
-        raise RuntimeError("backward() of a split tensor: reduce it to one number first")
-    raise NoRule("one number")
+def _backward(
+    func: Callable[..., Any],
+    x: Split,
+    gradient: Tensor | None = None,
+    retain_graph: bool | None = None,
+    create_graph: bool = False,
+    inputs: Any = None,
+) -> None:
+    """Go back from own blocks; the gradient is whole, or cut as any other argument."""
+    if gradient is None:
+        raise RuntimeError(
+            "backward() of a split tensor: reduce it to one number first, or give its gradient"
+        )
+    seed = fitted(gradient, layout_of([x]), x.run)
+    func(x.local, seed, retain_graph, create_graph, mapped(_block, inputs))
 
 
 @rule("grad")
@@ -154,13 +168,6 @@ def _prelu(func: Callable[..., Any], input: Split, weight: Tensor) -> Tensor:
     return like(input, func(input.local, own_copy(weight, input.cuts.values(), input.run)))
 
 
-@rule("glu")
-def _glu(func: Callable[..., Any], input: Split, dim: int = -1) -> Tensor:
-    if dim % input.ndim in input.cuts:
-        raise NoRule("halves of a cut dim")
-    return like(input, func(input.local, dim))
-
-
 # -- random ---------------------------------------------------------------------------------------
 
 
@@ -197,6 +204,30 @@ def _dropout(
         input.local.mul_(scale)
         return input
     return like(input, input.local * scale)
+
+
+@rule("uniform_", "normal_", "exponential_", "cauchy_", "log_normal_", "geometric_", "random_",
+      "rand_like", "randn_like", "randint_like")  # fmt: skip
+def _drawn(func: Callable[..., Any], input: Split, *args: Any, **kwargs: Any) -> Tensor:
+    """Draw for the whole, as one process would, and keep what falls on own points."""
+    if any(isinstance(x, Tensor) for x in (*args, *kwargs.values())):
+        raise NoRule("arguments of an unusual form")
+    drawn = func(torch.empty(input.shape, dtype=input.dtype, device=input.device), *args, **kwargs)
+    for dim, cut in input.cuts.items():
+        drawn = sliced(drawn, dim, cut)
+    if func.__name__.endswith("_"):
+        input.local.copy_(drawn)
+        return input
+    return like(input, drawn.contiguous())
+
+
+@rule("tril", "triu")
+def _triangle(func: Callable[..., Any], input: Split, diagonal: int = 0) -> Tensor:
+    """Keep a triangle of the last two dims; where it lies follows from the shape alone."""
+    if not any(d in input.cuts for d in (input.ndim - 2, input.ndim - 1)):
+        raise NoRule("not along the cut")
+    ones = torch.ones(input.shape[-2:], dtype=torch.bool, device=input.device)
+    return pointwise(torch.where, func(ones, diagonal), input, input.local.new_zeros(()))
 
 
 # -- losses ---------------------------------------------------------------------------------------

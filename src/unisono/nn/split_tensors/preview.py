@@ -63,11 +63,11 @@ def previewed(
     """
     tensors: list[Tensor] = []
     try:
-        described = _described(args, tensors), _described(kwargs, tensors) if kwargs else None
+        call = described(args, tensors), described(kwargs, tensors) if kwargs else None
     except (RuntimeError, NotImplementedError, ValueError):  # sparse, nested, not initialised
         return UNKNOWN, list(tensors_in((args, kwargs)))
     has_autocast = torch._C._is_any_autocast_enabled()
-    key = func, described, torch.get_default_dtype(), has_autocast
+    key = func, call, torch.get_default_dtype(), has_autocast
     try:
         known = _PREVIEWS.get(key)
     except TypeError:  # an argument without a hash
@@ -112,7 +112,7 @@ def with_tensors(values: Any, change: Callable[[Tensor], Any]) -> Any:
     return values
 
 
-def _described(value: Any, tensors: list[Tensor]) -> Any:
+def described(value: Any, tensors: list[Tensor]) -> Any:
     """Return a key for an argument: all that a kernel without data reads of it."""
     if isinstance(value, Tensor):
         for i, other in enumerate(tensors):
@@ -127,15 +127,16 @@ def _described(value: Any, tensors: list[Tensor]) -> Any:
     if kind is int or kind is float or kind is bool or value is None:
         return kind, value
     if isinstance(value, (list, tuple)):
-        return (kind, *[_described(item, tensors) for item in value])
+        return (kind, *[described(item, tensors) for item in value])
     if isinstance(value, Mapping):
-        return tuple([(key, _described(item, tensors)) for key, item in value.items()])
+        return tuple([(key, described(item, tensors)) for key, item in value.items()])
     if isinstance(value, slice):
-        return slice, _described((value.start, value.stop, value.step), tensors)
+        return slice, described((value.start, value.stop, value.step), tensors)
     return kind, value
 
 
-def _without_data(x: Tensor) -> Tensor:
+def without_data(x: Tensor) -> Tensor:
+    """Return a tensor of the same shape and strides that has no data."""
     block = getattr(x, "local", x)
     empty = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta")
     empty = empty.conj() if block.is_conj() else empty
@@ -173,7 +174,7 @@ def _seen(
         warnings.simplefilter("ignore")
         if torch._C._len_torch_dispatch_stack():  # a mode that counts operations
             modes.enter_context(_disable_current_modes())
-        empty = [_without_data(x) for x in tensors]
+        empty = [without_data(x) for x in tensors]
         numbers = {id(x): i for i, x in enumerate(tensors)}
         versions = [x._version for x in empty]
         original = args, dict(kwargs)

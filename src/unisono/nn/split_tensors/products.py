@@ -16,22 +16,23 @@ from unisono.comm import Communicator
 from unisono.errors import UnisonoError
 from unisono.expect import expect
 from unisono.nn.attention import AttentionPlan, attended, by_heads, drawn_seed, scale_of
-from unisono.nn.split_tensors.blocks import fitted, recut
+from unisono.nn.split_tensors.blocks import fitted, placed, recut
 from unisono.nn.split_tensors.reductions import added
 from unisono.nn.split_tensors.tensor import (
     Cut,
-    NeedsWhole,
     NoRule,
     Split,
     call,
     joined,
     like,
+    moved,
     own_copy,
     rule,
     sliced,
     unrolled,
 )
 from unisono.operators import all_gather
+from unisono.topology.decompose import split_sizes
 
 
 def everybodys(x: Tensor, dim: int, cut: Cut) -> Tensor:
@@ -113,8 +114,9 @@ def _linear(
 ) -> Tensor:
     if not isinstance(input, Split) or isinstance(weight, Split) or isinstance(bias, Split):
         raise NoRule("a split weight")
-    if input.ndim - 1 in input.cuts:
-        raise NeedsWhole(input.ndim - 1, "features are cut")
+    if input.ndim - 1 in input.cuts:  # a sum over ranks
+        product = call(torch.matmul, input, weight.t())
+        return product if bias is None else call(torch.add, product, bias)
     own = [
         None if t is None else own_copy(t, input.cuts.values(), input.run) for t in (weight, bias)
     ]
@@ -144,12 +146,43 @@ def _apart(labels: str, x: Tensor) -> str:
 def _matmul(func: Callable[..., Any], input: Tensor, other: Tensor) -> Tensor:
     a, b = (other, input) if func.__name__ == "__rmatmul__" else (input, other)
     if a.ndim < 2 or b.ndim < 2:
-        raise NoRule("a product with a vector")
+        y = call(torch.matmul, a[None] if a.ndim < 2 else a, b[:, None] if b.ndim < 2 else b)
+        y = call(torch.squeeze, y, -1) if b.ndim < 2 else y
+        return call(torch.squeeze, y, -1 if b.ndim < 2 else -2) if a.ndim < 2 else y
     first, second, batch = _batch_labels(a, b)
     return contracted([f"{first}xy", f"{second}yz"], f"{batch}xz", [a, b], torch.matmul)
 
 
-@rule("baddbmm", "addmm")
+@rule("dot", "vdot")
+def _dot(func: Callable[..., Any], input: Tensor, other: Tensor) -> Tensor:
+    first = call(torch.conj, input) if func.__name__ == "vdot" else input
+    return call(torch.sum, call(torch.mul, first, other))
+
+
+@rule("mv")
+def _vector_product(func: Callable[..., Any], input: Tensor, vec: Tensor) -> Tensor:
+    column = call(torch.unsqueeze, vec, 1)
+    return call(torch.squeeze, contracted(["xy", "yz"], "xz", [input, column], torch.mm), 1)
+
+
+@rule("addr")
+def _add_outer(
+    func: Callable[..., Any], input: Tensor, a: Tensor, b: Tensor, *, beta: float = 1,
+    alpha: float = 1,
+) -> Tensor:  # fmt: skip
+    column, row = call(torch.unsqueeze, a, 1), call(torch.unsqueeze, b, 0)
+    return _add_product(func, input, column, row, beta=beta, alpha=alpha)
+
+
+@rule("addbmm")
+def _add_sum(
+    func: Callable[..., Any], input: Tensor, a: Tensor, b: Tensor, *, beta: float = 1,
+    alpha: float = 1,
+) -> Tensor:  # fmt: skip
+    return _added(input, call(torch.sum, call(torch.bmm, a, b), 0), beta, alpha)
+
+
+@rule("baddbmm", "addmm", "addmv")
 def _add_product(
     func: Callable[..., Any],
     input: Tensor,
@@ -159,7 +192,13 @@ def _add_product(
     beta: float = 1,
     alpha: float = 1,
 ) -> Tensor:
-    product = call(torch.mul, call(torch.matmul, a, b), alpha)
+    return _added(input, call(torch.matmul, a, b), beta, alpha)
+
+
+def _added(input: Tensor, product: Tensor, beta: float, alpha: float) -> Tensor:
+    if beta == 0:
+        raise NoRule("a term that is left out")
+    product = call(torch.mul, product, alpha)
     if torch.broadcast_shapes(input.shape, product.shape) != product.shape:
         raise NoRule("sizes that do not fit")
     return call(torch.add, call(torch.mul, input, beta), product)
@@ -181,6 +220,96 @@ def _einsum(func: Callable[..., Any], equation: str, *operands: Any) -> Tensor:
         raise NoRule("a diagonal")
     names = [_apart(name, x) for name, x in zip(names, items, strict=True)]
     return contracted(names, out, items, lambda *blocks: func(spelled, *blocks))
+
+
+# -- recurrent layers -----------------------------------------------------------------------------
+
+
+@rule("lstm", "gru", "rnn_tanh", "rnn_relu")
+def _recurrent(
+    func: Callable[..., Any],
+    input: Tensor,
+    hx: Any,
+    params: Sequence[Tensor],
+    has_biases: bool,
+    num_layers: int,
+    dropout: float,
+    train: bool,
+    bidirectional: bool,
+    batch_first: bool,
+) -> Any:
+    """Run own sequences; a sequence that is cut becomes whole, and the batch is cut instead."""
+    states = [hx] if isinstance(hx, Tensor) else list(hx)
+    if input.ndim != 3 or (dropout and train) or not isinstance(params, (list, tuple)):
+        raise NoRule("packed sequences, or a dropout inside")
+    batch = 0 if batch_first else 1
+    lead = next(x for x in (input, *states) if isinstance(x, Split))
+    if len(lead.cuts) > 1:
+        raise NoRule("several cuts")
+    ((dim, cut),) = lead.cuts.items()
+    if lead is not input or dim != batch:
+        cut = Cut(_shares(input.shape[batch], cut.comm.size), cut.comm)
+    x = placed(input, {batch: cut}, [], lead.run)
+    own = [placed(state, {1: cut}, [], lead.run) for state in states]
+    weights = [own_copy(p, [cut], lead.run) for p in params]
+    numbers = has_biases, num_layers, dropout, train, bidirectional, batch_first
+    y, *after = func(x, own if len(own) > 1 else own[0], weights, *numbers)
+    result = Split(y, {batch: cut}, lead.run)
+    if dim != batch and lead is input and dim < 2:  # the sequence is cut again
+        result = moved(result, batch, dim, lead.cuts[dim].sizes)
+    return result, *[Split(state, {1: cut}, lead.run) for state in after]
+
+
+def _shares(length: int, ranks: int) -> tuple[int, ...]:
+    if length < ranks:
+        raise NoRule(f"{length} sequences for {ranks} ranks")
+    return split_sizes(length, ranks)
+
+
+# -- spectra --------------------------------------------------------------------------------------
+
+
+def _dims_apart(x: Split, dim: Sequence[int]) -> tuple[list[int], list[int]]:
+    """Return dims of a transform that are whole, and those that are cut."""
+    dims = [d % x.ndim for d in dim]
+    apart = [d for d in dims if d not in x.cuts], [d for d in dims if d in x.cuts]
+    if len(dims) < 2 or not apart[1]:
+        raise NoRule("one dim at a time")
+    return apart
+
+
+@rule("_fft_c2c")
+def _transform(
+    func: Callable[..., Any], input: Split, dim: Sequence[int], normalization: int, forward: bool
+) -> Tensor:
+    """Transform whole dims, then cut ones, with the cut moved to a whole one meanwhile."""
+    whole, cut = _dims_apart(input, dim)
+    x: Tensor = input
+    for dims in ([whole] if whole else []) + [[d] for d in cut]:
+        x = call(func, x, dims, normalization, forward)
+    return x
+
+
+@rule("_fft_r2c")
+def _transform_real(
+    func: Callable[..., Any], input: Split, dim: Sequence[int], normalization: int, onesided: bool
+) -> Tensor:
+    _dims_apart(input, dim)
+    half = call(func, input, [dim[-1]], normalization, onesided)
+    return call(torch.ops.aten._fft_c2c, half, list(dim[:-1]), normalization, True)
+
+
+@rule("_fft_c2r")
+def _transform_to_real(
+    func: Callable[..., Any],
+    input: Split,
+    dim: Sequence[int],
+    normalization: int,
+    last_dim_size: int,
+) -> Tensor:
+    _dims_apart(input, dim)
+    half = call(torch.ops.aten._fft_c2c, input, list(dim[:-1]), normalization, False)
+    return call(func, half, [dim[-1]], normalization, last_dim_size)
 
 
 # -- attention ------------------------------------------------------------------------------------

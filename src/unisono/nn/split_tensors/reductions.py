@@ -14,7 +14,6 @@ from unisono.nn.planned import as_autocast, sum_dtype, wide
 from unisono.nn.split_tensors.blocks import pointwise
 from unisono.nn.split_tensors.tensor import (
     Cut,
-    NeedsWhole,
     NoRule,
     Run,
     Split,
@@ -22,8 +21,9 @@ from unisono.nn.split_tensors.tensor import (
     like,
     own_copy,
     rule,
+    without_runs,
 )
-from unisono.operators import sum_to_replicated
+from unisono.operators import all_gather, concat_replicated, sum_to_replicated
 
 
 def _dims(x: Tensor, dim: int | Sequence[int] | None) -> list[int]:
@@ -95,7 +95,15 @@ def _root(squares: Tensor) -> Tensor:
     return squares.masked_fill(is_zero, 1.0).sqrt().masked_fill(is_zero, 0.0)
 
 
-@rule("var", "std")
+def _free_unless_cut(x: Split, dims: Sequence[int]) -> list[Cut]:
+    """Return the cuts among reduced dims; without any, blocks do as they are."""
+    inside = [cut for d, cut in x.cuts.items() if d in dims]
+    if not inside:
+        raise NoRule("not along the cut")
+    return inside
+
+
+@rule("var", "std", "var_mean", "std_mean")
 def _var(
     func: Callable[..., Any],
     input: Split,
@@ -104,49 +112,170 @@ def _var(
     keepdim: bool = False,
     *,
     correction: float | None = None,
-) -> Tensor:
+) -> Any:
     _check_numbers(input.dtype)
     if isinstance(dim, bool):
         dim, unbiased = None, dim
     taken = correction if correction is not None else 0 if unbiased is False else 1
-    dims = _dims(input, dim)
+    dims, name = _dims(input, dim), func.__name__
     inside = [cut for d, cut in input.cuts.items() if d in dims]
     count, local = math.prod(input.shape[d] for d in dims), wide(input.local)
     mean = own_copy(added(local.sum(dims, True), inside, input.run) / count, inside, input.run)
     squares = added((local - mean).abs().square().sum(dims, keepdim), inside, input.run)
     result = squares / max(0.0, count - taken)
-    result = _root(result) if func.__name__ == "std" else result
+    result = _root(result) if name.startswith("std") else result
     result = result.to(input.dtype) if input.dtype.is_floating_point else result
-    return like(input, result, _left(input, dims, keepdim))
+    spread = like(input, result, _left(input, dims, keepdim))
+    return (spread, reduced(input, "mean", dims, keepdim)) if name.endswith("mean") else spread
 
 
-@rule("max", "min", "amax", "amin", "argmax", "argmin", "prod", "any", "all", "logsumexp", "median",
-      "topk", "sort", "argsort", "cumsum", "cumprod")  # fmt: skip
-def _along_whole_dims(func: Callable[..., Any], input: Tensor, *args: Any, **kwargs: Any) -> Any:
-    """Apply what looks along one whole dim to blocks; two arguments are compared point by point."""
-    name = func.__name__
-    if args and isinstance(args[0], Tensor) and name in ("max", "min"):
-        return pointwise(func, input, *args, **kwargs)
-    if not isinstance(input, Split) or (args and isinstance(args[0], Tensor)):
-        raise NoRule("arguments of an unusual form")
-    at = 1 if name == "topk" else 0
-    dim = kwargs.get("dim", args[at] if len(args) > at else None)
-    if dim is None and name in ("topk", "sort", "argsort"):
-        dim = -1
-    if dim is None:
-        raise NoRule("over all points")
-    dims = _dims(input, dim)
+# -- along the cut: the blocks first, then what is left of each rank ------------------------------
+
+
+def _one_per_rank(x: Tensor, dim: int, cut: Cut) -> Tensor:
+    """Return what all ranks have in a dim of one point, one after the other. Differentiable."""
+    return concat_replicated(x, dim, [1] * cut.comm.size, comm=cut.comm)
+
+
+@rule("prod", "logsumexp", "nansum")
+def _twice(
+    func: Callable[..., Any],
+    input: Split,
+    dim: int | Sequence[int] | None = None,
+    keepdim: bool = False,
+    *,
+    dtype: torch.dtype | None = None,
+) -> Tensor:
+    """Reduce the blocks, then what ranks have found."""
+    dims, kind = _dims(input, dim), {} if dtype is None else {"dtype": dtype}
+    _free_unless_cut(input, dims)
+    x = input.local
     for d in dims:
+        again = {} if func.__name__ == "logsumexp" else kind
+        x = func(x, d, True, **again)
         if d in input.cuts:
-            raise NeedsWhole(d, "along the cut")
-    result = func(input.local, *args, **kwargs)
-    keeps = name in ("topk", "sort", "argsort", "cumsum", "cumprod") or bool(
-        kwargs.get("keepdim", args[at + 1] if len(args) > at + 1 else False)
-    )
-    cuts = _left(input, dims, keeps)
-    if isinstance(result, Tensor):
-        return like(input, result, cuts)
-    return type(result)([like(input, part, cuts) for part in result])
+            x = func(_one_per_rank(x, d, input.cuts[d]), d, True, **again)
+    x = x if keepdim else _squeezed(x, dims)
+    return like(input, x, _left(input, dims, keepdim))
+
+
+def _squeezed(x: Tensor, dims: Sequence[int]) -> Tensor:
+    for d in reversed(dims):
+        x = x.squeeze(d)
+    return x
+
+
+@rule("any", "all", "count_nonzero")
+def _counted(
+    func: Callable[..., Any],
+    input: Split,
+    dim: int | Sequence[int] | None = None,
+    keepdim: bool = False,
+) -> Tensor:
+    dims, name = _dims(input, dim), func.__name__
+    inside = _free_unless_cut(input, dims)
+    hits = input.local == 0 if name == "all" else input.local != 0
+    count = added(hits.sum(dims, keepdim), inside, input.run)
+    if name != "count_nonzero":
+        count = (count == 0) if name == "all" else (count != 0)
+        count = count.to(torch.uint8) if input.dtype == torch.uint8 else count
+    return like(input, count, _left(input, dims, keepdim))
+
+
+class _Slope(torch.autograd.Function):
+    """Zeros whose derivative is that of the argument."""
+
+    @staticmethod
+    def forward(_: Any, x: Tensor) -> Tensor:
+        """Return zeros."""
+        return torch.zeros_like(x)
+
+    @staticmethod
+    def backward(_: Any, grad: Tensor) -> Tensor:  # type: ignore[override]
+        """Return the gradient."""
+        return grad
+
+
+@rule("amax", "amin")
+def _extreme(
+    func: Callable[..., Any],
+    input: Split,
+    dim: int | Sequence[int] | None = (),
+    keepdim: bool = False,
+) -> Tensor:
+    """Return the extreme; all points of all ranks that have it share its gradient."""
+    dims = _dims(input, dim)
+    inside, local = _free_unless_cut(input, dims), input.local
+    with torch.no_grad():
+        top = func(local.detach(), dims, True)
+        for d, cut in input.cuts.items():
+            if d in dims:
+                top = func(_one_per_rank(top, d, cut), d, True)
+    result = top
+    if local.requires_grad:
+        is_top = (local == top) | (local.isnan() & top.isnan())
+        slopes = torch.where(is_top, _Slope.apply(local), 0).sum(dims, True)
+        count = added(is_top.sum(dims, True), inside, input.run)
+        result = top + added(slopes, inside, input.run) / count
+    return like(input, result if keepdim else _squeezed(result, dims), _left(input, dims, keepdim))
+
+
+@rule("aminmax")
+def _extremes(
+    func: Callable[..., Any], input: Split, *, dim: int | None = None, keepdim: bool = False
+) -> tuple[Tensor, Tensor]:
+    dims = () if dim is None else dim
+    return _extreme(torch.amin, input, dims, keepdim), _extreme(torch.amax, input, dims, keepdim)
+
+
+@rule("max", "min", "argmax", "argmin")
+def _place_of_extreme(
+    func: Callable[..., Any],
+    input: Split,
+    dim: int | Tensor | None = None,
+    keepdim: bool = False,
+) -> Any:
+    """Return the extreme along a cut dim, and where it is: the first one of equal ones."""
+    name = func.__name__
+    if isinstance(dim, Tensor):
+        raise NoRule("a comparison point by point")
+    if dim is None and name in ("max", "min"):
+        return _extreme(getattr(torch, f"a{name}"), input)
+    if dim is None:
+        raise NoRule("a place in the flat tensor")
+    dim %= input.ndim
+    if dim not in input.cuts:
+        raise NoRule("not along the cut")
+    cut = without_runs(input, dim)
+    choose = getattr(torch, name.removeprefix("arg"))
+    values, places = choose(input.local, dim, True)
+    values = _one_per_rank(values, dim, cut)
+    places = _one_per_rank(places + cut.bounds[cut.comm.rank], dim, cut)
+    rank = choose(values.detach(), dim, True)[1]
+    cuts = _left(input, [dim], keepdim)
+    pair = [x.gather(dim, rank) for x in (values, places)]
+    pair = [like(input, x if keepdim else x.squeeze(dim), cuts) for x in pair]
+    return pair[1] if name.startswith("arg") else tuple(pair)
+
+
+@rule("cumsum", "cumprod")
+def _scan(
+    func: Callable[..., Any], input: Split, dim: int, *, dtype: torch.dtype | None = None
+) -> Tensor:
+    """Scan the own block, then add, or multiply by, what all earlier ranks have come to."""
+    dim %= max(input.ndim, 1)
+    if dim not in input.cuts:
+        raise NoRule("not along the cut")
+    cut, is_sum = without_runs(input, dim), func.__name__ == "cumsum"
+    local = func(input.local, dim, dtype=dtype)
+    ends = local.narrow(dim, local.shape[dim] - 1, 1)
+    ends = all_gather(ends, dim, [1] * cut.comm.size, comm=cut.comm)
+    shape = [cut.comm.size if d == dim else 1 for d in range(local.ndim)]
+    is_later = (torch.arange(cut.comm.size, device=ends.device) >= cut.comm.rank).view(shape)
+    # Ranks compute alike, the first one too, so that they meet alike in any derivative.
+    before = ends.masked_fill(is_later, 0 if is_sum else 1)
+    before = (torch.sum if is_sum else torch.prod)(before, dim, keepdim=True, dtype=local.dtype)
+    return like(input, local + before if is_sum else local * before)
 
 
 @rule("linalg_vector_norm")
@@ -162,13 +291,21 @@ def _vector_norm(
     dims = _dims(x, dim)
     if not any(d in x.cuts for d in dims):
         return like(x, func(x.local, ord, dims, keepdim, dtype=dtype), _left(x, dims, keepdim))
-    if ord != 2 or x.is_complex():
-        raise NoRule("a norm along the cut that is not Euclidean")
     local = as_autocast(x.local, func) if dtype is None else x.local.to(dtype)
     _check_numbers(local.dtype)
     inside = [cut for d, cut in x.cuts.items() if d in dims]
-    total = added(wide(local).square().sum(dims, keepdim), inside, x.run)
-    return like(x, _root(total).to(local.dtype), _left(x, dims, keepdim))
+    if math.isinf(ord):
+        how = torch.amax if ord > 0 else torch.amin
+        return _extreme(how, Split(local.abs(), x.cuts, x.run), dims, keepdim)
+    if ord == 0:
+        total = added((local != 0).sum(dims, keepdim), inside, x.run)
+        return like(x, total.to(local.abs().dtype), _left(x, dims, keepdim))
+    # The norm of the norms of ranks.
+    total = func(local, ord, dims, True)
+    for d, cut in x.cuts.items():
+        if d in dims:
+            total = func(_one_per_rank(total, d, cut), ord, d, True)
+    return like(x, total if keepdim else _squeezed(total, dims), _left(x, dims, keepdim))
 
 
 @rule("norm")
@@ -202,7 +339,7 @@ def _normalize(
     return pointwise(torch.div, input, call(torch.clamp_min, norm, eps))
 
 
-@rule("softmax", "log_softmax", "softmin")
+@rule("softmax", "log_softmax")
 def _softmax(
     func: Callable[..., Any],
     input: Split,
@@ -213,7 +350,7 @@ def _softmax(
     name = func.__name__
     if isinstance(_stacklevel, torch.dtype):  # only the functions of F have this one
         dtype = _stacklevel
-    if dim is None or name == "softmin":
+    if dim is None:
         raise NoRule("without a dim")
     input.local.size(dim)  # raises beyond its dims, which softmax without data does not
     dim %= input.ndim
@@ -232,21 +369,11 @@ def _softmax(
     return like(input, result.to(local.dtype))
 
 
-@rule("adaptive_avg_pool1d", "adaptive_avg_pool2d", "adaptive_avg_pool3d", "adaptive_max_pool1d",
-      "adaptive_max_pool2d", "adaptive_max_pool3d")  # fmt: skip
-def _adaptive_pool(
-    func: Callable[..., Any], input: Split, output_size: Any, return_indices: bool = False
-) -> Tensor:
-    name = func.__name__
-    count = int(name[-2])
-    sizes = (output_size,) * count if is_integer(output_size) else tuple(output_size)
-    first = input.ndim - count
-    over = [first + i for i in range(count)]
-    cut_dims = [d for d in over if d in input.cuts]
-    if cut_dims and "avg" in name and all(n == 1 for n in sizes):
-        return reduced(input, "mean", over, True)
-    for d in cut_dims:
-        raise NeedsWhole(d, "windows of unlike sizes along the cut")
-    if return_indices:
-        raise NoRule("indices")
-    return like(input, func(input.local, output_size))
+@rule("adaptive_avg_pool1d", "adaptive_avg_pool2d", "adaptive_avg_pool3d")
+def _adaptive_pool(func: Callable[..., Any], input: Split, output_size: Any) -> Tensor:
+    count = int(func.__name__[-2])
+    over = list(range(input.ndim - count, input.ndim))
+    sizes = [output_size] if is_integer(output_size) else output_size
+    if any(n != 1 for n in sizes) or not any(d in input.cuts for d in over):
+        raise NoRule("windows of unlike sizes along the cut")
+    return reduced(input, "mean", over, True)

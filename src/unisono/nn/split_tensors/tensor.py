@@ -16,7 +16,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from unisono.accelerator import generator_state, is_accelerator
 from unisono.comm import Communicator
 from unisono.errors import CollectiveMismatch, PartitionError, UnisonoError
-from unisono.nn.agreement import cuts_of_blocks
+from unisono.nn.agreement import block_digest, cuts_of_blocks, report_equal_blocks
 from unisono.nn.split_tensors.memory import Memory, address, changed_in_place
 from unisono.nn.split_tensors.preview import (
     UNKNOWN,
@@ -90,6 +90,24 @@ class Cut:
     def bounds(self) -> tuple[int, ...]:
         """Where each rank's points begin in a run, and its end."""
         return (0, *itertools.accumulate(self.sizes))
+
+
+class _Aten:
+    """The way from a function down to its operators, which is in a file of its own."""
+
+    through: Callable[..., Any]
+    on_operator: Callable[..., Any]
+    is_on_way: Callable[[], bool]
+
+
+_ATEN = _Aten()
+
+
+def set_aten(
+    through: Callable[..., Any], on_operator: Callable[..., Any], is_on_way: Callable[[], bool]
+) -> None:
+    """Say how functions without a rule are taken apart."""
+    _ATEN.through, _ATEN.on_operator, _ATEN.is_on_way = through, on_operator, is_on_way
 
 
 Grid = tuple[Communicator, tuple[int, ...] | None]
@@ -274,7 +292,9 @@ class Split(Tensor):
         types: Iterable[type],
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
-    ) -> NoReturn:
+    ) -> Any:
+        if _ATEN.is_on_way():
+            return _ATEN.on_operator(func, args, dict(kwargs) if kwargs else {})
         raise UnisonoError.because(
             f"{func} of a split tensor",
             "a call from below torch's functions (an autograd.Function, C++ code, vmap), which "
@@ -324,6 +344,11 @@ class _Show(torch.autograd.Function):
     def backward(_: Any, grad: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
         """Return the gradient of the tensor."""
         return grad, None, None
+
+
+def without_cuts(whole: Tensor, run: Run) -> Split:
+    """Show a tensor that all ranks have as a `Split` without cuts, to operators alone."""
+    return _made(whole, whole.shape, {}, run, whole.stride())
 
 
 def _moved_view(whole: Tensor, run: Run, strides: Sequence[int] | None) -> Split:
@@ -400,13 +425,14 @@ def entered(x: Tensor | None, partition: Partition, run: Run, numbers: Sequence[
     comm, known, dims = partition.comm, isinstance(x, Split), partition.dim
     state = zlib.crc32(torch.get_rng_state().numpy().tobytes() + _device_state(x))
     shape, own = [0] * dims, [-1, 0, 0, 0]
+    block = 0 if x is None or known else block_digest(x, comm)
     if x is not None:
         with _plainly():
             shape = list(x.shape) if x.ndim == dims and not known else shape
         local = x.local if isinstance(x, Split) else x
         needs = int(local.requires_grad and torch.is_grad_enabled())
         own = [local.ndim, zlib.crc32(str(local.dtype).encode()), needs, int(known)]
-    records = comm.all_gather_ints([*shape, *own, state, *numbers])
+    records = comm.all_gather_ints([*shape, *own, state, block, *numbers])
     if len({record[dims : dims + 4] for record in map(tuple, records)}) > 1:
         raise CollectiveMismatch(
             "inputs of a split network: dims, dtype and requires_grad must be equal on all ranks",
@@ -420,7 +446,7 @@ def entered(x: Tensor | None, partition: Partition, run: Run, numbers: Sequence[
             "a split network called without a tensor",
             hint="the own block of its input first, then tensors that all ranks hold equal",
         )
-    further = zip(*[record[dims + 5 :] for record in records], strict=True)
+    further = zip(*[record[dims + 6 :] for record in records], strict=True)
     draws_alike = len({record[dims + 4] for record in records}) == 1
     alike = all(len(set(column)) == 1 or 0 in column for column in further)
     if isinstance(x, Split):
@@ -432,6 +458,7 @@ def entered(x: Tensor | None, partition: Partition, run: Run, numbers: Sequence[
             hint=f"Partition({[1] * x.ndim}) with the ranks of the dims that are cut",
         )
     cuts = agreed_cuts([record[:dims] for record in records], partition)
+    report_equal_blocks([record[dims + 5] for record in records], x.shape, partition)
     return Entry(Split(x, cuts, run) if cuts else x, draws_alike, alike)
 
 
@@ -509,6 +536,14 @@ def parted_cut(x: Split, dim: int, other: int, sizes: Sequence[int]) -> Split:
     local = _moved_cut(x, dim, other, parts[comm.rank], sizes, last)
     kept = Cut(tuple(map(sum, parts)), comm, cut.outer, tuple(left) if len(left) > 1 else ())
     return Split(local, {**x.cuts, dim: kept, other: Cut(tuple(sizes), last)}, x.run)
+
+
+def moved(x: Split, source: int, dest: int, sizes: Sequence[int]) -> Split:
+    """Return `x` with the cut of one dim moved to another, which is whole."""
+    cut = x.cuts[source]
+    local = _moved_cut(x, source, dest, cut.sizes, sizes, cut.comm)
+    rest = {d: c for d, c in x.cuts.items() if d != source}
+    return Split(local, {**rest, dest: replace(cut, sizes=tuple(sizes), outer=1)}, x.run)
 
 
 def _moved_cut(
@@ -589,8 +624,6 @@ class _Function:
     """Whether torch is asked first what it does with whole tensors."""
 
 
-_NAMES = {"axis": "dim", "keepdims": "keepdim"}
-"""numpy's names of arguments, which torch's functions take too."""
 QUERIES: set[str] = set()
 """Functions and attributes that the wrapper, which has the shape of the whole, answers."""
 NOT_PREVIEWED: set[str] = set()
@@ -606,9 +639,11 @@ _FUNCTIONS: dict[Callable[..., Any], _Function] = {}
 def _known(func: Callable[..., Any]) -> _Function:
     """Return what is known of a torch function, and keep it."""
     name = _name_of(func)
-    how = _OWN_RULES.get(func) or RULES.get(name)
     room = getattr(func, "__module__", None)
     is_torch = room is None or str(room).startswith("torch")
+    how = _OWN_RULES.get(func) or RULES.get(name)
+    if how is None and is_torch and not name.startswith("__") and is_pointwise_name(name):
+        how = RULES["add"]
     is_previewed = is_torch and func not in _OWN_RULES and name not in NOT_PREVIEWED
     if name.endswith((".get", ".set")):
         is_previewed = is_previewed and name in _VIEWS
@@ -619,11 +654,29 @@ def _known(func: Callable[..., Any]) -> _Function:
     return known
 
 
+def is_pointwise_operator(op: Any) -> bool:
+    """Whether torch says of an operator that it works point by point."""
+    tags = op.tags
+    return torch.Tag.pointwise in tags and torch.Tag.nondeterministic_seeded not in tags
+
+
+def is_pointwise_name(name: str) -> bool:
+    """Whether all operators of this name work point by point, those with `out=` aside."""
+    packet = getattr(torch.ops.aten, name, None)
+    if packet is None or not hasattr(packet, "overloads"):
+        return False
+    ops = [getattr(packet, of) for of in packet.overloads()]
+    ops = [op for op in ops if any("Tensor" in str(a.type) for a in op._schema.arguments)]
+    ops = [op for op in ops if not any(a.is_out for a in op._schema.arguments)]
+    return bool(ops) and all(is_pointwise_operator(op) and not op.is_view for op in ops)
+
+
 def split_rule(function: Callable[..., Any], how: Rule | str | None = None) -> Any:
     """Give a torch function, or one of your own, a rule for split tensors.
 
     Args:
-        function: a function of torch, or one that calls `torch.overrides.handle_torch_function`.
+        function: a function of torch, one that calls `torch.overrides.handle_torch_function`, or
+            an `autograd.Function`, which is called as `function.apply` from then on.
         how: `"pointwise"` for a function whose result at a point needs its arguments there only,
             or the rule: called as `how(function, *args, **kwargs)` with `Split` arguments, it
             returns a `Split` (`Split(local, x.cuts, x.run)`) or a replicated tensor. Without it,
@@ -638,9 +691,26 @@ def split_rule(function: Callable[..., Any], how: Rule | str | None = None) -> A
         if how != "pointwise":
             raise ValueError(f"split_rule(how={how!r}): 'pointwise', or a function")
         how = RULES["add"]
+    if isinstance(function, type) and issubclass(function, torch.autograd.Function):
+        _rule_of_apply(function, how)
+        return None
     _OWN_RULES[function] = how
     _FUNCTIONS.clear()
     return None
+
+
+def _rule_of_apply(function: type[torch.autograd.Function], how: Rule) -> None:
+    """Let an autograd.Function look for split tensors, which torch's own `apply` does not."""
+    apply = function.apply
+
+    @functools.wraps(apply)
+    def with_rule(*args: Any) -> Any:
+        if next(splits_in(args), None) is None:
+            return apply(*args)
+        with _plainly():
+            return by_rule(how, apply, function.__name__, args, {})
+
+    function.apply = staticmethod(with_rule)  # type: ignore[assignment]
 
 
 def _name_of(func: Callable[..., Any]) -> str:
@@ -756,34 +826,36 @@ def _dispatch(
         changed = tensors[:1]
     for x in changed:
         _refuse_change(x)
-    if kwargs and known.how is not None and func not in _OWN_RULES:
-        kwargs = {_NAMES.get(key, key): x for key, x in kwargs.items()}
-    how = known.how if kwargs.get("out") is None else None
     is_first = not changed or (len(changed) == 1 and changed[0] is (args or (None,))[0])
-    if how is not None and is_first and is_cut:
+    ways: list[Callable[[], Any]] = []
+    if is_cut and is_first and kwargs.get("out") is None:
+        if known.how is not None:
+            ways.append(functools.partial(by_rule, known.how, func, name, args, kwargs))
+        if known.is_previewed and name not in _OF_MEMORY:
+            is_seen = seen.results is not None
+            ways.append(
+                functools.partial(_ATEN.through, func, name, args, kwargs, changed, is_seen)
+            )
+    reason = "no rule"
+    for way in ways:
         try:
-            result = _by_rule(how, func, name, args, kwargs)
-            result = _settled(result, seen, tensors)
-        except NoRule as reason:
-            result = _gather_all(func, name, str(reason), args, kwargs, changed)
+            result = _settled(way(), seen, tensors)
+            break
+        except NoRule as no:
+            reason = str(no)
     else:
-        result = _gather_all(func, name, "no rule", args, kwargs, changed)
+        result = gather_all(func, name, reason, args, kwargs, changed)
     for x in changed:
         if isinstance(x, Split):
             _show_gradient(x)
     return result
 
 
-def _by_rule(
+def by_rule(
     how: Rule, func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
     """Return what the rule of a function makes of its arguments."""
-    found = _splits_of(args, kwargs)
-    if not all(x.cuts for x in found):
-        args, kwargs = mapped(lambda x: x if x.cuts else x.local, (args, kwargs))
-        found = _splits_of(args, kwargs)
-    if len(found) > 1 and any(cut.joins for x in found for cut in x.cuts.values()):
-        args, kwargs = mapped(lambda x: _along_axes_of(found[0], x, name), (args, kwargs))
+    args, kwargs = along_same_axes(name, args, kwargs)
     while True:
         try:
             return how(func, *args, **kwargs)
@@ -795,6 +867,19 @@ def _by_rule(
             if _binds(how, func, args, kwargs):
                 raise
             raise NoRule("arguments of an unusual form") from error
+
+
+def along_same_axes(
+    name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return arguments whose cuts join the same axes of ranks; plain ones where nothing is cut."""
+    found = _splits_of(args, kwargs)
+    if not all(x.cuts for x in found):
+        args, kwargs = mapped(lambda x: x if x.cuts else x.local, (args, kwargs))
+        found = _splits_of(args, kwargs)
+    if len(found) > 1 and any(cut.joins for x in found for cut in x.cuts.values()):
+        args, kwargs = mapped(lambda x: _along_axes_of(found[0], x, name), (args, kwargs))
+    return args, kwargs
 
 
 def _settled(result: Any, seen: Preview, tensors: Sequence[Tensor]) -> Any:
@@ -903,7 +988,7 @@ def refuse_passed_by(x: Split) -> None:
         "would lose gradients",
         None,
         "torch.utils.checkpoint.checkpoint(..., use_reentrant=False); for a Function of your own: "
-        "x.whole() before it, or a rule (unisono.nn.split_rule)",
+        "x.whole() before it, or a rule: unisono.nn.split_rule(MyFunction, 'pointwise')",
     )
 
 
@@ -935,7 +1020,7 @@ def is_inplace(name: str) -> bool:
     return name.endswith("_")
 
 
-def _gather_all(
+def gather_all(
     func: Callable[..., Any],
     name: str,
     reason: str,

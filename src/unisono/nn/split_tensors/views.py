@@ -23,7 +23,6 @@ from unisono.nn.split_tensors.blocks import (
 )
 from unisono.nn.split_tensors.tensor import (
     Cut,
-    Cuts,
     NeedsWhole,
     NoRule,
     Split,
@@ -56,31 +55,13 @@ def _permute(func: Callable[..., Any], input: Split, *dims: Any) -> Tensor:
     return like(input, input.local.permute(order), cuts)
 
 
-@rule("transpose", "swapaxes", "swapdims")
-def _transpose(func: Callable[..., Any], input: Split, dim0: int, dim1: int) -> Tensor:
+@rule("transpose", "t")
+def _transpose(func: Callable[..., Any], input: Split, dim0: int = -1, dim1: int = -2) -> Tensor:
+    if input.ndim < 2:
+        raise NoRule("a vector")
     a, b = dim0 % input.ndim, dim1 % input.ndim
     cuts = {{a: b, b: a}.get(dim, dim): cut for dim, cut in input.cuts.items()}
     return like(input, input.local.transpose(a, b), cuts)
-
-
-@rule("t", "mT.get", "T.get")
-def _transposed(func: Callable[..., Any], input: Split) -> Tensor:
-    if input.ndim < 2:
-        return input
-    if input.ndim > 2 and "mT" not in str(getattr(func, "__self__", "")):
-        raise NoRule("T of more than two dims")
-    return _transpose(torch.transpose, input, -2, -1)
-
-
-@rule("movedim", "moveaxis")
-def _movedim(func: Callable[..., Any], input: Split, source: Any, destination: Any) -> Tensor:
-    ndim = input.ndim
-    sources = [source] if is_integer(source) else source
-    places = [destination] if is_integer(destination) else destination
-    placed = {to % ndim: of % ndim for of, to in zip(sources, places, strict=True)}
-    rest = iter(d for d in range(ndim) if d not in placed.values())
-    order = [placed[i] if i in placed else next(rest) for i in range(ndim)]
-    return _permute(torch.permute, input, order)
 
 
 @rule("unsqueeze")
@@ -101,11 +82,9 @@ def _squeeze(func: Callable[..., Any], input: Split, dim: Any = None) -> Tensor:
     return like(input, input.local.squeeze(gone), cuts)
 
 
-@rule("expand", "expand_as")
-def _expand(func: Callable[..., Any], input: Tensor, *sizes: Any) -> Tensor:
-    asked = list(sizes[0].shape) if isinstance(sizes[0], Tensor) else _sizes(sizes)
-    if not isinstance(input, Split):
-        return input.expand(asked)
+@rule("expand")
+def _expand(func: Callable[..., Any], input: Split, *sizes: Any, implicit: bool = False) -> Tensor:
+    asked = _sizes(sizes)
     more = len(asked) - input.ndim
     for dim, cut in input.cuts.items():
         if asked[dim + more] not in (-1, cut.length):
@@ -114,10 +93,9 @@ def _expand(func: Callable[..., Any], input: Tensor, *sizes: Any) -> Tensor:
     return like(input, input.local.expand(asked), {d + more: c for d, c in input.cuts.items()})
 
 
-@rule("repeat", "tile")
+@rule("repeat")
 def _repeat(func: Callable[..., Any], input: Split, *sizes: Any) -> Tensor:
     times = _sizes(sizes)
-    times = [1] * (input.ndim - len(times)) + times if func.__name__ == "tile" else times
     more = len(times) - input.ndim
     for dim in input.cuts:
         if times[dim + more] != 1:
@@ -195,16 +173,12 @@ def _place(new: Sequence[int], after: range, outer: int, dim: int) -> tuple[int,
     raise NeedsWhole(dim, "a view that parts the cut dim elsewhere")
 
 
-@rule("view", "reshape", "view_as", "reshape_as")
-def _view(func: Callable[..., Any], input: Tensor, *sizes: Any, **kwargs: Any) -> Tensor:
-    asked = kwargs.pop("shape", kwargs.pop("size", None))
-    given = sizes if asked is None else (asked,)
-    if kwargs or not given or isinstance(given[0], torch.dtype):
+@rule("view", "reshape", "_unsafe_view", "_reshape_alias")
+def _view(func: Callable[..., Any], input: Split, *sizes: Any) -> Tensor:
+    if isinstance(sizes[0], torch.dtype):
         raise NoRule("a view of another dtype")
-    shape = list(given[0].shape) if isinstance(given[0], Tensor) else _sizes(given)
-    if not isinstance(input, Split):  # `view_as` a split tensor
-        return input.view(shape) if "view" in func.__name__ else input.reshape(shape)
-    return _reshaped(input, shape)
+    is_alias = func.__name__ == "_reshape_alias"
+    return _reshaped(input, _sizes(sizes[:1] if is_alias else sizes))
 
 
 @rule("flatten")
@@ -349,16 +323,17 @@ def _part(x: Split, dim: int, entry: int | slice) -> Tensor:
     return _narrowed(x, dim, start, max(start, stop), step)
 
 
-@rule("narrow")
-def _narrow(func: Callable[..., Any], input: Split, dim: int, start: int, length: int) -> Tensor:
-    if isinstance(start, Tensor):
-        raise NoRule("data that decides where a part begins")
+@rule("slice")
+def _slice(
+    func: Callable[..., Any],
+    input: Split,
+    dim: int = 0,
+    start: int | None = None,
+    end: int | None = None,
+    step: int = 1,
+) -> Tensor:
     dim %= input.ndim
-    if dim not in input.cuts:
-        return like(input, input.local.narrow(dim, int(start), length))
-    if not 0 <= start <= start + length <= input.shape[dim]:
-        raise NoRule("counted from the end, or beyond it")
-    return _narrowed(input, dim, int(start), int(start) + length, 1)
+    return _getitem(func, input, (*[slice(None)] * dim, slice(start, end, step)))
 
 
 @rule("select")
@@ -370,23 +345,10 @@ def _select(func: Callable[..., Any], input: Split, dim: int, index: int) -> Ten
     return like(input, input.local.select(dim, index), cuts)
 
 
-@rule("chunk", "split", "split_with_sizes", "tensor_split", "unbind")
-def _parts(func: Callable[..., Any], input: Split, *args: Any, **kwargs: Any) -> Any:
-    by_dim = func.__name__ == "unbind"
-    if any(isinstance(x, Tensor) for x in (*args, *kwargs.values())):
-        raise NoRule("data that decides where parts begin")
-    at = 0 if by_dim else 1
-    dim = int(kwargs.get("dim", args[at] if len(args) > at else 0)) % input.ndim
-    if dim in input.cuts:
-        raise NeedsWhole(dim, "parts along the cut")
-    cuts: Cuts = {d - (by_dim and d > dim): cut for d, cut in input.cuts.items()}
-    return tuple(like(input, part, cuts) for part in func(input.local, *args, **kwargs))
-
-
 # -- joining --------------------------------------------------------------------------------------
 
 
-@rule("cat", "concat", "concatenate")
+@rule("cat")
 def _cat(
     func: Callable[..., Any], tensors: Sequence[Tensor], dim: int = 0, **kwargs: Any
 ) -> Tensor:
@@ -437,10 +399,8 @@ def _shares(items: Sequence[Tensor], dim: int, along: Cut) -> list[tuple[int, ..
     return shares
 
 
-@rule("stack", "hstack", "vstack")
+@rule("stack")
 def _stack(func: Callable[..., Any], tensors: Sequence[Tensor], dim: int = 0) -> Tensor:
-    if func.__name__ != "stack":
-        raise NoRule("arguments of an unusual form")
     lead = next(x for x in tensors if isinstance(x, Split))
     layout = layout_of(tensors)
     dim %= lead.ndim + 1
@@ -475,12 +435,3 @@ def _wrapped(start: int, count: int, length: int) -> tuple[Segment, ...]:
     if head == count:
         return first
     return (*first, Segment((head, count), (0, count - head), "copy"))
-
-
-@rule("flip")
-def _flip(func: Callable[..., Any], input: Split, *dims: Any) -> Tensor:
-    over = {d % input.ndim for d in _sizes(dims)}
-    for dim in over:
-        if dim in input.cuts:
-            raise NeedsWhole(dim, "reversed along the cut")
-    return like(input, input.local.flip(sorted(over)))

@@ -17,7 +17,14 @@ from typing import Any, Literal, TypeVar, cast
 from unisono import accelerator
 from unisono.comm import Communicator
 from unisono.comm.machine import own_card
-from unisono.errors import CheckpointError, Requeue, compress_ranks
+from unisono.errors import (
+    SAVED_ALONE,
+    CheckpointError,
+    CollectiveMismatch,
+    RankTimeout,
+    Requeue,
+    compress_ranks,
+)
 from unisono.expect import expect_choice, is_integer
 from unisono.nn import Shard
 from unisono.train.checkpoint import folder
@@ -191,9 +198,13 @@ class Checkpoint:
         asked = f"Checkpoint.save({step!r})"
         pieces, kinds, space, problem = self._captured(objects)
         mine = {name: held(piece, compare=self.comm.size > 1) for name, piece in pieces.items()}
-        everybody = self.comm.all_gather_object(
-            (step, metric, kinds, as_text(problem), mine, space)
-        )
+        try:
+            everybody = self.comm.all_gather_object(
+                (step, metric, kinds, as_text(problem), mine, space)
+            )
+        except (CollectiveMismatch, RankTimeout) as error:
+            error.add_note(SAVED_ALONE)
+            raise
         steps, metrics, names, problems, everything, (space, *_) = zip(*everybody, strict=True)
         _check(asked, problems, problem)
         _check_equal(asked, "step", steps, "count steps alike on all ranks")
@@ -240,6 +251,7 @@ class Checkpoint:
                 parts=kinds,
                 versions=arrangement.versions,
                 metric=metric,
+                format=folder.FORMAT,
             ),
             keep=self.keep,
             best=self.keep_best,
@@ -311,6 +323,7 @@ class Checkpoint:
         *,
         partial: bool = False,
         random_states: bool = True,
+        weights_only: bool = True,
         **objects: Any,
     ) -> Restored | None:
         """Put objects into the state of a checkpoint; None, and nothing changed, without one.
@@ -323,6 +336,8 @@ class Checkpoint:
             partial: leave out objects of the checkpoint that are not named here, such as the
                 optimizer when a model is only evaluated.
             random_states: take back the states of torch's, numpy's and Python's generators.
+            weights_only: take plain data alone: numbers, texts, lists, dicts, tensors. False also
+                takes objects of other classes, for which code that the files name is run.
             **objects: what to restore, under the names of `save`.
         """
         self.wait()
@@ -342,7 +357,8 @@ class Checkpoint:
 
         def prepare() -> tuple[dict[str, Part], dict[str, Any], dict[str, Any]]:
             parts = parts_to_restore(saved, objects, partial)
-            reading = Reading(saved, as_rank=self.comm.rank if same else 0)
+            as_rank = self.comm.rank if same else 0
+            reading = Reading(saved, as_rank, weights_only=weights_only)
             reading.check_fits(parts)
             return parts, reading.trees({**parts, _VALUES: None}), _remembered(parts)
 
@@ -393,7 +409,7 @@ class Checkpoint:
                     hint="restore() takes the latest",
                 )
             there = chosen
-        problems = [f"{path.name}: manifest.json cannot be read" for path in lost]
+        problems = list(lost.values())
         for saved in reversed(there):
             names = sorted(saved.manifest.files)[self.comm.rank :: self.comm.size]
             damages = self.comm.all_gather_object(folder.damage(saved, names))

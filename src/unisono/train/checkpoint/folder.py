@@ -11,10 +11,13 @@ import os
 import shutil
 import zlib
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+FORMAT = 2
+"""Version of what is written. 1, without a number in it, is that of unisono 0.2; both are read."""
 MANIFEST = "manifest.json"
 PARTIAL, REMOVED = ".saving-", ".removed-"
 _CHUNK = 1 << 22
@@ -35,6 +38,8 @@ class Manifest:
     files: dict[str, tuple[int, int]] = field(default_factory=dict)
     """Size and CRC-32 of each file."""
     metric: float | None = None
+    format: int = 1
+    """Version of the files; a manifest without one is of unisono 0.2."""
 
 
 @dataclass(frozen=True)
@@ -66,14 +71,26 @@ def _readable(directory: Path) -> list[Saved]:
 
 def _read(path: Path) -> Saved | None:
     try:
-        return Saved(path, Manifest(**json.loads((path / MANIFEST).read_text())))
+        manifest = Manifest(**json.loads((path / MANIFEST).read_text()))
+        return Saved(path, manifest) if manifest.format <= FORMAT else None
     except (OSError, ValueError, TypeError):
         return None
 
 
-def unreadable_in(directory: Path) -> list[Path]:
-    """Return what looks like a checkpoint but has lost its manifest."""
-    return [path for path in sorted(directory.glob("step-*")) if _read(path) is None]
+def unreadable_in(directory: Path) -> dict[Path, str]:
+    """Return what looks like a checkpoint and is none for us, and why."""
+    problems: dict[Path, str] = {}
+    for path in sorted(directory.glob("step-*")):
+        if _read(path) is None:
+            problems[path] = f"{path.name}: {MANIFEST} cannot be read"
+            with suppress(OSError, ValueError, TypeError, AttributeError):
+                number = json.loads((path / MANIFEST).read_text()).get("format", 1)
+                if number > FORMAT:
+                    problems[path] = (
+                        f"{path.name}: format {number} of a later unisono; this one reads formats "
+                        f"1 to {FORMAT}"
+                    )
+    return problems
 
 
 def commit(partial: Path, manifest: Manifest) -> None:

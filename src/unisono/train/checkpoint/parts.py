@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import sys
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -23,6 +24,7 @@ from unisono.train.checkpoint.pieces import (
     empty_like,
     is_leaf,
     put_together,
+    read_contents,
     shape_of,
     stored_name,
     taken_apart,
@@ -339,13 +341,15 @@ class Reading:
     Args:
         saved: the checkpoint.
         as_rank: the saved rank whose version counts, where ranks held different ones.
+        weights_only: whether to refuse objects that are more than plain data.
     """
 
-    def __init__(self, saved: Saved, as_rank: int) -> None:
+    def __init__(self, saved: Saved, as_rank: int, *, weights_only: bool = True) -> None:
+        self._weights_only = weights_only
         self._versions = saved.manifest.versions
         self._as_rank = as_rank
         self._reader = FileSystemReader(saved.path)
-        self._contents = self._reader.read_metadata()
+        self._contents = read_contents(saved.path)
         self._reader.set_up_storage_reader(self._contents, is_coordinator=True)
         self._rests: dict[str, dict[str, Any]] = {}
 
@@ -403,8 +407,17 @@ class Reading:
         return Shard(made, tuple(found.size), (0,) * made.dim()), made
 
     def _read(self, wanted: dict[str, Any]) -> None:
-        planner = LoadPlanner(wanted, self._contents)
-        self._reader.read_data(planner.create_local_plan(), planner).wait()
+        planner = LoadPlanner(wanted, self._contents, weights_only=self._weights_only)
+        try:
+            self._reader.read_data(planner.create_local_plan(), planner).wait()
+        except pickle.UnpicklingError as error:
+            objects = ", ".join(name.strip("~") or "values" for name in wanted)
+            raise CheckpointError.because(
+                f"Checkpoint.restore(): {objects}",
+                f"an object that is more than plain data ({str(error).splitlines()[0]})",
+                "to read it, code named in the file has to be run",
+                "restore(..., weights_only=False), if you trust the file as you trust code",
+            ) from None
 
 
 def parts_to_restore(saved: Saved, objects: Mapping[str, Any], partial: bool) -> dict[str, Part]:

@@ -9,11 +9,15 @@ from __future__ import annotations
 import hashlib
 import io
 import math
-from collections import OrderedDict
+import pathlib
+import pickle
+from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import PosixPath
 from typing import Any
 
+import numpy
 import torch
 from torch import Tensor
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
@@ -22,6 +26,7 @@ from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     Metadata,
     MetadataIndex,
+    StorageMeta,
     TensorProperties,
 )
 from torch.distributed.checkpoint.planner import (
@@ -144,6 +149,50 @@ def packed(value: object) -> bytes:
     out = io.BytesIO()
     torch.save(value, out)
     return out.getvalue()
+
+
+def unpacked(data: io.BytesIO, *, weights_only: bool) -> Any:
+    """Undo `packed`; code in it is run only if `weights_only` is false."""
+    numpy_array = [
+        (numpy.zeros(0).__reduce__()[0], "numpy.core.multiarray._reconstruct"),
+        (numpy.zeros(0).__reduce__()[0], "numpy._core.multiarray._reconstruct"),
+        (numpy.float64(0).__reduce__()[0], "numpy._core.multiarray.scalar"),
+        *(numpy.ndarray, numpy.dtype, defaultdict, deque, PosixPath),
+        *(type(numpy.dtype(code)) for code in "?bBhHiIlLqQefd"),
+    ]
+    with torch.serialization.safe_globals(numpy_array):
+        return torch.load(data, "cpu", weights_only=weights_only)
+
+
+_TYPES_OF_CONTENTS = {
+    "torch.distributed.checkpoint.metadata": {
+        *("Metadata", "MetadataIndex", "TensorProperties", "ChunkStorageMetadata", "StorageMeta"),
+        *("BytesStorageMetadata", "TensorStorageMetadata", "_MEM_FORMAT_ENCODING"),
+    },
+    "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
+    "torch.serialization": {"_get_layout"},
+    "torch": {"Size", *(str(x)[6:] for x in vars(torch).values() if isinstance(x, torch.dtype))},
+    "pathlib": {"PosixPath", "PurePosixPath", "WindowsPath", "PureWindowsPath"},
+    "collections": {"OrderedDict"},
+}
+
+
+class _PlainUnpickler(pickle.Unpickler):
+    """Reads a table of contents, which torch pickles, and nothing that could run code."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        if name not in _TYPES_OF_CONTENTS.get(module, ()):
+            raise pickle.UnpicklingError(f"{module}.{name} in a table of contents")
+        return super().find_class(module, name)
+
+
+def read_contents(path: pathlib.Path) -> Metadata:
+    """Return the table of contents of a checkpoint."""
+    with (path / ".metadata").open("rb") as file:
+        contents: Metadata = _PlainUnpickler(file).load()
+    if contents.storage_meta is None:
+        contents.storage_meta = StorageMeta()
+    return contents
 
 
 # Who writes which piece. What all ranks hold alike is written once, by the rank with least to
@@ -293,11 +342,15 @@ class LoadPlanner(DefaultLoadPlanner):
         wanted: blocks to be filled, by stored name; None where an object is wanted, which then
             takes its place.
         contents: the checkpoint's table of contents.
+        weights_only: whether to refuse objects that are more than plain data.
     """
 
-    def __init__(self, wanted: dict[str, Shard | Any], contents: Metadata) -> None:
+    def __init__(
+        self, wanted: dict[str, Shard | Any], contents: Metadata, *, weights_only: bool
+    ) -> None:
         super().__init__()
         self.wanted = wanted
+        self._weights_only = weights_only
         self.contents = contents
 
     def create_local_plan(self) -> LoadPlan:
@@ -317,7 +370,7 @@ class LoadPlanner(DefaultLoadPlanner):
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
         """Take an object."""
-        self.wanted[read_item.dest_index.fqn] = torch.load(value, "cpu", weights_only=False)
+        self.wanted[read_item.dest_index.fqn] = unpacked(value, weights_only=self._weights_only)
 
     def lookup_tensor(self, index: MetadataIndex) -> Tensor:
         """Return the block that waits for this tensor."""

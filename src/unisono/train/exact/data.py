@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -10,10 +10,16 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset, default_collate
 
+from unisono.comm.digest import digest
 from unisono.errors import PlatformError
 from unisono.launch.elastic.coordinator import Run, split
 from unisono.train.exact.shards import fresh
-from unisono.train.generators import seed_generators, seed_of
+from unisono.train.generators import (
+    random_states,
+    seed_generators,
+    seed_of,
+    set_random_states,
+)
 
 
 class Pair(NamedTuple):
@@ -109,6 +115,17 @@ class Shards(Dataset[Any]):
         samples = many(numbers) if many is not None else [self.data[i] for i in numbers]
         return _named((self._collate or default_collate)(samples))
 
+    def digest(self, *numbers: int) -> int:
+        """Return a number that is equal on members that hold the same samples of these numbers."""
+        before = random_states()
+        try:
+            seed_generators(seed_of(self.seed, "digest", *numbers))
+            samples = [self.data[number % self.samples] for number in numbers]
+            batch = (self._collate or default_collate)(samples)
+        finally:
+            set_random_states(before)
+        return seed_of([digest(x) for x in _tensors_in(batch)])
+
 
 class Loader:
     """Fetches shards, ahead of time in `workers` processes if there are any."""
@@ -161,6 +178,17 @@ class _Ahead:
         for step in range(self.step, self.last):
             for shard in self.numbers:
                 yield step, shard
+
+
+def _tensors_in(value: Any) -> Iterator[Tensor]:
+    """Yield the tensors in nested lists, tuples and mappings."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, Mapping):
+        yield from _tensors_in(list(value.values()))
+    elif isinstance(value, list | tuple):
+        for part in value:
+            yield from _tensors_in(part)
 
 
 def _as_it_is(batch: Any) -> Any:

@@ -37,6 +37,8 @@ from unisono.train.exact.shards import Layout, nodes_in, tree_sum, undisturbed
 from unisono.train.generators import seed_generators, seed_of
 
 Closure = Callable[[Any], Tensor]
+_DATA_EVERY = 64
+"""Steps between two comparisons of a sample over members."""
 
 _COMMUNICATE = {
     *("DataParallel", "DistributedDataParallel", "FullyShardedDataParallel", "SyncBatchNorm")
@@ -351,7 +353,10 @@ class ElasticRun:
 
     def _join(self, link: Link) -> None:
         """Become a member: with the state of another one, or as the first."""
-        link.join(self._facts, self._layout.board_bytes, len(self.shards.cuts), self.number)
+        samples = self.shards.samples
+        # Not a fact of a checkpoint, which may go on with other data.
+        facts = {**self._facts, "data": self.shards.digest(0, samples // 2, samples - 1)}
+        link.join(facts, self._layout.board_bytes, len(self.shards.cuts), self.number)
         while (order := link.order())["kind"] == "load":
             state = link.get_state(order)
             if state is not None:
@@ -416,7 +421,8 @@ class ElasticRun:
             sorted((name, value) for name, value in group.items() if name != "params")
             for group in self.optimizer.param_groups
         ]
-        return seed_of(settings, self._changed) >> 1
+        data = self.shards.digest(self.number) if self.number % _DATA_EVERY == 0 else 0
+        return seed_of(settings, self._changed, data) >> 1
 
     # Compute.
 
@@ -593,8 +599,9 @@ class ElasticRun:
         if len(ways) > 1:
             parted = " and ".join(f"ranks {ranks}" for ranks in ways.values())
             why = (
-                f"{parted} came to step {step.number} with other parameters, buffers or settings "
-                "of the optimizer: their programs changed them between steps, and not alike"
+                f"{parted} came to step {step.number} with other parameters, buffers, settings of "
+                "the optimizer or data: their programs changed them between steps, and not alike, "
+                f"or sample {step.number % self.shards.samples} is not the same on all of them"
             )
             link.tell("mismatch", why=why)
             while True:  # the launcher ends all

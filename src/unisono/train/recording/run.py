@@ -174,6 +174,10 @@ class Run:
         self._buffer: list[tuple[int, int, int, int, dict[str, Any]]] = []
         self._flushed_ns = 0
         self._count = 0
+        self._names: set[str] = set()
+        """Metrics of the latest step that no call has named."""
+        self._logged_at = 0
+        """Optimizer steps when it was logged."""
         self._spans: deque[tuple[str, int, int]] = deque(
             maxlen=max(200, min(KEPT_SPANS, 100_000 // self._size))
         )
@@ -196,14 +200,23 @@ class Run:
         """Note the value of some metrics at a step; see `unisono.train.log`. Local."""
         now = time.perf_counter_ns()
         taken = {name: _number(name, value) for name, value in values.items()}
-        if step is None:
-            step, self._count = self._count, self._count + 1
-        else:
-            step = _step(step)
+        step = self._implied_step(taken) if step is None else _step(step)
         recorder = self.recorder
         self._buffer.append((step, now, recorder.blocked_ns, recorder.wait_ns, taken))
         if now - self._flushed_ns > FLUSH_NS:
             self._flush(now)
+
+    def _implied_step(self, names: Iterable[str]) -> int:
+        """Return the step of a call that names none.
+
+        Calls between two steps of an optimizer belong together, unless a name comes again.
+        """
+        has_stepped, self._logged_at = self._mark_count != self._logged_at, self._mark_count
+        if self._count == 0 or has_stepped or not self._names.isdisjoint(names):
+            self._count += 1
+            self._names = set()
+        self._names |= set(names)
+        return self._count - 1
 
     @contextmanager
     def span(self, name: str) -> Iterator[None]:
@@ -444,7 +457,8 @@ def log(*, step: int | None = None, **values: Any) -> None:
     here, but when they are written, up to five times a second.
 
     Args:
-        step: number of the step; counted from 0 if left out.
+        step: number of the step. Left out, it is counted from 0: a call begins a new step if an
+            optimizer has stepped since the call before, or if it repeats a metric.
         values: one keyword a metric.
 
     >>> log(loss=0.5, samples=64)

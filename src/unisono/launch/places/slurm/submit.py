@@ -167,13 +167,12 @@ def script_text(request: Request) -> str:
 
     platform = request.platform
     try:
-        chosen = cluster.choose_partition(platform, cluster.partitions(timeout_s=10.0))
-    except PlatformError:
-        if not cluster.missing_programs():
-            raise
-        # No cluster here: what the caller said must do.
+        known = cluster.partitions(timeout_s=10.0)
+    except PlatformError:  # no cluster here: what the caller said must do
         partition = platform.partition if platform.is_explicit("partition") else None
         chosen = partition, platform.timeout_min
+    else:
+        chosen = cluster.choose_partition(platform, known)
     directory = parent_of(request) / f"{platform.name}-XXXXXXXX"
     task = SlurmTask(directory, plan_of(request, b""), frozenset(), has_prefix=False)
     with tempfile.TemporaryDirectory(prefix="unisono-dry-") as folder:

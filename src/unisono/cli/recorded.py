@@ -1,9 +1,10 @@
-"""`unisono trace`: the table of a saved trace, and its file for Perfetto."""
+"""`unisono report` and `unisono trace`: what recorded runs and traced collectives have left."""
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -14,20 +15,52 @@ from unisono.errors import PlatformError
 
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Add this command to the command line."""
-    parser = commands.add_parser(
+    """Add both commands to the command line."""
+    report = commands.add_parser(
+        "report",
+        help="build and open the report of a recorded run",
+        description="Rebuild the report of a run that `unisono run --record` or `train.record` "
+        "recorded from what its ranks wrote, and open it. Also works during the run.",
+    )
+    report.add_argument("directory", type=Path, metavar="DIR", help="such as runs/NAME")
+    report.add_argument(
+        "--against", type=Path, nargs="+", metavar="DIR", help="other runs to compare it with"
+    )
+    report.add_argument("--no-open", action="store_true", help="only build it")
+    report.set_defaults(execute=_report)
+    trace = commands.add_parser(
         "trace",
         help="summarise a trace of collectives",
         description="Print calls, bytes, time and waiting time of every collective in a trace that "
         "UNISONO_TRACE=FILE or comm.trace(FILE) wrote.",
     )
-    parser.add_argument("path", type=Path, help="a trace file, or a directory with some")
-    parser.add_argument("--chrome", type=Path, metavar="OUT", help="merge all events into a file")
-    parser.add_argument("--json", action="store_true", help="print the events as JSON")
-    parser.set_defaults(execute=execute)
+    trace.add_argument("path", type=Path, help="a trace file, or a directory with some")
+    trace.add_argument("--chrome", type=Path, metavar="OUT", help="merge all events into a file")
+    trace.add_argument("--json", action="store_true", help="print the events as JSON")
+    trace.set_defaults(execute=_trace)
 
 
-def execute(args: argparse.Namespace) -> int:
+def _report(args: argparse.Namespace) -> int:
+    """Build the page, print its path, open it."""
+    from unisono.train.recording.report import build_report
+
+    path = build_report(args.directory, against=args.against)
+    print(path)
+    if not args.no_open and _has_screen():
+        import webbrowser
+
+        webbrowser.open(path.absolute().as_uri())
+    return OK
+
+
+def _has_screen() -> bool:
+    """Whether a browser would have a screen to show a page on."""
+    if sys.platform in ("darwin", "win32"):
+        return True
+    return any(os.environ.get(name) for name in ("DISPLAY", "WAYLAND_DISPLAY"))
+
+
+def _trace(args: argparse.Namespace) -> int:
     """Read the files, print the table, write the joined file if asked."""
     events = [event for path in _files(args.path) for event in _load(path)]
     if args.json:

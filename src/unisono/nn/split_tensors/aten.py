@@ -1,0 +1,512 @@
+"""From a torch function to aten operators, and what every operator may do with blocks.
+
+Below torch's functions method, function, in-place form and `axis=` are one operator with one
+schema. An operator runs on blocks where it does not act along the cut dims: its schema names the
+dims, or the table below does, and kernels without data show where a dim goes. An operator that acts
+along a cut dim runs with the cut moved to another dim; an operator made of others is taken apart.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._ops import OpOverload
+
+from unisono.comm import Communicator
+from unisono.expect import is_integer
+from unisono.nn.split_tensors.blocks import placed, pointwise
+from unisono.nn.split_tensors.memory import address
+from unisono.nn.split_tensors.preview import described, tensors_in, with_tensors, without_data
+from unisono.nn.split_tensors.tensor import (
+    RULES,
+    Cut,
+    NeedsWhole,
+    NoRule,
+    Run,
+    Split,
+    along_same_axes,
+    by_rule,
+    gather_all,
+    is_pointwise_operator,
+    moved,
+    set_aten,
+    splits_in,
+    without_cuts,
+)
+from unisono.topology.decompose import split_sizes
+
+_key = torch._C.DispatchKey
+_keys = torch._C.DispatchKeySet
+_exclude_set = torch._C._dispatch_tls_local_exclude_set
+_include_set = torch._C._dispatch_tls_local_include_set
+_AUTOGRAD = (
+    _keys(_key.AutogradFunctionality) | _keys(_key.AutogradOther) | _keys(_key.AutogradNestedTensor)
+    | _keys(_key.ADInplaceOrView)
+)  # fmt: skip
+"""Left out on the way down: operators on blocks record derivatives, those on wrappers do not."""
+
+# -- what an operator does with its dims ----------------------------------------------------------
+
+_DIM_NAMES = frozenset("dim dims axis dim0 dim1 dim2 dimension".split())  # noqa: SIM905
+_NOT_ALONG = frozenset(
+    """renorm _weight_norm _weight_norm_interface norm_except_dim diag_embed unique_dim
+    unique_consecutive unique_dim_consecutive segment_reduce linalg_tensorsolve tile hash_tensor
+    fake_quantize_per_channel_affine fake_quantize_per_channel_affine_cachemask quantize_per_channel
+    stack _stack cat unsqueeze select_scatter diagonal_scatter linalg_norm""".split()  # noqa: SIM905
+)
+"""Operators whose dim is not the one that they act along, or one of the result."""
+
+ALL, ALL_BUT_BATCH = -1, -2
+_LAST_DIMS: dict[str, tuple[int, ...]] = {
+    **dict.fromkeys("one_hot polar complex view_as_real linalg_vander isreal".split(), (0,)),  # noqa: SIM905
+    "bucketize": (0, ALL), "isin": (0, ALL), "embedding": (ALL, 0), "take": (ALL, 0),
+    "searchsorted": (1, 1), "view_as_complex": (1,), "diag_embed": (1,),
+    "bilinear": (1, 1, ALL, ALL), "stft": (1, ALL),
+    **dict.fromkeys(
+        """tril triu cholesky cholesky_inverse cholesky_solve inverse det logdet slogdet svd qr
+        geqrf triangular_solve matrix_exp matrix_power pinverse cdist _cdist_forward nuclear_norm
+        col2im
+        matrix_H""".split(),  # noqa: SIM905
+        (2,),
+    ),
+    "orgqr": (2, 1), "ormqr": (2, 1, 2), "linalg_householder_product": (2, 1),
+    "lu_solve": (2, 2, 1), "linalg_lu_solve": (2, 1, 2),
+    "linalg_ldl_solve": (2, 1, 2), "linalg_pinv": (2, 0, 0), "linalg_matrix_rank": (2, 0, 0),
+    "im2col": (3,), "pixel_shuffle": (3,), "pixel_unshuffle": (3,),
+    **dict.fromkeys(["grid_sampler", "grid_sampler_2d", "grid_sampler_3d"], (ALL_BUT_BATCH,)),
+}  # fmt: skip
+"""Dims at the end of each tensor among the arguments that an operator acts along; the last number
+holds for further ones. What comes before is a batch."""
+_ALONG = {"channel_shuffle": (1,), "native_channel_shuffle": (1,), "msort": (0,)}
+"""Dims that operators act along without naming them."""
+_MATRICES = re.compile(
+    r"_?linalg_(cholesky|cond|det|eig|inv|ldl|lstsq|lu|matrix_exp|matrix_power|qr|slogdet|solve|svd)"
+)
+_IMAGES = re.compile(r"_?(?:adaptive_|avg_|max_|reflection_|replication_|upsample_).*?([123])d")
+
+
+_PLACED_BY_DATA = re.compile("index|gather|scatter|take|embedding|one_hot")
+"""Operators that raise for some data: on a CPU, kernels look whether an index is in range."""
+
+
+@dataclass(frozen=True)
+class _Operand:
+    """A tensor among the arguments."""
+
+    tensor: Tensor
+    batch: tuple[int, ...]
+    """Dims along which the operator does not act, the last one first: equal places go together."""
+
+
+def _bound(op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments by name, with the defaults of the schema."""
+    return {
+        argument.name: args[i]
+        if i < len(args)
+        else kwargs.get(argument.name, argument.default_value)
+        for i, argument in enumerate(op._schema.arguments)
+    }
+
+
+def _operands(op: OpOverload, values: Mapping[str, Any]) -> list[_Operand]:
+    """Return the tensors, and the dims of each along which the operator does not act.
+
+    Raises:
+        NoRule: not known.
+    """
+    name = _name(op).rstrip("_")
+    tensors = [x for x in values.values() if isinstance(x, Tensor)]
+    if name in ("index", "_unsafe_index"):
+        return _indexed(values["self"], values["indices"])
+    if len(tensors) < len(list(tensors_in(values))):
+        raise NoRule(f"no rule for lists of tensors in {name}")
+    last = _LAST_DIMS.get(name)
+    if last is None and _MATRICES.match(name):
+        last = (2,)
+    if last is None and (image := _IMAGES.match(name)):
+        last = (int(image[1]),)
+    if last is not None:
+        counts = [last[min(i, len(last) - 1)] for i in range(len(tensors))]
+        return [
+            _Operand(x, tuple(range(_batch_dims(x, count) - 1, -1, -1)))
+            for x, count in zip(tensors, counts, strict=True)
+        ]
+    named = _DIM_NAMES & values.keys()
+    lead, acted = tensors[0], set(_ALONG.get(name, ()))
+    if not (named or acted) or name in _NOT_ALONG:
+        raise NoRule(f"no rule for {name}")
+    for key in named:
+        dims = values[key]
+        listed: Iterable[int] = [dims] if is_integer(dims) else dims or range(lead.ndim)
+        acted.update(d % max(lead.ndim, 1) for d in listed)
+    free = [d for d in range(lead.ndim - 1, -1, -1) if d not in acted]
+    for x in tensors:
+        if x.ndim == lead.ndim and any(x.shape[d] != lead.shape[d] for d in free):
+            raise NoRule(f"{name} of tensors of unlike sizes")
+    return [_Operand(x, tuple(free) if x.ndim == lead.ndim else ()) for x in tensors]
+
+
+def _indexed(x: Tensor, indices: Sequence[Tensor | None]) -> list[_Operand]:
+    """Return the dims of `x[:, i, j]` that no index is for, or those of the indices."""
+    some = [i for i in indices if i is not None]
+    if any(i.dtype in (torch.bool, torch.uint8) for i in some):
+        raise NoRule("data that decides how many points there are")
+    free = [d for d in range(x.ndim - 1, -1, -1) if d >= len(indices) or indices[d] is None]
+    if isinstance(x, Split):
+        return [_Operand(x, tuple(free)), *[_Operand(i, ()) for i in some]]
+    return [_Operand(x, ()), *[_Operand(i, tuple(range(i.ndim - 1, -1, -1))) for i in some]]
+
+
+def _batch_dims(x: Tensor, acted: int) -> int:
+    if acted == ALL:
+        return 0
+    return min(1, x.ndim) if acted == ALL_BUT_BATCH else max(0, x.ndim - acted)
+
+
+_PLACES: dict[Any, tuple[int | None, ...] | None] = {}
+_MOST = 8192
+
+
+def _places(
+    op: OpOverload,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    operands: Sequence[_Operand],
+    label: int,
+) -> tuple[int | None, ...] | None:
+    """Return the dim of each result in which a dim of the batch comes out; None if not in all.
+
+    One point more along the dim: torch's kernels without data show where it appears.
+    """
+    grown = {
+        id(x.tensor): x.batch[label]
+        for x in operands
+        if label < len(x.batch) and x.tensor.shape[x.batch[label]] != 1
+    }
+    tensors: list[Tensor] = []
+    key = op, label, described((args, kwargs), tensors), torch.get_default_dtype()
+    try:
+        if key in _PLACES:
+            return _PLACES[key]
+    except TypeError:  # an argument without a hash
+        return None
+    if len(_PLACES) >= _MOST:
+        _PLACES.clear()
+
+    def shapes(more: int) -> list[Tensor]:
+        empty = {
+            id(x): without_data(x)
+            if id(x) not in grown
+            else torch.empty(
+                [n + more * (d == grown[id(x)]) for d, n in enumerate(x.shape)],
+                dtype=x.dtype,
+                device="meta",
+            )
+            for x in tensors
+        }
+        call = with_tensors((args, kwargs), lambda x: empty[id(x)])
+        return list(tensors_in(op(*call[0], **call[1])))
+
+    found: list[int | None] | None = []
+    try:
+        with torch.no_grad():
+            for one, other in zip(shapes(0), shapes(1), strict=True):
+                unlike = [d for d in range(one.ndim) if one.shape[d] != other.shape[d]]
+                if one.ndim == other.ndim and one.numel() == other.numel() == 0:
+                    found.append(None)
+                elif one.ndim == other.ndim and len(unlike) == 1:
+                    found.append(unlike[0])
+                else:
+                    found = None
+                    break
+    except Exception:  # sizes that other arguments fix, or no kernel without data
+        found = None
+    _PLACES[key] = None if found is None else tuple(found)
+    return _PLACES[key]
+
+
+def _on_blocks(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run an operator on blocks, along dims on which it does not act."""
+    if torch.Tag.nondeterministic_seeded in op.tags:
+        raise NoRule(f"{_name(op)} draws for whole tensors")
+    operands = _operands(op, _bound(op, args, kwargs))
+    run = next(x.run for x in splits_in((args, kwargs)))
+    layout: dict[int, Cut] = {}
+    stray: list[tuple[_Operand, int, Cut]] = []
+    for operand in operands:
+        x = operand.tensor
+        for dim, cut in x.cuts.items() if isinstance(x, Split) else ():
+            if any(cut.comm == other.comm for other in layout.values()):
+                continue
+            if dim in operand.batch and operand.batch.index(dim) not in layout:
+                layout[operand.batch.index(dim)] = cut
+            else:
+                stray.append((operand, dim, cut))
+    places = {
+        label: found
+        for label in layout
+        if (found := _places(op, args, kwargs, operands, label)) is not None
+    }
+    if len(places) < len(layout):
+        raise NoRule(f"{_name(op)} acts along the cut")
+    for operand, _, cut in stray:
+        if any(cut.comm == other.comm for other in layout.values()):
+            continue
+        if op._schema.is_mutable:
+            raise NoRule("changed in place along the cut")
+        label, found = _other_label(op, args, kwargs, operands, operand, cut, layout)
+        layout[label], places[label] = (
+            Cut(
+                split_sizes(operand.tensor.shape[operand.batch[label]], cut.comm.size),
+                cut.comm,
+                joins=cut.joins,
+            ),
+            found,
+        )
+    blocks = {id(x.tensor): _block(x, layout, run) for x in operands}
+    call = with_tensors((args, kwargs), lambda x: blocks[id(x)])
+    target = args[0] if op._schema.is_mutable else None
+    if target is not None and not (
+        isinstance(target, Split) and blocks[id(target)] is target.local
+    ):
+        raise NoRule("changed in place by a tensor that is cut in another way")
+    if _PLACED_BY_DATA.search(_name(op)) and operands[0].tensor.is_cpu:
+        result = _alike(lambda: op(*call[0], **call[1]), run.ranks_of(layout.values()))
+    else:
+        result = op(*call[0], **call[1])
+    if target is not None:
+        return target
+    made = iter(range(len(list(tensors_in(result)))))
+
+    def whole(local: Tensor) -> Tensor:
+        i = next(made)
+        cuts = {d: layout[label] for label, of in places.items() if (d := of[i]) is not None}
+        return _moved_back(Split(local, cuts, run), stray, operands[0]) if cuts else local
+
+    return with_tensors(result, whole)
+
+
+def _alike(compute: Callable[[], Any], comm: Communicator | None) -> Any:
+    """Return what is computed; where an index of any rank is out of range, all ranks raise."""
+    error: Exception | None = None
+    result = None
+    try:
+        result = compute()
+    except (IndexError, RuntimeError) as caught:
+        error = caught
+    if comm is not None and any(row[0] for row in comm.all_gather_ints([error is not None])):
+        texts = comm.all_gather_object(None if error is None else (type(error), str(error)))
+        rank, (kind, text) = next((i, found) for i, found in enumerate(texts) if found is not None)
+        raise kind(f"{text} (in the block of rank {rank})") from error
+    if error is not None:
+        raise error
+    return result
+
+
+def _block(x: _Operand, layout: Mapping[int, Cut], run: Run) -> Tensor:
+    """Return the block of an argument for work on blocks of a layout."""
+    cuts, rest = dict[int, Cut](), list[Cut]()
+    for label, cut in layout.items():
+        dim = x.batch[label] if label < len(x.batch) else None
+        if dim is None or x.tensor.shape[dim] == 1:
+            rest.append(cut)
+        else:
+            cuts[dim] = cut
+    return placed(x.tensor, cuts, rest, run)
+
+
+def _other_label(
+    op: OpOverload,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    operands: Sequence[_Operand],
+    operand: _Operand,
+    cut: Cut,
+    layout: Mapping[int, Cut],
+) -> tuple[int, tuple[int | None, ...]]:
+    """Return a dim that can be cut instead of one that the operator acts along."""
+    ranks, shape = cut.comm.size, operand.tensor.shape
+    labels = [i for i, d in enumerate(operand.batch) if i not in layout and shape[d] >= ranks]
+    for label in sorted(labels, key=lambda i: (shape[operand.batch[i]] % ranks != 0, -i)):
+        found = _places(op, args, kwargs, operands, label)
+        if found is not None:
+            return label, found
+    raise NoRule(f"{_name(op)} acts along the cut, and no other dim can be cut instead")
+
+
+def _moved_back(y: Split, stray: Sequence[tuple[_Operand, int, Cut]], lead: _Operand) -> Split:
+    """Return a result with cuts where the arguments have them, as far as it has these dims."""
+    for operand, dim, cut in stray:
+        here = [d for d, other in y.cuts.items() if other.comm == cut.comm]
+        is_alike = operand.tensor is lead.tensor and y.ndim == lead.tensor.ndim
+        if not is_alike or not here or dim in y.cuts or y.shape[dim] < cut.comm.size:
+            continue
+        is_same = y.shape[dim] == sum(cut.sizes)
+        sizes = cut.sizes if is_same else split_sizes(y.shape[dim], cut.comm.size)
+        y = moved(y, here[0], dim, sizes)
+    return y
+
+
+# -- from a function to its operators -------------------------------------------------------------
+
+
+class _Way(threading.local):
+    """What a torch function on its way down to operators knows."""
+
+    name: str = ""
+    changed: tuple[Tensor, ...] = ()
+    """Arguments that the function changes."""
+    memory: frozenset[int] = frozenset()
+    """Where the blocks of its arguments lie; memory that lies elsewhere is its own."""
+    shows: bool = False
+    """Whether an operator has made a view."""
+    excluded: Any = None
+    """Keys that are left out on this way only; None outside of it."""
+
+
+_WAY = _Way()
+_NO_MEMORY = re.compile(
+    "tensor subclasses|not allocated yet|have storage|data pointer|Overloaded torch operator"
+)
+"""What torch says where code looks for the memory of a tensor that has none."""
+
+
+def through_aten(
+    func: Callable[..., Any],
+    name: str,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    changed: Sequence[Tensor],
+    is_previewed: bool = True,
+) -> Any:
+    """Return what a torch function makes of split tensors, operator by operator.
+
+    Raises:
+        NoRule: something is changed in place that no rank could change, or it is not known whether
+            the result is a view (without `is_previewed`).
+    """
+    run = next(x.run for x in splits_in((args, kwargs)))
+    before = _WAY.name, _WAY.changed, _WAY.memory, _WAY.excluded
+    excluded = _AUTOGRAD - _exclude_set()
+    memory = frozenset(address(x.local) for x in splits_in((args, kwargs)))
+
+    def shown(x: Tensor) -> Tensor:
+        # All that has a derivative goes through the operators below, which record it.
+        return x if isinstance(x, Split) or not _has_slope(x) else without_cuts(x, run)
+
+    args, kwargs = with_tensors((args, kwargs), shown)
+    _WAY.name, _WAY.changed, _WAY.excluded = name, tuple(changed), excluded
+    _WAY.memory = before[2] | memory if before[2] and before[3] is None and before[0] else memory
+    if before[3] is None and not before[0]:
+        _WAY.shows = False
+    try:
+        with torch._C._ExcludeDispatchKeyGuard(excluded):
+            result = func(*args, **kwargs)
+    except RuntimeError as error:
+        if _NO_MEMORY.search(str(error)) is None:
+            raise
+        raise NoRule("a function that reads memory") from error
+    finally:
+        _WAY.name, _WAY.changed, _WAY.memory, _WAY.excluded = before
+    if _WAY.shows and not is_previewed:
+        raise NoRule("data that decides what is shown")
+    return with_tensors(result, lambda x: x.local if isinstance(x, Split) and not x.cuts else x)
+
+
+def _has_slope(x: Tensor) -> bool:
+    return x.requires_grad and torch.is_grad_enabled()
+
+
+def on_operator(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Return what an operator makes of split tensors, on the way down from a torch function."""
+    run = next(x.run for x in splits_in((args, kwargs)))
+    _WAY.shows = _WAY.shows or op.is_view
+    way = _WAY.name, _WAY.changed, _WAY.excluded
+    try:
+        with torch._C._ForceDispatchKeyGuard(_include_set(), _exclude_set() - way[2]):
+            _WAY.excluded = None
+            result = _by_operator(op, args, kwargs)
+    finally:
+        _WAY.name, _WAY.changed, _WAY.excluded = way
+    first = args[0] if op._schema.is_mutable and args else None
+    is_plain = isinstance(first, Tensor) and not isinstance(first, Split) and _has_slope(first)
+    if is_plain and not any(first is x for x in _WAY.changed):
+        raise NoRule("a plain tensor inside of it that has got a derivative")
+    keeps = torch.is_grad_enabled()
+    return with_tensors(
+        result, lambda x: x if isinstance(x, Split) or not keeps else without_cuts(x, run)
+    )
+
+
+def is_on_way() -> bool:
+    """Whether a call from below torch's functions comes from one that is on its way down."""
+    return _WAY.excluded is not None
+
+
+def _name(op: OpOverload) -> str:
+    return op._schema.name.removeprefix("aten::")
+
+
+def _by_operator(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    name, changes = _name(op), op._schema.is_mutable
+    if changes and not _may_change(args[0] if args else None):
+        raise NoRule(f"{name} of a part of a split tensor")
+    args, kwargs = along_same_axes(_WAY.name, args, kwargs)
+    if next(splits_in((args, kwargs)), None) is None:
+        return op(*args, **kwargs)
+    need: NeedsWhole | None = None
+    reason = f"no rule for {name}"
+    for attempt in _attempts(op, name):
+        try:
+            return attempt(op, args, kwargs)
+        except NoRule as no:
+            reason = str(no)
+        except NeedsWhole as whole:
+            need, reason = whole, str(whole)
+    if need is not None and name in RULES:
+        try:
+            return by_rule(RULES[name], op.overloadpacket, _WAY.name, args, kwargs)
+        except NoRule as no:
+            reason = str(no)
+    elif torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), "CompositeImplicitAutograd"):
+        return _taken_apart(op, args, kwargs)
+    if changes:
+        raise NoRule(reason)
+    return gather_all(op, _WAY.name, reason, args, kwargs, ())
+
+
+def _may_change(x: Any) -> bool:
+    """Whether an operator inside of a function may change a tensor: nothing shows parts of it."""
+    if not isinstance(x, Split) or any(x is y or x.local is y for y in _WAY.changed):
+        return True
+    return address(x.local) not in _WAY.memory and x.memory is None and x.local._base is None
+
+
+def _attempts(op: OpOverload, name: str) -> Iterator[Callable[..., Any]]:
+    how = RULES.get(name) or RULES.get(name.removesuffix("_copy"))
+    if how is not None:
+        yield lambda op, args, kwargs: how(op.overloadpacket, *args, **kwargs)
+    elif is_pointwise_operator(op) or _is_special(op, name):
+        yield lambda op, args, kwargs: pointwise(op, *args, **kwargs)
+    yield _on_blocks
+
+
+def _is_special(op: OpOverload, name: str) -> bool:
+    """Whether it is a special function of points: torch tags few of them."""
+    return name.startswith("special_") and all(a.name != "dim" for a in op._schema.arguments)
+
+
+def _taken_apart(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Return what the operators make of which this one consists."""
+    parts = functools.partial(op._op_dk, _key.CompositeImplicitAutograd)
+    return through_aten(parts, _WAY.name, args, kwargs, _WAY.changed)
+
+
+set_aten(through_aten, on_operator, is_on_way)

@@ -1,0 +1,420 @@
+"""Why two forms of a program differ: the first difference, and the evidence around it."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from unisono.errors import compress_ranks
+from unisono.testing.comparing.forms import Difference, Form, apart, differences
+from unisono.testing.comparing.probe import Key, Note
+
+EQUAL = "equal up to rounding"
+ROUNDING = "summation order only"
+RANDOM = "not deterministic even on one rank"
+BATCH = "batch content"
+BATCH_SIZE = "batch size"
+START = "initial parameters"
+SETTING = "learning rate"
+OPTIMIZER = "optimizer settings"
+BATCH_NORM = "BatchNorm statistics"
+DROPOUT = "dropout masks"
+MEANS = "mean of means"
+CUT = "a collective without derivative"
+UNSYNCED = "gradients are not averaged"
+SCALED = "gradients are scaled"
+LOSS = "loss"
+BUFFERS = "buffers"
+MODULE = "a module"
+
+
+@dataclass(frozen=True)
+class Cause:
+    """Why forms differ."""
+
+    name: str
+    """One of the causes above."""
+    evidence: str
+    """What shows it, with numbers."""
+    hint: str = ""
+    """What to write instead."""
+
+
+def first_real(base: Form, other: Form) -> Difference | None:
+    """Return the first difference that rounding does not explain."""
+    return next((d for d in differences(base, other) if d.is_real), None)
+
+
+def nondeterminism(base: Form, again: Form) -> Cause | None:
+    """Return why two runs of the very same form differ, if they do."""
+    found = next((d for d in differences(base, again) if d.distance > 0), None)
+    if found is None:
+        return None
+    seeds = [form.recordings[0].seeds for form in (base, again)]
+    unseeded = bool(seeds[0]) and seeds[0][:1] != seeds[1][:1]
+    why = "the random state differs from the first step on" if unseeded else "random states agree"
+    return Cause(
+        RANDOM,
+        f"{found.key} of step {found.key.step} differs by {found.distance:.2g} between two runs on "
+        f"{base.size} rank{'s' * (base.size > 1)}; {why}",
+        "torch.manual_seed(0) before the model and the data are made"
+        if unseeded
+        else "torch.use_deterministic_algorithms(True); a fixed order of data and workers",
+    )
+
+
+def explain(base: Form, other: Form) -> Cause:
+    """Return why a form differs from the first one."""
+    sizes = _batch_cause(base, other)
+    found = first_real(base, other)
+    if found is None:
+        if sizes is not None:
+            return sizes
+        return _rounding(base, other)
+    if sizes is not None and found.key.kind not in ("start", "setting"):
+        # A step that differs in its rows differs in everything after them.
+        step = _first_unlike_rows(base, other)
+        if step is None or step <= found.key.step:
+            return sizes
+    key = found.key
+    by_kind = {
+        "start": _start,
+        "setting": _setting,
+        "batch": _batch_values,
+        "output": _output,
+        "loss": _loss,
+        "gradient": _gradient,
+        "parameter": _parameter,
+        "state": _parameter,
+        "buffer": _buffer,
+    }
+    return by_kind[key.kind](base, other, found)
+
+
+def _rounding(base: Form, other: Form) -> Cause:
+    worst = max(differences(base, other), key=lambda d: d.ulps / d.bound, default=None)
+    same = _same_rows(other)
+    note = f"; {same}" if same else ""
+    if worst is None or worst.ulps == 0:
+        return Cause(EQUAL, f"no tensor differs at all{note}")
+    return Cause(
+        EQUAL,
+        f"{ROUNDING}: at most {worst.ulps:.1f} units in the last place, at {worst.key} of step "
+        f"{worst.key.step}; another order of sums explains {worst.bound:.0f}{note}",
+    )
+
+
+def _same_rows(form: Form) -> str:
+    """Say so if all ranks see the same batches."""
+    if form.size == 1 or form.steps == 0:
+        return ""
+    batches = [[note.rows for note in r.notes if note.key.kind == "batch"] for r in form.recordings]
+    is_same = bool(batches[0]) and all(rows == batches[0] for rows in batches)
+    return "but all ranks train on the same rows, so they share no work" if is_same else ""
+
+
+# -- batches --------------------------------------------------------------------------------------
+
+
+def _first_unlike_rows(base: Form, other: Form) -> int | None:
+    """Return the first step in which the ranks together see other rows than the first form."""
+    for step in range(min(base.steps, other.steps)):
+        ours, theirs = base.rows(step), other.rows(step)
+        is_replicated = (
+            bool(_same_rows(other)) and other.batch_sizes(step)[:1] == (base.batch_sizes(step)[:1])
+        )
+        if ours is None or theirs is None or is_replicated or _are_blocks(base, other, step):
+            continue
+        if ours != theirs:
+            return step
+    return None
+
+
+def _are_blocks(base: Form, other: Form, step: int) -> bool:
+    """Whether inputs are cut inside of rows, as in a split network: digests of rows say nothing."""
+    key = Key(step, "batch", "input 0", 0)
+    ours, theirs = base.of(key), other.of(key)
+    if not ours or not theirs or theirs[0].is_shard:
+        return True
+    return (
+        len(theirs) > 1
+        and all(len(note.rows or ()) == len(ours[0].rows or ()) for note in theirs)
+        and sum(note.moments.elements for note in theirs) == ours[0].moments.elements
+    )
+
+
+def _batch_cause(base: Form, other: Form) -> Cause | None:
+    """Return what is wrong with the rows that ranks see."""
+    step = _first_unlike_rows(base, other)
+    if step is None:
+        if base.steps == other.steps:
+            return None
+        step = min(base.steps, other.steps)
+        return Cause(
+            BATCH,
+            f"{base.steps} steps on {base.size} rank{'s' * (base.size > 1)}, {other.steps} on "
+            f"{other.size}",
+            "as many batches in each form; drop_last alike",
+        )
+    ours, theirs = base.rows(step), other.rows(step)
+    if ours is None or theirs is None:
+        return None
+    total, count = theirs.total(), ours.total()
+    sizes = other.batch_sizes(step)
+    where = f"step {step}: {count} rows on {base.size} rank{'s' * (base.size > 1)}, {total} on "
+    where += f"{other.size} ({' + '.join(map(str, sizes))})"
+    twice = [row for row, n in theirs.items() if n > ours.get(row, 1)]
+    missing = ours - theirs
+    sampler = next((r.padded for r in other.recordings if r.padded), "")
+    if twice and sampler and _is_rare(other, twice, step):
+        return Cause(
+            BATCH,
+            f"{where}; {len(twice)} rows come twice: a sampler pads by repeating them, {sampler}",
+            "DistributedSampler(..., drop_last=True), or uneven shares with model.join()",
+        )
+    if total != count and total == count * other.size and not twice:
+        return Cause(
+            BATCH_SIZE,
+            f"{where}: each rank takes as many rows as one rank does, so a step is "
+            f"{other.size} times as large",
+            f"batch_size // {other.size} on each rank, or scale learning rate and schedule",
+        )
+    lost = _positions(base, step, missing)
+    if twice:
+        by_rank = _ranks_with(other, step, set(twice))
+        return Cause(
+            BATCH,
+            f"{where}; {len(twice)} rows are seen by more than one rank "
+            f"(ranks {compress_ranks(by_rank)}), {missing.total()} of the first form are missing"
+            f"{lost}",
+            "DistributedSampler, with one seed for all ranks",
+        )
+    if missing and _whole(base) == _whole(other):
+        return Cause(
+            BATCH,
+            f"{where}; {missing.total()} rows come in another step{lost}: the order differs",
+            "one order for all forms: shuffle with a seed that does not depend on the rank",
+        )
+    return Cause(
+        BATCH,
+        f"{where}; {missing.total()} rows are missing{lost}, {(theirs - ours).total()} are others",
+        "the same rows in each form: no augmentation or seed by rank, drop_last alike",
+    )
+
+
+def _is_rare(form: Form, twice: Sequence[int], step: int) -> bool:
+    """Whether few rows of a step come twice, as at the end of an epoch."""
+    return len(twice) < max(2, sum(form.batch_sizes(step)) // 2 + 1)
+
+
+def _positions(base: Form, step: int, missing: Counter[int]) -> str:
+    """Return where missing rows are in the batch of the first form."""
+    rows = [
+        row
+        for note in base.recordings[0].notes
+        if note.key.step == step and note.key.kind == "batch" and note.key.name == "input 0"
+        for row in note.rows or ()
+    ]
+    places = [place for place, row in enumerate(rows) if row in missing]
+    return f" (rows {compress_ranks(places)} of its batch)" if places else ""
+
+
+def _ranks_with(form: Form, step: int, rows: set[int]) -> list[int]:
+    return [
+        recording.rank
+        for recording in form.recordings
+        if any(
+            rows & set(note.rows or ())
+            for note in recording.notes
+            if note.key.step == step and note.key.kind == "batch"
+        )
+    ]
+
+
+def _whole(form: Form) -> Counter[int]:
+    """Return all rows that a form sees in all its steps."""
+    found: Counter[int] = Counter()
+    for step in range(form.steps):
+        found.update(form.rows(step) or Counter())
+    return found
+
+
+# -- one kind of tensor each ----------------------------------------------------------------------
+
+
+def _start(_: Form, other: Form, found: Difference) -> Cause:
+    notes = other.of(found.key)
+    odd = [r for r, note in enumerate(notes) if apart(notes[0].moments, note.moments) > 0]
+    unlike = f"replicas on ranks 0 and {compress_ranks(odd)} differ" if odd else "all ranks agree"
+    return Cause(
+        START,
+        f"{found.key.name} differs by {found.distance:.2g} before the first step; {unlike}",
+        "the same seed on all ranks before the model is made, or a wrapper that sends rank 0's "
+        "parameters to all",
+    )
+
+
+def _setting(base: Form, other: Form, found: Difference) -> Cause:
+    name = found.key.name.partition(",")[0]
+    here = base.of(found.key)[0].value
+    there = [note.value for note in other.of(found.key)]
+    texts = f"{name} is {here} on {base.size} rank{'s' * (base.size > 1)}"
+    texts += f" and {', '.join(map(str, there))} on ranks 0-{other.size - 1} of {other.size}"
+    if len(set(there)) > 1:
+        hint = f"one {name} for all ranks"
+    else:
+        hint = f"{name} that does not depend on the number of ranks, or a batch that grows with it"
+    kind = SETTING if name in ("lr", "initial_lr") else OPTIMIZER
+    return Cause(kind, f"{texts}, from step {found.key.step} on", hint)
+
+
+def _batch_values(_: Form, other: Form, found: Difference) -> Cause:
+    return Cause(
+        BATCH,
+        f"{found.key.name} of step {found.key.step} differs by {found.distance:.2g} on "
+        f"{other.size} ranks",
+        "the same rows in each form",
+    )
+
+
+def _output(base: Form, other: Form, found: Difference) -> Cause:
+    note = base.of(found.key)[0]
+    where = f"{found.key.name or 'the model'} ({note.module}), step {found.key.step}"
+    before = "its inputs agree" if found.key.step == 0 else "all before it agrees"
+    text = f"the result of {where} differs by {found.distance:.2g}, and {before}"
+    if "BatchNorm" in note.module:
+        return Cause(
+            BATCH_NORM,
+            f"{text}: each rank takes mean and variance of its own rows",
+            "DataParallel(..., sync_batch_norm=True), nn.SyncBatchNorm on GPUs, or nn.GroupNorm",
+        )
+    if note.has_drawn or any(n.has_drawn for n in other.of(found.key)):
+        seeds = {r.seeds[0] for r in other.recordings if r.seeds}
+        alike = "alike on all ranks" if len(seeds) == 1 else "differently on each rank"
+        return Cause(
+            DROPOUT,
+            f"{text}; it draws random numbers, seeded {alike}: a rank draws for its own rows",
+            "masks differ by nature: compare with dropout off (p=0), and seed ranks differently",
+        )
+    if cuts := _cuts(other):
+        return Cause(CUT, f"{text}; a collective inside the forward: {cuts}", _DERIVATIVE)
+    return Cause(MODULE, text, f"look at the forward of {found.key.name or note.module}")
+
+
+_DERIVATIVE = (
+    "unisono.operators (all_sum_reduce, all_gather, ...) or torch.distributed.nn.functional: the "
+    "same movements with derivatives"
+)
+
+
+def _cuts(form: Form) -> str:
+    return "; ".join(dict.fromkeys(cut for r in form.recordings for cut in r.cuts[:2]))
+
+
+def _uneven(base: Form, other: Form, step: int) -> list[int]:
+    sizes = other.batch_sizes(step)
+    is_cut = sum(sizes) == sum(base.batch_sizes(step))
+    return sizes if len(set(sizes)) > 1 and is_cut else []
+
+
+def _loss(base: Form, other: Form, found: Difference) -> Cause:
+    one = base.of(found.key)[0].moments.total
+    losses = [note.moments.total for note in other.of(found.key)]
+    mean = sum(losses) / len(losses)
+    told = f"loss of step {found.key.step}: {one:.6g} on {base.size}, mean over ranks {mean:.6g}"
+    if sizes := _uneven(base, other, found.key.step):
+        weighted = sum(n * x for n, x in zip(sizes, losses, strict=True)) / sum(sizes)
+        if abs(weighted - one) < abs(mean - one) / 8:
+            return _means(told + f", weighted by rows {weighted:.6g}", sizes)
+    ratio = _whole_ratio(one, mean)
+    if ratio:
+        return Cause(
+            SCALED, f"{told}: {ratio}", "the mean over the own rows, and nothing divided by ranks"
+        )
+    if cuts := _cuts(other):
+        return Cause(CUT, f"{told}; {cuts}", _DERIVATIVE)
+    return Cause(
+        LOSS,
+        f"{told}, and the outputs of the model agree: targets or reduction differ",
+        "targets of the same rows, and a mean over them",
+    )
+
+
+def _means(told: str, sizes: Sequence[int]) -> Cause:
+    return Cause(
+        MEANS,
+        f"{told}; ranks have {' and '.join(map(str, sizes))} rows: a mean over each, then over all",
+        "with model.samples(len(x)): loss.backward(), or batches of one size",
+    )
+
+
+def _whole_ratio(one: float, other: float) -> str:
+    """Return in words by what whole number one value is larger than another."""
+    if one == 0 or other == 0:
+        return ""
+    for a, b, words in ((other, one, "too large"), (one, other, "too small")):
+        ratio = a / b
+        if ratio > 1.5 and abs(ratio - round(ratio)) < 1e-3 * ratio:
+            return f"{words} by a factor of {round(ratio)}"
+    return ""
+
+
+def _gradient(base: Form, other: Form, found: Difference) -> Cause:
+    key = found.key
+    notes, one = other.of(key), base.of(key)[0]
+    told = f"gradient of {key.name}, step {key.step}, differs by {found.distance:.2g}"
+    if cuts := _cuts(other):
+        return Cause(CUT, f"{told}, though outputs and losses agree; {cuts}", _DERIVATIVE)
+    spread = 0.0
+    if not notes[0].is_shard:
+        spread = max(apart(notes[0].moments, note.moments) for note in notes)
+    if spread > found.bound * one.eps:
+        return Cause(
+            UNSYNCED,
+            f"{told}, and between ranks by {spread:.2g}: each rank steps with its own gradient",
+            "DataParallel(model), and the forward through the wrapper",
+        )
+    norms = [math.sqrt(_squares(form)) for form in ([one], notes)]
+    if ratio := _whole_ratio(*norms):
+        return Cause(
+            SCALED,
+            f"{told}: {ratio}, on all ranks alike",
+            "average over ranks once: DataParallel does; no sum, no further division",
+        )
+    if sizes := _uneven(base, other, key.step):
+        return _means(told, sizes)
+    return Cause(
+        MODULE, f"{told}, though outputs and losses agree", "look at hooks and autograd Functions"
+    )
+
+
+def _squares(notes: Sequence[Note]) -> float:
+    if notes[0].is_shard:
+        return sum(note.moments.squares for note in notes)
+    return notes[0].moments.squares
+
+
+def _parameter(_: Form, other: Form, found: Difference) -> Cause:
+    notes = other.of(found.key)
+    odd = [r for r, note in enumerate(notes) if apart(notes[0].moments, note.moments) > 0]
+    which = f", on rank {compress_ranks(odd)} other than on rank 0" if odd else ""
+    return Cause(
+        OPTIMIZER,
+        f"{found.key} differs by {found.distance:.2g} after step {found.key.step}{which}, though "
+        "gradients and settings agree",
+        "the same optimizer, state and steps on all ranks",
+    )
+
+
+def _buffer(_: Form, other: Form, found: Difference) -> Cause:
+    notes = other.of(found.key)
+    odd = [r for r, note in enumerate(notes) if apart(notes[0].moments, note.moments) > 0]
+    which = f"on rank {compress_ranks(odd)} other than on rank 0" if odd else "on all ranks alike"
+    return Cause(
+        BUFFERS,
+        f"{found.key.name} differs by {found.distance:.2g} after step {found.key.step}, {which}, "
+        "though parameters agree",
+        "model.eval() in evaluations, on all ranks; buffers are not averaged",
+    )

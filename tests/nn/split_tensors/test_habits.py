@@ -1,0 +1,108 @@
+"""Habits of users of torch around split networks: compiling, hooks, gradients, warnings."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import warnings
+
+import pytest
+import torch
+from torch import nn
+
+from unisono import Partition
+from unisono.nn import Split, split, split_rule
+
+ROWS = [1, 1, 2, 1]
+
+
+def made() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Conv2d(2, 3, 3, padding=1), nn.ReLU(), nn.Conv2d(3, 2, 1)).double()
+
+
+def block_of(x, partition):
+    return x[partition.local_slices(x.shape)].clone()
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("form", ["inside", "a block inside", "outside"])
+def test_compiled_networks_give_what_plain_ones_give(form):
+    partition, x = Partition(ROWS), torch.randn(1, 2, 6, 5, dtype=torch.float64)
+    wanted = made()(x)
+    net = made()
+    if form == "inside":
+        net = split(torch.compile(net, backend="eager"), partition)  # type: ignore[arg-type]
+    elif form == "outside":
+        net = torch.compile(split(net, partition), backend="eager")
+    else:
+        net = split(nn.Sequential(torch.compile(net[0], backend="eager"), *net[1:]), partition)
+    torch.testing.assert_close(net(block_of(x, partition)).whole(), wanted)
+
+
+@pytest.mark.ranks(2)
+def test_a_gradient_has_the_shape_that_the_tensor_shows():
+    partition, x = Partition(ROWS), torch.randn(1, 2, 5, 4, dtype=torch.float64)
+    whole = x.clone().requires_grad_()
+    seed = torch.randn_like(x)
+    whole.square().backward(seed)
+    parts = Split.of(block_of(x, partition).requires_grad_(), partition)
+    parts.square().backward(seed)
+    assert parts.grad.shape == x.shape
+    torch.testing.assert_close(parts.grad.whole(), whole.grad)
+    with pytest.raises(RuntimeError, match="one number"):
+        parts.square().backward()
+
+
+@pytest.mark.ranks(2)
+def test_an_autograd_function_may_be_declared_as_pointwise():
+    class Cube(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            ctx.save_for_backward(x)
+            return x**3
+
+        @staticmethod
+        def backward(ctx, grad):
+            return 3 * ctx.saved_tensors[0] ** 2 * grad
+
+    split_rule(Cube, "pointwise")
+    partition, x = Partition(ROWS), torch.randn(1, 2, 5, 4, dtype=torch.float64)
+    block = block_of(x, partition).requires_grad_()
+    y = Cube.apply(Split.of(block, partition))
+    torch.testing.assert_close(y.whole(), x**3)
+    y.sum().backward()
+    torch.testing.assert_close(block.grad, 3 * block.detach() ** 2)
+
+
+@pytest.mark.ranks(2)
+def test_a_large_gather_is_warned_of_once_a_forward():
+    class Gathers(nn.Module):
+        def forward(self, x):
+            return torch.renorm(x, 2, 1, 1.0) + x
+
+    partition, x = Partition(ROWS), torch.randn(1, 4, 512, 256)
+    net = split(Gathers(), partition)
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        net(block_of(x, partition))
+    texts = [str(one.message) for one in seen]
+    assert len(texts) == (partition.comm.rank == 0)
+    assert all("renorm" in text and "[1, 4, 512, 256]" in text for text in texts)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        net(block_of(x[:, :, :8], partition))
+
+
+@pytest.mark.ranks(2)
+def test_hooks_and_copies_of_a_split_network():
+    partition, x = Partition(ROWS), torch.randn(1, 2, 6, 5, dtype=torch.float64)
+    net, shapes = made(), []
+    net[1].register_forward_hook(lambda *call: shapes.append(call[2].shape))
+    parts = split(net, partition)
+    y = parts(block_of(x, partition))
+    assert shapes == [(1, 3, 6, 5)]
+    again = pickle.loads(pickle.dumps(split(made(), partition).module))
+    torch.testing.assert_close(split(again, partition)(block_of(x, partition)).whole(), y.whole())
+    twin = copy.deepcopy(parts.module)
+    torch.testing.assert_close(split(twin, partition)(block_of(x, partition)).whole(), y.whole())

@@ -1,0 +1,109 @@
+"""`compare` names the planted cause of another result, and is silent where there is none."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from compared_programs import PROGRAMS, net, train
+
+import unisono
+from unisono.cli import main
+from unisono.errors import PlatformError
+from unisono.testing import compare
+from unisono.testing.comparing import causes, judge
+from unisono.testing.comparing.forms import Form
+from unisono.testing.comparing.probe import Recording, record
+
+
+def record_all() -> dict[str, Recording]:
+    """Record all programs on this rank, one after the other."""
+    unisono.world()
+    return {name: record(fn, (), {}) for name, (fn, _) in PROGRAMS.items()}
+
+
+@pytest.fixture(scope="module")
+def forms() -> list[dict[str, Form]]:
+    """All programs on one rank, on one again, and on two."""
+    runs = [unisono.run(record_all, ranks=ranks) for ranks in (1, 1, 2)]
+    return [{name: Form([rank[name] for rank in run]) for name in PROGRAMS} for run in runs]
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_the_planted_cause_is_named(forms, name):
+    base, again, two = (form[name] for form in forms)
+    found = judge(name, base, again, {2: two})
+    assert found.cause.name == PROGRAMS[name][1], str(found)
+    assert found.is_equal == (PROGRAMS[name][1] == causes.EQUAL)
+    assert base.steps > 1
+
+
+def test_there_are_twenty_causes_and_five_programs_without():
+    planted = [cause for _, cause in PROGRAMS.values() if cause != causes.EQUAL]
+    assert (len(planted), len(PROGRAMS)) == (20, 25)
+
+
+def test_moments_alone_are_kept_but_for_the_first_difference(forms):
+    notes = [note for form in forms for one in form.values() for r in one.recordings
+             for note in r.notes]  # fmt: skip
+    assert all(note.whole is None for note in notes)
+
+
+@pytest.fixture
+def script(tmp_path, monkeypatch):
+    """A training for torchrun, with DDP and BatchNorm, that knows nothing of unisono."""
+    (tmp_path / "train.py").write_text(
+        "import torch, torch.distributed as dist\n"
+        "from torch import nn\n"
+        "dist.init_process_group('gloo')\n"
+        "rank, size = dist.get_rank(), dist.get_world_size()\n"
+        "torch.manual_seed(0)\n"
+        "net = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))\n"
+        "model = nn.parallel.DistributedDataParallel(net)\n"
+        "optimizer = torch.optim.SGD(model.parameters(), lr=0.1)\n"
+        "for step in range(100):\n"
+        "    x = torch.randn(8, 3)[rank::size]\n"
+        "    optimizer.zero_grad()\n"
+        "    model(x).square().mean().backward()\n"
+        "    optimizer.step()\n"
+        "    print('step', step)\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def test_the_command_prints_a_table_and_draws_a_page(script, capfd):
+    words = ["compare", "--ranks", "1,2", "--steps", "3", "--page", "out/page.html", "train.py"]
+    assert main(words) == 1
+    said = capfd.readouterr().out
+    assert "step 0, output 1" in said
+    assert "BatchNorm statistics" in said
+    assert "of 32 elements differ" in said, "the second pass has the whole tensor"
+    assert "step 99" not in said
+    page = (script / "out" / "page.html").read_text()
+    assert "<polyline" in page
+    assert "differs from step 0 on" in page
+
+
+def test_hooks_and_collectives_are_as_before_a_recording():
+    verb, backward = torch.distributed.all_reduce, torch.autograd.backward
+    hooks = len(torch.nn.modules.module._global_forward_hooks)
+    record(lambda: train_alone(), (), {}, most=2)
+    assert torch.distributed.all_reduce is verb
+    assert torch.autograd.backward is backward
+    assert len(torch.nn.modules.module._global_forward_hooks) == hooks
+
+
+def train_alone() -> None:
+    model = net()
+    optimizer = torch.optim.Adam(model.parameters())
+    for _ in range(9):
+        model(torch.ones(3, 4)).mean().backward()
+        optimizer.step()
+
+
+def test_what_cannot_be_compared_is_refused():
+    with pytest.raises(PlatformError, match=r"HINT: compare"):
+        compare(train, net(), ranks=(1,))
+    with pytest.raises(PlatformError, match="no training step"):
+        compare(print, ranks=(1, 2))
+    assert main(["compare", "--ranks", "one", "train.py"]) == 2
