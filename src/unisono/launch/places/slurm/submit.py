@@ -81,7 +81,7 @@ def submit_job(request: Request) -> SlurmJob:
     chosen = cluster.check_cluster(request.platform)
     # The environment of a rank is that of the cluster's step.
     job = rank_job(request, dump_call(request.fn, request.args, request.kwargs), {})
-    plan = plan_of(request, job.secret)
+    plan = plan_of(request)
     directory = job_files.make_directory(parent_of(request), request.platform.name)
     try:
         write_payload(job, payload_path(directory, plan))
@@ -174,7 +174,7 @@ def script_text(request: Request) -> str:
     else:
         chosen = cluster.choose_partition(platform, known)
     directory = parent_of(request) / f"{platform.name}-XXXXXXXX"
-    task = SlurmTask(directory, plan_of(request, b""), frozenset(), has_prefix=False)
+    task = SlurmTask(directory, plan_of(request), frozenset(), has_prefix=False)
     with tempfile.TemporaryDirectory(prefix="unisono-dry-") as folder:
         for name in ("sbatch", "srun"):
             Path(folder, name).write_text("#!/bin/sh\necho Submitted batch job 0\n")
