@@ -160,7 +160,7 @@ def launch(lab, interpreter, mpiexec, tmp_path_factory):
 
 
 def test_ranks_of_two_hosts_that_share_no_directory(launch):
-    word, told, text = launch.finish(launch.start("return"))
+    word, told, text = launch.finish(launch.start("return", hosts="host-a,root@host-b"))
     assert word == "RESULTS", text
     results, hosts = told
     names = ["host-a", "host-a", "host-b", "host-b"]

@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import os
 import time
-from pathlib import Path
 
 import pytest
 
@@ -169,13 +168,6 @@ shift
 exec nsenter --net=/run/netns/%(namespace)s unshare --mount --uts sh -c \\
   'hostname %(name)s && mount --bind %(hosts)s /etc/hosts && exec sh -c "$*"' sh "$@"
 """
-OVER_MPI = """
-import json, sys, unisono
-exec(open(sys.argv[1]).read().partition("results =")[0])
-platform = unisono.Platform(device="mpi", ranks=4, n_nodes=2, mpiexec_args=sys.argv[2:])
-results = unisono.run(work, on=platform, timeout_s=60)
-print("RESULTS " + json.dumps(list(results)), results.hosts)
-"""
 
 
 @pytest.fixture
@@ -193,17 +185,6 @@ def over_mpi(lab, tmp_path):
     shell.chmod(0o755)
     words = ["-hosts", f"{lab.a.address},{lab.b.address}", "-iface", "eth0"]
     return found.path, [*words, "-launcher", "ssh", "-launcher-exec", str(shell)]
-
-
-@pytest.mark.mpi
-def test_our_own_mpiexec_starts_ranks_on_two_hosts(lab, interpreter, script, over_mpi, tmp_path):
-    (tmp_path / "launcher.py").write_text(OVER_MPI)
-    path, words = over_mpi
-    words = ("env", "-C", tmp_path, interpreter.python, "launcher.py", script, *words)
-    search = f"{Path(path).parent}:{os.environ['PATH']}"  # mpiexec is not beside this python
-    env = {"WARM_PYTHON": interpreter.python, "PATH": search}
-    check_results(lab.finish([lab.a.start(*words, env=env, hosts="poor")]))
-    assert list((tmp_path / ".output" / "logs").iterdir()) == []
 
 
 @pytest.mark.mpi

@@ -257,13 +257,19 @@ def test_the_words_for_open_mpi_and_for_mpich(tmp_path, monkeypatch):
     platform = platform.but(n_nodes=2, env={"MINE": "1"})
     variables = {"UNISONO_TRACE": "t", "MINE": "1", "HOME": "/root"}
     words = mpi.command(found, platform, variables)
-    assert words == [*start, "--map-by", "ppr:2:node", "-x", "MINE", "-x", "UNISONO_TRACE", "-v"]
+    names = ("UNISONO_AGENT", "MINE", "UNISONO_TRACE")
+    spread = ["--map-by", "ppr:2:node", *(word for name in names for word in ("-x", name)), "-v"]
+    assert words == [*start, *spread]
+    platform = platform.but(hosts=["a", "me@b"])
+    words = mpi.command(found, platform, variables)
+    assert words == [*start, "--host", "a:2,me@b:2", "--wdir", "/", *spread]
 
     other = fake_mpiexec(tmp_path, "HYDRA build details:\n    Version:  4.2")
     platform = platform.but(mpiexec=other)
     found = find_mpiexec(platform)
     assert found.flavour == "mpich"
-    assert mpi.command(found, platform, {}) == [path, "-n", "4", "-ppn", "2", "-v"]
+    hosts = ["-bootstrap", "ssh", "-hosts", "a,me@b", "-wdir", "/"]
+    assert mpi.command(found, platform, {}) == [path, "-n", "4", *hosts, "-ppn", "2", "-v"]
 
 
 def test_mpiexec_is_sought_in_order_and_named_when_it_is_not_there(tmp_path, monkeypatch):

@@ -304,8 +304,9 @@ class RayRanks(AgentRanks):
         self._actors: list[Any] = []
         self._spots: dict[int, tuple[Environment, int]] = {}
         """The place of each rank, and its bundle."""
-        self._running: set[int] = set()
-        self._ended: deque[tuple[int, BaseException | None]] = deque()
+        self._running: dict[int, int] = {}
+        """Which actor each rank has, as long as it runs."""
+        self._ended: deque[tuple[int, int, BaseException | None]] = deque()
         self._group: Any = None
         self._invitation = ""
         self._began = time.monotonic()
@@ -414,32 +415,33 @@ class RayRanks(AgentRanks):
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
         place, bundle = self._spots[rank]
-        count = len(self._actors)
-        actor = (
-            self._ray.remote(RankActor)
-            .options(
-                name=f"unisono-{self._plan.run_id}-{self._attempt}-rank-{rank}-{count}",
-                num_cpus=self._demand.need["CPU"],
-                num_gpus=self._demand.need.get("GPU", 0),
-                scheduling_strategy=PlacementGroupSchedulingStrategy(
-                    self._group, placement_group_bundle_index=bundle
-                ),
-            )
-            .remote()
-        )
+        number = len(self._actors)
+        if (lost := self._running.get(rank)) is not None:  # it may be alive, and only out of reach
+            self._ray.kill(self._actors[lost])
+        kind = self._ray.remote(RankActor)
+        actor = kind.options(
+            name=f"unisono-{self._plan.run_id}-{self._attempt}-rank-{rank}-{number}",
+            num_cpus=self._demand.need["CPU"],
+            num_gpus=self._demand.need.get("GPU", 0),
+            scheduling_strategy=PlacementGroupSchedulingStrategy(
+                self._group, placement_group_bundle_index=bundle
+            ),
+        ).remote()
         self._actors.append(actor)
-        self._running.add(rank)
+        self._running[rank] = number
         watch = actor.watch.remote(self._invitation, place)
-        watch.future().add_done_callback(partial(self._hear_of_end, rank))
+        watch.future().add_done_callback(partial(self._hear_of_end, rank, number))
         return True
 
-    def _hear_of_end(self, rank: int, watch: Future[None]) -> None:
+    def _hear_of_end(self, rank: int, number: int, watch: Future[None]) -> None:
         """Hear how an actor has ended, in a thread of Ray."""
-        self._ended.append((rank, watch.exception()))
+        self._ended.append((rank, number, watch.exception()))
         self.wake()
 
-    def _note_end_of_actor(self, rank: int, error: BaseException | None) -> None:
-        self._running.discard(rank)
+    def _note_end_of_actor(self, rank: int, number: int, error: BaseException | None) -> None:
+        if self._running.get(rank) != number:  # another one has taken its place
+            return
+        del self._running[rank]
         seat = self._seats[rank]
         if error is None or seat.is_over:
             return
