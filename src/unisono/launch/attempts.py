@@ -302,10 +302,7 @@ class Run(Attempts):
             policy = None if elastic is None else self._elastic_policy(elastic)
             start = functools.partial(LocalRanks, policy=policy)
         attempt = self.progress.attempt
-        ranks = start(self._job, self._plan, attempt, console=self._console, job_dir=self._job_dir)
-        if self.request.preload and isinstance(ranks, LocalRanks):
-            ranks.preload = self.request.preload
-        return ranks
+        return start(self._job, self._plan, attempt, console=self._console, job_dir=self._job_dir)
 
     def _elastic_policy(self, elastic: Elastic) -> Policy:
         """Return the policy of ranks of this host that may die and join."""
@@ -452,6 +449,7 @@ def rank_job(request: Request, call: Parcel, variables: Mapping[str, str]) -> Ra
         setting=Surroundings.now(variables),
         upon_finish=upon_finish,
         is_script=request.is_script,
+        preload=request.preload,
     )
 
 

@@ -107,6 +107,13 @@ class Job(ABC):
             "unisono.submit(..., ranks=(1, 8))",
         )
 
+    def members(self) -> int:
+        """Return how many ranks share the steps of an elastic job now; 0 before the first one."""
+        from unisono.launch.elastic.policy import read_events
+
+        events = read_events(self.dir)
+        return int(events[-1]["members"]) if events else 0
+
     @abstractmethod
     def stacks(self) -> dict[int, str]:
         """Return where every rank stands; nothing if none runs."""

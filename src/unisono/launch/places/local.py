@@ -91,7 +91,7 @@ class LocalRanks(RankMonitor, Ranks):
                 job_dir=self._job_dir,
                 stdin_rank=self._stdin_rank,
                 shared_fds=self._shared_fds,
-                preload=self.policy.preload,
+                preload=(*self.policy.preload, *self._job.preload),
             )
             for rank in ranks:
                 self.watch(rank)

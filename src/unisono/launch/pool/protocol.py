@@ -55,6 +55,8 @@ class Job:
     """Function, pickled, that rank 0 calls when all have returned; else the launcher calls it."""
     is_script: bool = False
     """Whether the function is a whole script, which may initialise torch.distributed by itself."""
+    preload: Sequence[str] = ()
+    """Modules that the warm server loads before it forks ranks."""
     secret: bytes = field(default_factory=partial(secrets.token_bytes, 32), repr=False)
     """With it ranks sign what they leave each other (`comm/seal.py`)."""
 
