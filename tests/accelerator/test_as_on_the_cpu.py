@@ -13,6 +13,7 @@ import itertools
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import hypothesis
 import pytest
 import torch
 from tests.accelerator.conftest import SCHEDULES
@@ -78,7 +79,8 @@ def _everything_late(monkeypatch: pytest.MonkeyPatch) -> None:
 @device_ranks(2, timeout=60)
 def test_a_test_of_the_cpu_holds_on_the_device(room, name, monkeypatch):
     test, arguments = cases_of(room)[name]
-    if "world" in test.__globals__:
-        monkeypatch.setitem(test.__globals__, "world", on_device)
+    monkeypatch.setattr(f"tests.{room}.world", on_device, raising=False)
+    if hasattr(test, "hypothesis"):
+        test = hypothesis.seed(0)(test)  # ranks must try the same examples
     with torch.device(own_device()):
         test(**arguments)

@@ -31,7 +31,9 @@ def make_for(comm, dtype=torch.float64, seed=0):
     shared = torch.Generator().manual_seed(7777 + seed)
 
     def make(*shape, same=False):
-        return torch.randn(*shape, dtype=dtype, generator=shared if same else own)
+        generator = shared if same else own
+        x = torch.randn(*shape, dtype=dtype, generator=generator, device="cpu")
+        return x.to(torch.get_default_device())
 
     return make
 
