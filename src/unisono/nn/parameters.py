@@ -11,6 +11,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Literal, cast, get_args
 
 import torch
@@ -177,8 +178,9 @@ class WeightGrid:
         self._inputs = P_x.reshape((batch, 1, P_x.shape[dim], *space))
         self._outputs = P_y.reshape((batch, outs, 1, *space))
 
+    @cached_property
     def users(self) -> Partition | None:
-        """Return the ranks that use this rank's block; None outside of the grid."""
+        """The ranks that use this rank's block; None outside of the grid."""
         if self.index is None:
             return None
         mine = self.ranks.ranks.index(self.ranks.root.rank)

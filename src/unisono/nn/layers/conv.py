@@ -312,7 +312,7 @@ class _GeneralConv(HoldingModule[_GeneralPlan | SpacePlan]):
         return own, own_bias if self.use_bias else None
 
     def _users(self, name: str) -> Partition | None:  # noqa: ARG002
-        return self._weight_grid.users()
+        return self._weight_grid.users
 
     def _make_plan(self, tables: Sequence[Table]) -> _GeneralPlan | SpacePlan:
         (table,) = tables

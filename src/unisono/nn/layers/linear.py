@@ -139,7 +139,7 @@ class DistributedLinear(HoldingModule[_GridPlan]):
         )
 
     def _users(self, name: str) -> Partition | None:  # noqa: ARG002
-        return self._grid.users()
+        return self._grid.users
 
     def forward(self, input: Tensor) -> Tensor:
         """Return this rank's block of the output on `P_y`."""
