@@ -467,11 +467,12 @@ def table(kinds: dict[tuple[str, str], Verdict]) -> str:
 
 
 def all_verdicts(
-    op: Any, samples: int, skip: int = 0
+    op: Any, samples: int, skip: int = 0, tells_dims: bool = False
 ) -> Iterator[tuple[Case, Verdict | None, str]]:
     """Yield every case of an operator, and then the verdict, on which ranks agree. Collective.
 
-    The reason of a good verdict on a plain call is whether the operator acts along the cut dim.
+    With `tells_dims`, the reason of a good verdict on a plain call begins with whether the operator
+    acts along the cut dim.
     """
     for case, call in itertools.islice(cases_of(op, world().size, samples), skip, None):
         yield case, None, ""
@@ -483,7 +484,7 @@ def all_verdicts(
             is_wrong = max(of_ranks) == Verdict.WRONG
             verdict = Verdict.WRONG if is_wrong else Verdict.UNLIKE
             why = why or f"verdicts {of_ranks}"
-        if case.form == "function" and verdict in (Verdict.CUT, Verdict.GATHERED):
+        if tells_dims and case.form == "function" and verdict in (Verdict.CUT, Verdict.GATHERED):
             why = f"{'free' if is_free(case, call, world().size) else 'along'}: {why}"
         yield case, verdict, why
 
@@ -507,7 +508,9 @@ def on_rank(
     ops = {full_name(op): op for op in database()}
     for name in names:
         count = skip
-        for case, verdict, why in all_verdicts(ops[name], samples, skip):
+        for case, verdict, why in all_verdicts(
+            ops[name], samples, skip, name not in DIES_WHEN_SPOILED
+        ):
             count += verdict is None
             to.send((name, count, str(case), verdict, why))
         skip = 0

@@ -9,7 +9,7 @@ STEP = 48
 """One operator in so many."""
 
 
-@pytest.mark.ranks(2, timeout=60)
+@pytest.mark.ranks(2, timeout=180)
 @pytest.mark.parametrize("first", [0, 24])
 def test_operators_are_right_or_refused(first):
     bad = [

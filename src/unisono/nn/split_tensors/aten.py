@@ -59,7 +59,7 @@ _NOT_ALONG = frozenset(
     """renorm _weight_norm _weight_norm_interface norm_except_dim diag_embed unique_dim
     unique_consecutive unique_dim_consecutive segment_reduce linalg_tensorsolve tile hash_tensor
     fake_quantize_per_channel_affine fake_quantize_per_channel_affine_cachemask quantize_per_channel
-    stack _stack cat unsqueeze select_scatter diagonal_scatter linalg_norm""".split()  # noqa: SIM905
+    stack _stack cat unsqueeze select_scatter diagonal_scatter""".split()  # noqa: SIM905
 )
 """Operators whose dim is not the one that they act along, or one of the result."""
 
@@ -456,6 +456,8 @@ def _name(op: OpOverload) -> str:
 
 def _by_operator(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     name, changes = _name(op), op._schema.is_mutable
+    if torch.Tag.inplace_view in op.tags:
+        raise NoRule("a change of its shape in place")
     if changes and not _may_change(args[0] if args else None):
         raise NoRule(f"{name} of a part of a split tensor")
     args, kwargs = along_same_axes(_WAY.name, args, kwargs)
@@ -475,7 +477,9 @@ def _by_operator(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) 
             return by_rule(RULES[name], op.overloadpacket, _WAY.name, args, kwargs)
         except NoRule as no:
             reason = str(no)
-    elif torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), "CompositeImplicitAutograd"):
+    elif name != "linalg_norm" and torch._C._dispatch_has_kernel_for_dispatch_key(
+        op.name(), "CompositeImplicitAutograd"
+    ):  # of zeros, its second derivative is not that of the norm of a vector
         return _taken_apart(op, args, kwargs)
     if changes:
         raise NoRule(reason)

@@ -211,8 +211,8 @@ def _extreme(
                 top = func(_one_per_rank(top, d, cut), d, True)
     result = top
     if local.requires_grad:
-        is_top = (local == top) | (local.isnan() & top.isnan())
-        slopes = torch.where(is_top, _Slope.apply(local), 0).sum(dims, True)
+        is_top = local == top
+        slopes = (_Slope.apply(local) * is_top).sum(dims, True)
         count = added(is_top.sum(dims, True), inside, input.run)
         result = top + added(slopes, inside, input.run) / count
     return like(input, result if keepdim else _squeezed(result, dims), _left(input, dims, keepdim))
@@ -295,15 +295,16 @@ def _vector_norm(
     if math.isinf(ord):
         how = torch.amax if ord > 0 else torch.amin
         return _extreme(how, Split(local.abs(), x.cuts, x.run), dims, keepdim)
+    if ord == 2 and not local.is_complex():
+        total = _root(added(wide(local).square().sum(dims, keepdim), inside, x.run))
+        return like(x, total.to(local.dtype), _left(x, dims, keepdim))
     if ord == 0:
         total = added((local != 0).sum(dims, keepdim), inside, x.run)
         return like(x, total.to(local.abs().dtype), _left(x, dims, keepdim))
-    # The norm of the norms of ranks.
-    total = func(local, ord, dims, True)
-    for d, cut in x.cuts.items():
-        if d in dims:
-            total = func(_one_per_rank(total, d, cut), ord, d, True)
-    return like(x, total if keepdim else _squeezed(total, dims), _left(x, dims, keepdim))
+    if ord != 1:
+        raise NoRule("a norm whose second derivative is not that of the norms of blocks")
+    total = added(local.abs().sum(dims, keepdim), inside, x.run)
+    return like(x, total, _left(x, dims, keepdim))
 
 
 @rule("softmax", "log_softmax")

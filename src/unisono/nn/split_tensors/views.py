@@ -58,7 +58,7 @@ def _permute(func: Callable[..., Any], input: Split, *dims: Any) -> Tensor:
 @rule("transpose", "t")
 def _transpose(func: Callable[..., Any], input: Split, dim0: int = -1, dim1: int = -2) -> Tensor:
     if input.ndim < 2:
-        raise NoRule("a vector")
+        return like(input, input.local)
     a, b = dim0 % input.ndim, dim1 % input.ndim
     cuts = {{a: b, b: a}.get(dim, dim): cut for dim, cut in input.cuts.items()}
     return like(input, input.local.transpose(a, b), cuts)
