@@ -42,6 +42,7 @@ def knows_all(
     hosts=4,
     timeout_s=5,
     max_restarts=6,
+    check=0,
     logs=7,
     seed=8,
     record=9,
