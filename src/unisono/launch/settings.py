@@ -35,7 +35,7 @@ _SIZES = frozenset(("ranks", "n_nodes", "n_gpus_per_node", "n_cpus_per_node"))
 _PREFIX = "UNISONO_"
 _READ_ELSEWHERE = frozenset(
     (
-        *("ALGO", "BACKEND", "CHECK", "CORE", "DETECT", "ELASTIC"),
+        *("ALGO", "BACKEND", "CHECK", "CORE", "DETECT"),
         *("FORCE_ON", "FRAMES", "HOST_ID", "JOB_DIR", "KEY_FILE", "LOG_MB", "RANK_PID", "REQUIRE"),
         *("RESTART", "RUN_ID", "SERVER_IDLE_S", "STDIN_RANK", "STRUCTURE_CHECK", "TEST_KILL"),
         *("TIMEOUT_S", "TRACE"),

@@ -23,6 +23,7 @@ from unisono.launch.places.agent import INVITATION
 from unisono.launch.places.agents import AgentRanks
 
 QUIET = unisono.Logs(console="none")
+pytestmark = pytest.mark.timeout(240)
 
 
 class PlainRanks(AgentRanks):
@@ -49,8 +50,10 @@ class PlainRanks(AgentRanks):
 
 
 @pytest.fixture
-def on_agents(forked_python, monkeypatch):
-    monkeypatch.setattr(sys, "executable", forked_python)
+def on_agents(request, forked_python, monkeypatch):
+    # An agent sees a stop of its own child, not of a fork of the warm interpreter.
+    if "stopped" not in request.node.name:
+        monkeypatch.setattr(sys, "executable", forked_python)
 
     def ranks(self):
         shown = {"console": self._console, "job_dir": self._job_dir}

@@ -36,7 +36,7 @@ class Guests:
     def __init__(self, invitation_path: Path, address: str, lost_after_s: float) -> None:
         key = new_key()
         self._listener = Listener(key, address)
-        self._path: Path | None = invitation_path
+        self._path = invitation_path
         self._invitation = Invitation(addresses=[address], port=self._listener.port, key=key.hex())
         self._lost_after_s = lost_after_s
         self._policy: ElasticPolicy
@@ -49,8 +49,9 @@ class Guests:
         self._selector.register(self._listener, selectors.EVENT_READ)
 
     def start(self, policy: ElasticPolicy) -> None:
-        """Begin to listen, for a policy that is told of what comes."""
+        """Begin to listen, for a policy that is told of what comes; leave the invitation."""
         self._policy = policy
+        self._invitation.write(self._path)
 
     def fileno(self) -> int:
         """Return a descriptor that is readable when there is something to do."""
@@ -69,9 +70,6 @@ class Guests:
 
     def look(self) -> None:
         """Give up launchers that were away for too long."""
-        if self._path is not None:  # not before the first ranks have started, which takes a while
-            self._invitation.write(self._path)
-            self._path = None
         for channel, lost_at in list(self._lost_at.items()):
             if time.monotonic() > lost_at:
                 self._forget(channel)
