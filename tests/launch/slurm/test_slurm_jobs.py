@@ -389,6 +389,17 @@ def test_an_elastic_job_goes_on_without_ranks_that_die_without_a_node_and_after_
         job.resize(2)
 
 
+def test_a_requeue_that_the_cluster_refuses_is_told(cluster, tmp_path):
+    job = unisono.submit(training, str(tmp_path), on=platform(n_nodes=1))
+    wait_until((tmp_path / "under-way").exists)
+    cluster.call("scontrol", "update", f"JobId={job.id}", "Requeue=0")
+    cluster.call("scancel", "--signal=USR2", job.id)
+    with pytest.raises(RankFailed, match=f"does not requeue job {job.id}"):
+        job.result(90)
+    assert (tmp_path / "step-0").exists()
+    assert job.status() == "failed"
+
+
 def test_a_job_that_is_cancelled_by_hand_does_not_come_back(cluster, tmp_path):
     job = unisono.submit(training, str(tmp_path), on=platform(n_nodes=1))
     wait_until((tmp_path / "under-way").exists)
