@@ -150,7 +150,8 @@ def test_a_verb_returns_before_kernels_that_were_put_before_it(schedule):
 def test_a_rank_that_comes_a_second_later_is_no_failure(schedule):
     comm = on_device()
     x = rows(comm)
-    comm.all_reduce(x)
+    for _ in range(2):  # a call that is new after the one before it is compared, and hosts meet
+        comm.all_reduce(x)
     if comm.rank:
         time.sleep(1.2)
     began = time.monotonic()
