@@ -89,6 +89,7 @@ if __name__ == "__main__":
         print("RESULTS " + json.dumps([list(results), results.hosts]), flush=True)
     except unisono.errors.RankFailed as error:
         told = {"rank": error.rank, "host": error.host, "text": str(error)}
+        told["notes"] = getattr(error, "__notes__", [])
         print("FAILED " + json.dumps({**told, "waiting": error.waiting}), flush=True)
 """
 
@@ -184,10 +185,11 @@ def test_a_rank_that_fails_on_another_host_is_named_with_its_traceback(launch):
     assert "train.py" in failed["waiting"].get("0", ""), failed
 
 
-def test_a_host_that_cannot_be_reached_is_told_in_the_words_of_ssh(launch):
+def test_a_host_that_cannot_be_reached_is_told_with_what_to_try(launch):
     word, failed, text = launch.finish(launch.start("return", hosts="host-a,host-x"))
     assert word == "FAILED", text
-    assert "Could not resolve hostname host-x" in failed["text"]
+    assert "mpiexec@host-a" in failed["text"]  # whose words do not always have those of ssh
+    assert "ssh host-x true" in failed["notes"][0]
 
 
 def test_a_network_that_is_cut_for_five_seconds_ends_nothing(launch):

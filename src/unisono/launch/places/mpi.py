@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import shutil
 import subprocess
@@ -47,12 +48,18 @@ class MpiRanks(AgentRanks):
         agent = [sys.executable, "-m", "unisono.launch.places.agent"]
         words = [*command(find_mpiexec(platform), platform, env), *agent]
         self._segments = _segments()
+        self._hosts = list(platform.hosts)
         address = None
         if _leaves_this_host(platform):
             address = platform.master_addr or address_of_job()
         super().__init__(job, plan, attempt, command=words, env=env, address=address, **shown)
 
     def close(self, *, at_once: bool | None) -> None:
+        if self._hosts and any(seat.channel is None for seat in self._seats):
+            # Not every mpiexec passes on what ssh says.
+            tries = ", ".join(f"ssh {host} true" for host in self._hosts)
+            self.policy = copy.copy(self.policy)  # runs share the one that replaces no rank
+            self.policy.remark = f"HINT: each of these has to work without a password: {tries}"
         try:
             super().close(at_once=at_once)
         finally:
