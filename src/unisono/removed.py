@@ -23,6 +23,7 @@ REMOVED: dict[str, str] = {
     "unisono topo": "unisono run --dry-run for the ranks, unisono.topology.draw for their blocks",
     "unisono run --script": "mpiexec or torchrun in the batch script: unisono.run joins its ranks",
     "unisono job list": "squeue --me",
+    "unisono job resize": "job.resize(ranks) of the handle that unisono.submit returns",
     "unisono.Platform.submitter": "nothing: submitit submits every job",
 }
 """What to write instead, by the dotted name, or by the words of a command."""

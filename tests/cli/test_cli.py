@@ -394,11 +394,8 @@ class QueuedJob:
     def cancel(self):
         self.state, self.reason = "cancelled", "by you"
 
-    def resize(self, ranks):
-        self.ranks = ranks
 
-
-def test_a_queued_job_is_looked_at_resized_and_cancelled(monkeypatch, capsys):
+def test_a_queued_job_is_looked_at_and_cancelled(monkeypatch, capsys):
     job = QueuedJob()
     monkeypatch.setattr(unisono.Job, "attach", lambda _id: job)
 
@@ -413,8 +410,6 @@ def test_a_queued_job_is_looked_at_resized_and_cancelled(monkeypatch, capsys):
     assert "in <module>" in ask("stacks", "17")[1]
     code, out, err = ask("wait", "17", "--timeout-s", "0.01")
     assert (code, out, "has not ended within 0.01 s" in err) == (124, "running\n", True)
-    assert ask("resize", "17", "4")[0] == 0
-    assert job.ranks == 4
     assert ask("cancel", "17")[:2] == (0, "cancelled\n")
     assert ask("status", "17")[1] == "cancelled, attempt 0: by you\n"
     assert ask("wait", "17")[:2] == (1, "cancelled\n")

@@ -31,8 +31,6 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
             action.add_argument("--rank", type=_rank, metavar="R", help="a rank (0), or all")
             action.add_argument("--follow", action="store_true", help="continue until the job ends")
             action.add_argument("--tail", type=_count, metavar="N", help="only the last N lines")
-        elif name == "resize":
-            action.add_argument("ranks", type=_count, metavar="N", help="number of ranks")
         elif name == "wait":
             action.add_argument("--timeout-s", type=float, metavar="S", help="longest wait")
 
@@ -104,12 +102,6 @@ def _cancel(args: argparse.Namespace) -> int:
     return OK
 
 
-def _resize(args: argparse.Namespace) -> int:
-    _attached(args).resize(args.ranks)
-    print(f"{args.ranks} ranks from the next step on")
-    return OK
-
-
 def _wait(args: argparse.Namespace) -> int:
     job = _attached(args)
     is_over = job.wait(args.timeout_s)
@@ -126,6 +118,5 @@ _ACTIONS = {
     "logs": (_logs, "show the output of its ranks"),
     "stacks": (_stacks, "show what each of its ranks is executing now"),
     "cancel": (_cancel, "end all its ranks"),
-    "resize": (_resize, "change the number of ranks of a job with --elastic"),
     "wait": (_wait, "wait for its end; exit code 0 if it is done, 1 if it failed"),
 }
