@@ -57,15 +57,15 @@ def ring_shuffle(comm, rows, generator):
     return torch.cat([arriving, rows[half:]])[torch.randperm(len(rows), generator=generator)]
 
 
-def first_come(comm):
-    """Let rank 0 take messages in the order in which they happen to come."""
+def collect(comm):
+    """Let rank 0 take a message of each other rank; over MPI the source may be any."""
     if comm.rank > 0:
         comm.Send(torch.arange(float(comm.rank)), dest=0, tag=comm.rank)
         return
     seen = []
-    for _ in range(comm.size - 1):
-        room, status = torch.empty(comm.size), Status()
-        comm.Recv(room, MPI.ANY_SOURCE, MPI.ANY_TAG, status)
+    for source in range(1, comm.size):
+        room, status = torch.empty(source), Status()
+        comm.Recv(room, source, source, status)
         seen.append((status.Get_source(), status.Get_count()))
     assert sorted(seen) == [(rank, rank) for rank in range(1, comm.size)]
     print(f"rank 0 took {len(seen)} messages", flush=True)
@@ -81,7 +81,7 @@ def main():
     everything = comm.allreduce(rows.tolist())
     assert sorted(everything) == [10 * r + i for r in range(comm.size) for i in range(4)]
     say(comm, f"rank {comm.rank} after three shuffles: {rows.tolist()}")
-    first_come(comm)
+    collect(comm)
 
 
 if __name__ == "__main__":

@@ -9,8 +9,6 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING
 
-from unisono.removed import removed_name
-
 if TYPE_CHECKING:
     from unisono import (
         bayes,
@@ -106,6 +104,8 @@ def __getattr__(name: str) -> object:
             return value
     if name in __all__:
         return importlib.import_module(f"unisono.{name}")
+    from unisono.removed import removed_name
+
     raise removed_name(f"unisono.{name}")
 
 

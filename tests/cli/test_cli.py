@@ -236,7 +236,7 @@ def test_words_are_read_as_python_where_they_can_be():
         (["run", "--set", "timeout_min=5", "os:getpid"], "--set timeout_min=5 --on cpu\n"),
         (["run", "--set", "mpiexec=mpirun", "os:getpid"], "HINT: --on mpi\n"),
         (["doctor", "--on", "moon"], "'mpi', 'ray', 'slurm', 'inline'"),
-        (["job", "status", "nothing-here"], "no such job"),
+        (["job", "status", "nothing-here"], "no job of ours"),
         (["run", "os:"], "no name of a function"),
         (["run", ":train"], "no name of a module or file"),
     ],

@@ -148,7 +148,7 @@ def test_what_does_not_fit_the_world_is_refused_on_all_ranks():
         gp.setup_gp({"gpus": 2})
     with pytest.raises(AssertionError, match="gp_gpus"):
         gp.setup_gp({})
-    with pytest.raises(PlatformError, match="backends are gloo, nccl, shm, mpi"):
+    with pytest.raises(PlatformError, match="backends are gloo, shm, mpi, nccl"):
         gp.setup_gp({"gp_gpus": 2, "distributed_backend": "glue"})
     assert not gp.initialized()
     setup(2)

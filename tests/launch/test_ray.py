@@ -97,7 +97,9 @@ def assert_nothing_left(address):
     def is_empty():
         words = [sys.executable, "-c", QUESTION, address]
         done = subprocess.run(words, capture_output=True, text=True, check=True)
-        actors, groups, free = json.loads(done.stdout.splitlines()[-1])
+        actors, groups, free = json.loads(
+            next(line for line in done.stdout.splitlines() if line.startswith("[["))
+        )
         return not actors and set(groups) <= {"REMOVED"} and free.get("CPU") == 4.0
 
     wait_until(is_empty, 15)

@@ -27,7 +27,8 @@ def digest_of(x: Tensor, most: int | None = None, phase: int = 0) -> Tensor:
         words = words[phase % stride :: stride]
     some = words[:: words.numel() // _ORDERED + 1].to(torch.int64)
     places = torch.arange(1, 2 * some.numel(), 2, device=some.device)
-    return words.sum(dtype=torch.int64) * 31 + (some * places).sum()
+    found = words.sum(dtype=torch.int64) * 31 + (some * places).sum()
+    return found ^ (found >> 32)  # the lower bits of many floats are all zero
 
 
 def digest(x: Tensor, most: int | None = None) -> int:

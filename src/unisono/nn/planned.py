@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cache
 from inspect import signature
-from typing import Any, Generic, TypeVar
+from typing import Any, ClassVar, Generic, TypeVar
 
 import torch
 from torch import Tensor
@@ -58,6 +58,8 @@ class PlannedModule(Module, Generic[P]):
 
     P_x: Partition
     """Partition of the input."""
+    _takes_blocks: ClassVar[bool] = True
+    """Whether ranks hold blocks of one input; else each holds an input of its own, as a summand."""
     _plan: P
 
     def __init__(self) -> None:
@@ -145,7 +147,9 @@ class PlannedModule(Module, Generic[P]):
     def _compare_blocks(self, comm: Communicator, x: Tensor) -> None:
         """Warn if all ranks hold the same block when the layer is called first. Collective."""
         partition = getattr(self, "P_x", None)
-        if not isinstance(partition, Partition) or partition.size != comm.size:
+        if not self._takes_blocks or not isinstance(partition, Partition):
+            return
+        if partition.size != comm.size:
             return
         block = block_digest(x, comm) if partition.dim == x.dim() else 0
         digests = [row[0] for row in comm.all_gather_ints([block])]

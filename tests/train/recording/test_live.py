@@ -208,7 +208,7 @@ def test_a_run_in_this_very_process_cannot_be_watched(tmp_path, monkeypatch, cap
     monkeypatch.chdir(tmp_path)
     (tmp_path / "work.py").write_text("print(1)\n")
     assert main(["run", "--watch", "--on", "inline", "work.py"]) == 2
-    assert "HINT: --on cpu --ranks 1" in capsys.readouterr().err
+    assert "--on cpu --ranks 1" in capsys.readouterr().err
 
 
 def test_a_quiet_rank_in_a_collective_waits_and_one_outside_is_stalled():

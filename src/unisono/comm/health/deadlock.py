@@ -154,7 +154,9 @@ def explained(error: CollectiveMismatch, call: Call, ranks: Sequence[int]) -> Co
     lines = [str(error).partition("\n")[0]]
     lines += [f"  rank {rank}: {text}{made.get(rank, '')}" for rank, text in error.calls.items()]
     devices = {item["device"] for item in said.values()} - {None}
-    hint = "all ranks must make the same collectives in the same order"
+    hint = str(error).partition("HINT: ")[2]
+    if not hint or "adds the source line" in hint:  # which is there already
+        hint = "all ranks must make the same collectives in the same order"
     lines.append(f"  HINT: {_ONE_DEVICE if len(devices) > 1 else hint}")
     return CollectiveMismatch("\n".join(lines), error.calls)
 

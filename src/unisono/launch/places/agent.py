@@ -31,7 +31,7 @@ from unisono.errors import PlatformError
 from unisono.launch.channel import Broken, Channel, Connection, dial
 from unisono.launch.job_files import check_ours, write_private
 from unisono.launch.plan import RunPlan, own_versions
-from unisono.launch.pool.cleanup import make_temporary_directory
+from unisono.launch.pool.cleanup import make_temporary_directory, remove_left_directories
 from unisono.launch.pool.client import RankProcess, spawn_rank
 from unisono.launch.pool.monitor import STACKS_S, RankMonitor
 from unisono.launch.pool.payload import nameless_file
@@ -413,6 +413,8 @@ class Agent(RankMonitor):
                 os.close(fd)
             if self._own_dir is not None:
                 shutil.rmtree(self._own_dir, ignore_errors=True)
+            elif self._line.is_lost:  # a launcher that was killed has left its directory
+                remove_left_directories(self._dir.parent)
 
 
 def chunks_of(word: str, fd: int) -> Iterator[dict[str, bytes]]:

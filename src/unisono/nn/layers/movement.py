@@ -87,6 +87,8 @@ class SumReduce(Broadcast):
     `Broadcast`. Arguments as there.
     """
 
+    _takes_blocks = False
+
     _groups_of = staticmethod(reduce_groups)
     _carry_out = staticmethod(collect)
 
@@ -102,6 +104,8 @@ class AllSumReduce(PlannedModule[Communicator]):
         axes_reduce: axes of the partition to sum over, or
         axes_keep: those not to sum over. Exactly one of the two.
     """
+
+    _takes_blocks = False
 
     def __init__(
         self,
@@ -200,6 +204,8 @@ class ReduceScatter(_AlongAxis):
         axes_reduce_scatter: the axis, which is also the tensor dim; or
         axes_keep: all other axes. Exactly one of the two.
     """
+
+    _takes_blocks = False
 
     _map = ScatterMap
 

@@ -63,7 +63,7 @@ def recorded(
         raise PlatformError.because(
             'unisono.run(..., on="inline") with a page that watches it',
             "a run in this very process, which is busy with it",
-            hint='on="cpu", ranks=1',
+            hint='on="cpu", ranks=1, or --on cpu --ranks 1',
         )
     directory, started_ns = begin_run(name, has_command=has_command, to=to)
     path = Path(directory)
