@@ -149,3 +149,14 @@ def test_an_index_out_of_range_is_an_error_on_all_ranks():
     tokens = torch.tensor([[0, 1, 2, 9]])
     with pytest.raises(IndexError, match="rank 1"):
         F.embedding(Split.cut(tokens, Partition([1, 2])), torch.zeros(5, 3))
+
+
+@pytest.mark.ranks(3)
+@pytest.mark.parametrize("dim", [0, 1, 2])
+def test_a_conjugate_that_is_only_marked_counts_on_a_block_of_one_row(dim):
+    """torch skips below a wrapper what makes the marked conjugate a real one."""
+    x = torch.randn(5, 6, 7, dtype=torch.complex128, generator=torch.Generator().manual_seed(0))
+    y = torch.fft.hfftn(
+        Split.cut(x, Partition([1 + 2 * (d == dim) for d in range(3)])), (3, 10), (1, 2)
+    )
+    torch.testing.assert_close(y.whole(), torch.fft.hfftn(x, (3, 10), (1, 2)))

@@ -51,6 +51,9 @@ _AUTOGRAD = (
     | _keys(_key.ADInplaceOrView)
 )  # fmt: skip
 """Left out on the way down: operators on blocks record derivatives, those on wrappers do not."""
+_LAZY = _keys(_key.Conjugate) | _keys(_key.Negative) | _keys(_key.ZeroTensor)
+"""What torch leaves to kernels of these keys (a conjugate that is only marked as one), which it
+skips below a wrapper: operators on blocks need them."""
 
 # -- what an operator does with its dims ----------------------------------------------------------
 
@@ -430,7 +433,7 @@ def on_operator(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -
     _WAY.shows = _WAY.shows or op.is_view
     way = _WAY.name, _WAY.changed, _WAY.excluded
     try:
-        with torch._C._ForceDispatchKeyGuard(_include_set(), _exclude_set() - way[2]):
+        with torch._C._ForceDispatchKeyGuard(_include_set(), _exclude_set() - way[2] - _LAZY):
             _WAY.excluded = None
             result = _by_operator(op, args, kwargs)
     finally:
