@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 from tests.launch.contract import CASES, HOSTILE, Place
-from tests.launch.test_contract import ASKS_FOR_STACKS
+from tests.launch.test_contract import NEEDS_OWN_STACK
 
 pytestmark = [pytest.mark.slurm, pytest.mark.timeout(240)]
 # A batch script cannot have a line break in the name of a file; that is refused.
@@ -13,7 +13,6 @@ SLURM = Place("slurm", hostile=HOSTILE.replace("\n", ""), has_job=True, options=
 
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 def test_ranks_of_a_job(cluster, case, tmp_path, request):
-    # A fork has a longer stack.
-    if not (ASKS_FOR_STACKS | {"SIGSEGV]"}) & set(request.node.name.split("_")):
+    if not NEEDS_OWN_STACK & set(request.node.name.split("_")):
         request.getfixturevalue("forked_jobs")
     case(SLURM, tmp_path)
