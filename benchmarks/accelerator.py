@@ -2,7 +2,7 @@
 
     python benchmarks/accelerator.py [--quick]
 
-Counted, not timed, by the simulated accelerator of `tests/accelerator` on two ranks, after three
+Counted, not timed, by the simulated accelerator of `tests/accelerator` on two ranks, after five
 steps to warm up: its kernels run at the speed of a CPU. Needs a checkout and a C++ compiler.
 """
 
@@ -110,7 +110,7 @@ def count() -> dict[str, tuple[int, int]]:
     simdev = import_module("simdev")
     found: dict[str, tuple[int, int]] = {}
     for name, step in steps(torch.device("sim", unisono.world().rank)).items():
-        for _ in range(3):
+        for _ in range(5):
             step()
         with simdev.counters() as counted:
             step()
