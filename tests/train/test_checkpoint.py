@@ -24,17 +24,22 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint import FileSystemWriter
 from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.storage import WriteResult
 
 import unisono
 from unisono import bayes
+from unisono.cli import main
 from unisono.comm import world
+from unisono.comm.machine import own_card
 from unisono.data_parallel import DataParallel, PowerSGD
 from unisono.errors import CheckpointError, RankFailed
 from unisono.launch.pool import monitor
+from unisono.nn import DistributedLinear, full_state_dict
+from unisono.topology import Partition
 from unisono.train import Checkpoint
-from unisono.train.checkpoint import folder, saving
+from unisono.train.checkpoint import folder, storage
 
 
 def model(seed=0, width=4):
@@ -221,6 +226,57 @@ def test_plain_torch_reads_the_files(tmp_path):
     assert torch.equal(target["model"]["0.weight"], net[0].weight)
 
 
+def save_blocks(directory):
+    torch.manual_seed(1)
+    size = world().size
+    layer = DistributedLinear(Partition([1, 1]), Partition([1, size]), Partition([size, 1]), 5, 7)
+    Checkpoint(directory).save(3, model=layer)
+    return {name: value.clone() for name, value in full_state_dict(layer).items()}
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_plain_torch_reads_whole_tensors_of_uneven_blocks(rank_pool, tmp_path, ranks):
+    expected = rank_pool.run(save_blocks, tmp_path, world=ranks)[0]
+    target = {"model": {name: torch.zeros_like(value) for name, value in expected.items()}}
+    dcp.load(target, checkpoint_id=tmp_path / "step-00000003", no_dist=True)
+    assert expected
+    for name, value in expected.items():
+        assert torch.equal(target["model"][name], value)
+    dcp_to_torch_save(tmp_path / "step-00000003", tmp_path / "whole.pt")
+    whole = torch.load(tmp_path / "whole.pt", weights_only=False)
+    assert all(torch.equal(whole["model"][name], value) for name, value in expected.items())
+
+
+def test_a_restore_reads_into_the_tensors_that_are_there(tmp_path):
+    net, other = model(), model(1)
+    optimizers = [torch.optim.Adam(n.parameters()) for n in (net, other)]
+    for n, optimizer in zip((net, other), optimizers, strict=True):
+        n(torch.ones(1, 3)).sum().backward()
+        optimizer.step()
+    Checkpoint(tmp_path).save(1, model=net, optimizer=optimizers[0])
+    state = [s["exp_avg"] for s in optimizers[1].state.values()]
+    places = [x.data_ptr() for x in (*other.parameters(), *state)]
+    Checkpoint(tmp_path).restore(model=other, optimizer=optimizers[1])
+    state = [s["exp_avg"] for s in optimizers[1].state.values()]
+    assert places == [x.data_ptr() for x in (*other.parameters(), *state)]
+    assert all(map(torch.equal, state, (s["exp_avg"] for s in optimizers[0].state.values())))
+    with pytest.raises(CheckpointError, match=r"float32 in the checkpoint, \[4, 3\] of float64"):
+        Checkpoint(tmp_path).restore(model=other.double(), partial=True)
+    with pytest.raises(CheckpointError, match="meta device"):
+        Checkpoint(tmp_path).restore(model=model().to("meta"), partial=True)
+
+
+@pytest.mark.ranks(2)
+def test_models_that_differ_between_ranks_are_saved_for_each_of_them(tmp_path):
+    net = nn.Linear(300, 300)
+    nn.init.constant_(net.weight, float(world().rank))
+    Checkpoint(tmp_path).save(1, model=net)
+    nn.init.zeros_(net.weight)
+    Checkpoint(tmp_path).restore(model=net)
+    assert bool((net.weight == world().rank).all())
+
+
 def test_wrapped_compiled_and_bare_modules_have_one_state(tmp_path):
     class Compiled(nn.Module):  # names are those of torch.compile, without what it loads
         def __init__(self, module):
@@ -248,7 +304,9 @@ def test_what_does_not_fit_is_told_before_anything_changes(tmp_path):
     wide = model(width=5)
     before = [p.clone() for p in wide.parameters()]
     refuses(
-        r"0\.weight: \[4, 3\] in the checkpoint, \[5, 3\] here", model=wide, optimizer=optimizer
+        r"0\.weight: \[4, 3\] of float32 in the checkpoint, \[5, 3\] of float32 here",
+        model=wide,
+        optimizer=optimizer,
     )
     assert all(map(torch.equal, before, wide.parameters()))
     longer = nn.Sequential(*model(), nn.Linear(2, 2))
@@ -435,8 +493,10 @@ def test_a_save_in_the_background_holds_the_state_of_its_own_time(tmp_path, monk
     net, go_on = model(), threading.Event()
     optimizer = torch.optim.SGD(net.parameters(), 0.1, momentum=0.9)
     expected = net[0].weight.detach().clone()
-    write = saving.write
-    monkeypatch.setattr(saving, "write", lambda order: go_on.wait(20) and write(order))
+    write = FileSystemWriter.write_data
+    monkeypatch.setattr(
+        FileSystemWriter, "write_data", lambda *to_write: go_on.wait(20) and write(*to_write)
+    )
     with Checkpoint(tmp_path, asynchronous=True) as checkpoint:
         checkpoint.save(1, model=net, optimizer=optimizer, epoch=[1])
         with torch.no_grad():
@@ -464,28 +524,26 @@ class Evil:
 
 def test_what_ranks_leave_each_other_in_a_checkpoint_is_plain_data():
     index = MetadataIndex("model.weight", [2, 0], 1)
-    known = saving.Outcome(
+    known = storage.Outcome(
         None,
         [WriteResult(index, 12, _StorageInfo("__1_0.distcp", 4, 8))],
         {"__1_0.distcp": (12, 99)},
     )
-    again = saving.Outcome.from_json(known.to_json())
+    again = storage.Outcome.from_json(known.to_json())
     assert again == known
     assert (again.results[0].index.offset, again.results[0].index.index) == (torch.Size([2, 0]), 1)
-    assert saving.Outcome.from_json(saving.Outcome("full").to_json()).error == "full"
+    assert storage.Outcome.from_json(storage.Outcome("full").to_json()).error == "full"
     elsewhere = known.to_json().replace("__1_0.distcp", "../../x")
     for text in ("{}", "[1]", "3", '{"error": null, "results": [3], "files": {}}', elsewhere):
         with pytest.raises(ValueError, match="the outcome of a save"):
-            saving.Outcome.from_json(text)
+            storage.Outcome.from_json(text)
 
 
 def test_a_pickle_that_somebody_puts_into_a_checkpoint_is_not_read(tmp_path):
-    save = object.__new__(saving.Background)  # rank 0, which waits for the word of rank 1
-    save.order = SimpleNamespace(rank=0, ranks=2, partial=tmp_path, timeout_s=5.0)
-    save.outcome, save._handed = saving.Outcome(), None
+    order = SimpleNamespace(ranks=2, partial=tmp_path, timeout_s=5.0, cards=[own_card()] * 2)
     (tmp_path / "outcome-1").write_bytes(pickle.dumps(Evil(tmp_path / "unpickled"), protocol=0))
     with pytest.raises(ValueError, match="Expecting value"):
-        save._outcomes()
+        storage.outcomes_of(order, storage.Outcome())  # rank 0 waits for the outcome of rank 1
     assert not (tmp_path / "unpickled").exists()
 
 
@@ -584,13 +642,13 @@ def test_what_cannot_be_written_comes_with_what_to_type_instead(tmp_path, monkey
 
 def begin_slow_save(directory, seconds):
     """In a rank: begin a save in the background that takes `seconds`."""
-    write = saving.write
+    write = FileSystemWriter.write_data
 
-    def wait_and_write(order):
+    def wait_and_write(*to_write):
         time.sleep(seconds)
-        return write(order)
+        return write(*to_write)
 
-    saving.write = wait_and_write
+    FileSystemWriter.write_data = wait_and_write
     Checkpoint(directory, asynchronous=True).save(3, model=model())
 
 
@@ -621,18 +679,20 @@ def test_a_save_in_the_background_outlives_the_time_to_leave(tmp_path, monkeypat
 
 
 def test_a_save_whose_rank_is_killed_is_given_up_soon_and_leaves_nothing(tmp_path):
+    place, killed = tmp_path / "saved", tmp_path / "killed"
+
     def train():
         rank = unisono.world().rank
-        begin_slow_save(tmp_path, 3600.0 * rank)
+        begin_slow_save(place, 3600.0 * rank)
         if rank == 1:
+            killed.touch()
             os.kill(os.getpid(), signal.SIGKILL)
         unisono.world().barrier()
 
-    begin = time.monotonic()
     with pytest.raises(RankFailed, match=r"rank 1 of 2 on .* was killed by SIGKILL") as caught:
         unisono.run(train, on="cpu", ranks=2)
-    assert time.monotonic() - begin < 10.0
-    assert visible(tmp_path) == []
+    assert time.time() - killed.stat().st_mtime < 10.0
+    assert visible(place) == []
     log = Path(caught.value.job_dir, "rank-0.log").read_text()
     assert re.search(r"the save of step 3 .* failed: ranks \[1\] ended before their part", log)
 
@@ -724,6 +784,25 @@ def test_a_checkpoint_of_0_2_is_read_by_other_numbers_of_ranks(tmp_path):
         for total, *rest in unisono.run(restore_02, str(tmp_path), ranks=ranks):
             assert total == pytest.approx(1.1149952, abs=1e-6)
             assert rest == [pytest.approx(0.001), 2, "of 0.2", 3]
+
+
+def test_a_checkpoint_of_0_2_is_converted(tmp_path, capsys):
+    old, new = tmp_path / "old", tmp_path / "new"
+    shutil.unpack_archive(OF_02, old)
+    before = everything(old)
+    assert main(["checkpoint", "convert", str(old), str(new)]) == 0
+    assert capsys.readouterr().out.split() == [str(new / "step-00000003")]
+    assert everything(old) == before
+    assert everything(new) == before
+    assert json.loads((new / "step-00000003" / folder.MANIFEST).read_text())["format"] == 3
+    assert restore_02(str(new))[0] == pytest.approx(1.1149952, abs=1e-6)
+    damage_flip(old / "step-00000003")
+    for place in (old, tmp_path / "nothing"):
+        with pytest.raises(CheckpointError, match=r"damaged|no checkpoint"):
+            folder.convert(place, tmp_path / "other")
+    with pytest.raises(CheckpointError, match="not empty"):
+        folder.convert(new, new)
+    assert not (tmp_path / "other").exists()
 
 
 def test_a_format_of_a_later_version_is_named(tmp_path):

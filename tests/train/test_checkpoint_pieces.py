@@ -1,16 +1,18 @@
-"""Who writes what: every block is written once, and every rank gets back what it had."""
+"""Who can write what: each version is whole, and every rank gets back what it had."""
 
 from __future__ import annotations
 
 import numpy as np
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from unisono.train.checkpoint.pieces import Held, arrange, put_together, taken_apart
+from unisono.train.checkpoint.blocks import Piece, compare, put_together, taken_apart
+from unisono.train.checkpoint.storage import save_plans
 
 
 def block(place, content, *, of=6, size=3):
-    return Held(((of,), "float32"), (place,), (size,), 4 * size, str(content).encode())
+    return Piece(((of,), torch.float32), (place,), (size,), 4 * size, content)
 
 
 @given(
@@ -19,38 +21,38 @@ def block(place, content, *, of=6, size=3):
 )
 def test_every_rank_finds_its_own_block_in_its_version(contents, lacking):
     # A mesh of replicas x 2 blocks; `contents` says what each replica has at each place.
-    held = [
+    pieces = [
         {} if 2 * row + place in lacking else {"w": block(3 * place, replica[place])}
         for row, replica in enumerate(contents)
         for place in range(2)
     ]
-    arrangement = arrange(held)
-    versions = arrangement.versions.get("w", [0] * len(held))
+    comparison = compare(pieces)
+    versions = comparison.versions.get("w", [0] * len(pieces))
     stored = {}
-    for rank, writes in enumerate(arrangement.writes):
-        for name, version in writes:
-            mine = held[rank][name]
-            assert (version, mine.offsets) not in stored, "written twice"
-            stored[version, mine.offsets] = mine.digest
-    for rank, have in enumerate(held):
+    for rank, offers in enumerate(comparison.offers):
+        for name, version in offers:
+            mine = pieces[rank][name]
+            assert stored.setdefault((version, mine.offsets), mine.digest) == mine.digest
+    for rank, have in enumerate(pieces):
         if have:
             assert stored[versions[rank], have["w"].offsets] == have["w"].digest
-    places = {have["w"].offsets for have in held if have}
+    places = {have["w"].offsets for have in pieces if have}
     for version in {version for version, _ in stored}:
         assert {offsets for v, offsets in stored if v == version} == places, "a version is whole"
 
 
-def test_equal_tensors_are_shared_out_by_size():
-    held = [{f"p{i}": block(0, i, of=3) for i in range(8)} for _ in range(4)]
-    arrangement = arrange(held)
-    assert [len(writes) for writes in arrangement.writes] == [2, 2, 2, 2]
-    assert arrangement.versions == {}
+def test_equal_tensors_are_written_once_and_shared_out_by_size():
+    pieces = [{f"p{i}": block(0, i, of=3) for i in range(8)} for _ in range(4)]
+    comparison = compare(pieces)
+    plans, _, size = save_plans(comparison, pieces, {})
+    assert [len(plan.items) for plan in plans] == [2, 2, 2, 2]
+    assert size == 8 * 12
+    assert comparison.versions == {}
 
 
 def test_ranks_with_tensors_of_other_shapes_have_versions_of_their_own():
-    held = [{"x": block(0, 1, of=3)}, {"x": block(0, 1, of=3)}, {"x": block(0, 1, of=2, size=2)}]
-    arrangement = arrange(held)
-    assert arrangement.versions == {"x": [0, 0, 1]}
+    pieces = [{"x": block(0, 1, of=3)}, {"x": block(0, 1, of=3)}, {"x": block(0, 1, of=2, size=2)}]
+    assert compare(pieces).versions == {"x": [0, 0, 1]}
 
 
 @given(

@@ -3,5 +3,6 @@
 from __future__ import annotations
 
 from unisono.train.checkpoint.checkpoint import Checkpoint, Restored
+from unisono.train.checkpoint.folder import convert
 
-__all__ = ["Checkpoint", "Restored"]
+__all__ = ["Checkpoint", "Restored", "convert"]

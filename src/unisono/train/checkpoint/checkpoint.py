@@ -28,28 +28,25 @@ from unisono.errors import (
 from unisono.expect import expect_choice, is_integer
 from unisono.nn import Shard
 from unisono.train.checkpoint import folder
-from unisono.train.checkpoint.folder import Manifest, Saved
-from unisono.train.checkpoint.parts import (
-    Part,
-    Reading,
-    parts_of,
-    parts_to_restore,
+from unisono.train.checkpoint.blocks import (
+    Path as PathInTree,
 )
-from unisono.train.checkpoint.pieces import (
-    SavePlanner,
-    arrange,
-    copied,
-    held,
+from unisono.train.checkpoint.blocks import (
+    Piece,
+    compare,
+    describe,
     is_empty,
     is_leaf,
     packed,
     put_together,
-    save_plans,
     shard_of,
     stored_name,
     taken_apart,
 )
-from unisono.train.checkpoint.saving import Background, Order, advice, as_text, commit, write
+from unisono.train.checkpoint.folder import Manifest, Saved
+from unisono.train.checkpoint.parts import Part, parts_of, parts_to_restore
+from unisono.train.checkpoint.reading import Reading
+from unisono.train.checkpoint.storage import Background, Order, advice, as_text, save, save_plans
 from unisono.train.exact.run import writes_here
 from unisono.train.generators import (
     random_states,
@@ -196,17 +193,16 @@ class Checkpoint:
             return
         self.wait()
         asked = f"Checkpoint.save({step!r})"
-        pieces, kinds, space, problem = self._captured(objects)
-        mine = {name: held(piece, compare=self.comm.size > 1) for name, piece in pieces.items()}
+        taken = self._capture(objects)
         try:
             everybody = self.comm.all_gather_object(
-                (step, metric, kinds, as_text(problem), mine, space)
+                (step, metric, taken.kinds, as_text(taken.problem), taken.pieces, taken.space)
             )
         except (CollectiveMismatch, RankTimeout) as error:
             error.add_note(SAVED_ALONE)
             raise
         steps, metrics, names, problems, everything, (space, *_) = zip(*everybody, strict=True)
-        _check(asked, problems, problem)
+        _check(asked, problems, taken.problem)
         _check_equal(asked, "step", steps, "count steps alike on all ranks")
         hint = "one number for all: comm.all_reduce(loss, 'mean').item()"
         _check_equal(asked, "metric", list(map(str, metrics)), hint)
@@ -218,12 +214,8 @@ class Checkpoint:
         except (TypeError, ValueError, RuntimeError) as error:  # the last: several numbers
             found = f"metric={metric!r}: {error}"
             raise CheckpointError.because(asked, found, hint="metric=loss.item()") from None
-        arrangement = arrange(everything)
-        size = sum(
-            everything[rank][name].bytes
-            for rank, writes in enumerate(arrangement.writes)
-            for name, _ in writes
-        )
+        comparison = compare(everything)
+        plans, contents, size = save_plans(comparison, everything, taken.paths)
         if size > space:
             raise CheckpointError.because(
                 asked,
@@ -231,8 +223,6 @@ class Checkpoint:
                 f"{size / 1e6:.1f} MB are needed",
                 f"remove files there, or keep fewer checkpoints than keep={self.keep}",
             )
-        plans, contents = save_plans(arrangement, everything)
-        to_write = {stored_name(*p): pieces[p[0]] for p in arrangement.writes[self.comm.rank]}
         self._saves += 1
         partial = self.directory / f"{folder.PARTIAL}{self._token}-{self._saves}"
         if self.comm.rank == 0:  # of killed runs, and of a rank that came too late to a failed save
@@ -241,15 +231,14 @@ class Checkpoint:
             rank=self.comm.rank,
             ranks=self.comm.size,
             partial=partial,
-            plans=plans,
+            plan=plans[self.comm.rank],
             contents=contents,
-            planner=SavePlanner(to_write),
             manifest=Manifest(
                 step=step,
                 sequence=0,
                 ranks=self.comm.size,
-                parts=kinds,
-                versions=arrangement.versions,
+                parts=taken.kinds,
+                versions=comparison.versions,
                 metric=metric,
                 format=folder.FORMAT,
             ),
@@ -258,11 +247,14 @@ class Checkpoint:
             timeout_s=self.comm.timeout_s,
             cards=self._cards,
         )
+        state = {
+            stored_name(*offer): taken.state[offer[0]]
+            for offer in comparison.offers[self.comm.rank]
+        }
         if self.asynchronous:
-            self._under_way = Background(order)
-            return
-        outcomes = self.comm.gather_object(write(order))
-        self._conclude(order, None if outcomes is None else commit(order, outcomes))
+            self._under_way = Background(order, state)
+        else:
+            self._conclude(order, save(order, state, self.comm.gather_object))
 
     def wait(self) -> None:
         """Wait for a save in the background; raises on all ranks if it failed. Collective.
@@ -270,11 +262,8 @@ class Checkpoint:
         Without one under way it returns at once.
         """
         job, self._under_way = self._under_way, None
-        if job is None:
-            return
-        outcomes = self.comm.gather_object(job.written())
-        job.join(outcomes)
-        self._conclude(job.order, job.error)
+        if job is not None:
+            self._conclude(job.order, job.join())
 
     def __enter__(self) -> Checkpoint:
         return self
@@ -284,30 +273,31 @@ class Checkpoint:
         if error is None or isinstance(error, Requeue):
             self.wait()
 
-    def _captured(
-        self, objects: Mapping[str, Any]
-    ) -> tuple[dict[str, Any], dict[str, str], int, BaseException | None]:
-        """Return this rank's pieces by name, kinds of objects, free bytes, and what went wrong."""
+    def _capture(self, objects: Mapping[str, Any]) -> _Captured:
+        """Take the objects apart. Local; an error becomes part of the result."""
         try:
             space = shutil.disk_usage(self.directory).free
             parts, values = parts_of(objects)
             trees = {name: part.capture() for name, part in parts.items()}
-            kinds = {name: part.kind for name, part in parts.items()}
-            pieces: dict[str, Any] = {}
+            state: dict[str, Shard | bytes] = {}
+            paths: dict[str, PathInTree] = {}
             for name, tree in {**trees, _VALUES: values, _RANDOM: random_states()}.items():
                 rest, leaves = taken_apart(tree, is_leaf)
                 tensors = {f"{name}.{key}": path for key, (path, _) in leaves.items()}
-                pieces[f"~{name}"] = packed({"tree": rest, "tensors": tensors})
-                for key, (_, leaf) in leaves.items():
+                state[f"~{name}"] = packed({"tree": rest, "tensors": tensors})
+                for key, (path, leaf) in leaves.items():
                     shard = shard_of(leaf)
                     if not is_empty(shard):
-                        pieces[f"{name}.{key}"] = copied(shard) if self.asynchronous else shard
+                        full = f"{name}.{key}"
+                        state[full], paths[full] = shard, (name, *path)
+            pieces = describe(state, paths if self.comm.size > 1 else ())
+            kinds = {name: part.kind for name, part in parts.items()}
         except Exception as error:
-            return {}, {}, 0, error
-        return pieces, kinds, space, None
+            return _Captured(problem=error)
+        return _Captured(state, paths, pieces, kinds, space)
 
     def _conclude(self, order: Order, error: str | None) -> None:
-        """Let all ranks know how rank 0 fared."""
+        """Raise on all ranks if a save failed, by what rank 0 knows of it. Collective."""
         verdict = self.comm.broadcast_object(error)
         if verdict is not None:
             asked = f"Checkpoint.save({order.manifest.step})"
@@ -355,30 +345,49 @@ class Checkpoint:
         asked = f"Checkpoint.restore() of step {saved.step}, saved on {saved.manifest.ranks} ranks"
         same = saved.manifest.ranks == self.comm.size
 
-        def prepare() -> tuple[dict[str, Part], dict[str, Any], dict[str, Any]]:
+        def prepare() -> tuple[Reading, dict[str, Part], dict[str, Any]]:
             parts = parts_to_restore(saved, objects, partial)
             as_rank = self.comm.rank if same else 0
             reading = Reading(saved, as_rank, weights_only=weights_only)
             reading.check_fits(parts)
-            return parts, reading.trees({**parts, _VALUES: None}), _remembered(parts)
+            small = {name: part for name, part in parts.items() if not part.in_place}
+            return reading, parts, reading.trees({**small, _VALUES: None})
 
-        parts, trees, before = _together(self.comm, asked, prepare)
-        problem: BaseException | None = None
-        try:
-            for name, part in parts.items():
-                if same or not part.of_rank:
-                    part.take(trees[name])
+        reading, parts, trees = _together(self.comm, asked, prepare)
+        small = {name: part for name, part in parts.items() if not part.in_place}
+        large = {name: part for name, part in parts.items() if part.in_place}
+        self._take_small(asked, {n: p for n, p in small.items() if same or not p.of_rank}, trees)
+
+        def load() -> None:
+            for name, tree in reading.trees(large).items():
+                large[name].take(tree)
             if random_states:
                 self._restore_random(saved)
+
+        asked = f"{asked}: some objects have changed; restore again, or start the program again"
+        _together(self.comm, asked, load)
+        return Restored(saved.step, saved.path, saved.manifest.ranks, trees[_VALUES])
+
+    def _take_small(self, asked: str, parts: Mapping[str, Part], trees: dict[str, Any]) -> None:
+        """Let objects take their states; if one of them refuses, all return to what they had.
+
+        These are the objects with small states, which may refuse them. Nothing else has been
+        changed by then. Collective.
+        """
+        before: dict[str, Any] = {}
+        problem: BaseException | None = None
+        try:
+            before = _copies_of(parts)
+            for name, part in parts.items():
+                part.take(trees[name])
         except Exception as error:
             problem = error
         problems = self.comm.all_gather_object(as_text(problem))
-        if any(problems):  # on whichever rank: all go back to what they had
+        if any(problems):
             lost = self.comm.all_gather_object(_take_back(parts, before))
             odd = ", ".join(dict.fromkeys(name for names in lost for name in names))
             but = f", but {odd} would not take its state of before" if odd else ""
             _check(f"{asked}: all objects are as they were{but}", problems, problem)
-        return Restored(saved.step, saved.path, saved.manifest.ranks, trees[_VALUES])
 
     def _restore_random(self, saved: Saved) -> None:
         """Go on with the states of this rank; a rank that is new gets a stream of its own.
@@ -432,30 +441,44 @@ class Checkpoint:
         return None
 
 
-def _remembered(parts: Mapping[str, Part]) -> dict[str, Any]:
+@dataclass(frozen=True)
+class _Captured:
+    """The objects of a save on this rank, taken apart."""
+
+    state: dict[str, Shard | bytes] = field(default_factory=dict)
+    """Blocks of tensors and packed objects, by name."""
+    paths: dict[str, PathInTree] = field(default_factory=dict)
+    pieces: dict[str, Piece] = field(default_factory=dict)
+    """What other ranks learn of the state."""
+    kinds: dict[str, str] = field(default_factory=dict)
+    space: int = 0
+    """Free bytes in the directory."""
+    problem: BaseException | None = None
+
+
+def _copies_of(parts: Mapping[str, Part]) -> dict[str, Any]:
     """Return the states that objects have now, in memory of their own. Local."""
-    before: dict[str, Any] = {_RANDOM: random_states()}
+    before: dict[str, Any] = {}
     for name, part in parts.items():
         rest, leaves = taken_apart(part.capture(), is_leaf)
         with suppress(Exception):  # what cannot be copied is kept as it is
             rest = copy.deepcopy(rest)
-        own = {
+        copies = {
             path: (leaf.tensor if isinstance(leaf, Shard) else leaf).detach().clone()
             for path, leaf in leaves.values()
         }
-        before[name] = put_together(rest, own)
+        before[name] = put_together(rest, copies)
     return before
 
 
 def _take_back(parts: Mapping[str, Part], before: Mapping[str, Any]) -> list[str]:
     """Give objects the states that they had before a restore; return names of those that refuse."""
     refused: list[str] = []
-    for name, part in parts.items():
+    for name in before:
         try:
-            part.take(before[name])
+            parts[name].take(before[name])
         except Exception:
             refused.append(name)
-    set_random_states(before[_RANDOM])
     return refused
 
 

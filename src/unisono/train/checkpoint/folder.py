@@ -12,15 +12,17 @@ import shutil
 import zlib
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-FORMAT = 2
-"""Version of what is written. 1, without a number in it, is that of unisono 0.2; both are read."""
-MANIFEST = "manifest.json"
+from unisono.errors import CheckpointError
+
+FORMAT = 3
+"""Version of what is written. 1, without a number in it, is that of unisono 0.2."""
+MANIFEST, CONTENTS = "manifest.json", ".metadata"
 PARTIAL, REMOVED = ".saving-", ".removed-"
-_CHUNK = 1 << 22
+_CHUNK = 1 << 18
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,20 +95,61 @@ def unreadable_in(directory: Path) -> dict[Path, str]:
     return problems
 
 
-def commit(partial: Path, manifest: Manifest) -> None:
-    """Let the directory `partial` become a checkpoint, at once and for good."""
+def commit(partial: Path, manifest: Manifest) -> Path:
+    """Let the directory `partial` become a checkpoint by one rename; return its path."""
     text = json.dumps(asdict(manifest), indent=1)
     with (partial / MANIFEST).open("w") as file:
         file.write(text)
         file.flush()
         os.fsync(file.fileno())
-    _sync_directory(partial)
+    _sync(partial)
     directory = partial.parent
     path = directory / f"step-{manifest.step:08d}"
     if path.exists():  # a step that is saved again: both are there until the new one is
         path = directory / f"{path.name}.{manifest.sequence}"
     partial.rename(path)
-    _sync_directory(directory)
+    _sync(directory)
+    return path
+
+
+def convert(old: Path, new: Path) -> list[Path]:
+    """Copy the checkpoints of a directory into another one, in the format of this version.
+
+    The files of torch.distributed.checkpoint are verified and stay as they are; the manifest is
+    written anew. Returns the new checkpoints. Local.
+    """
+    asked = f"unisono checkpoint convert {old} {new}"
+    everything = saved_in(old)
+    problems = list(unreadable_in(old).values())
+    if not everything or problems:
+        raise CheckpointError.because(
+            asked,
+            "\n".join(problems) or f"no checkpoint in {old}",
+            hint="the directory of Checkpoint(...), in which step-00000010 and others are",
+        )
+    if new.exists() and any(new.iterdir()):
+        raise CheckpointError.because(
+            asked, f"{new} is not empty", hint="a new directory; the old one stays as it is"
+        )
+    for saved in everything:
+        if problem := damage(saved, saved.manifest.files):
+            raise CheckpointError.because(
+                asked, f"{saved.path.name} is damaged: {problem}", hint=f"remove {saved.path}"
+            )
+    new.mkdir(parents=True, exist_ok=True)
+    paths: list[Path] = []
+    for saved in everything:
+        partial = new / f"{PARTIAL}convert-{saved.path.name}"
+        try:
+            partial.mkdir()
+            for name in saved.manifest.files:
+                shutil.copyfile(saved.path / name, partial / name)
+                _sync(partial / name)
+            paths.append(commit(partial, replace(saved.manifest, format=FORMAT)))
+        except OSError as error:
+            remove(partial)
+            raise CheckpointError.because(asked, f"{type(error).__name__}: {error}") from error
+    return paths
 
 
 def remove(path: Path) -> None:
@@ -173,14 +216,14 @@ def damage(saved: Saved, names: Iterable[str]) -> str | None:
 
 
 def _measured(path: Path) -> tuple[int, int]:
-    crc = 0
-    with path.open("rb") as file:
-        while chunk := file.read(_CHUNK):
-            crc = zlib.crc32(chunk, crc)
+    crc, buffer = 0, memoryview(bytearray(_CHUNK))  # small enough for a cache of the processor
+    with path.open("rb", buffering=0) as file:
+        while count := file.readinto(buffer):
+            crc = zlib.crc32(buffer[:count], crc)
         return file.tell(), crc
 
 
-def _sync_directory(path: Path) -> None:
+def _sync(path: Path) -> None:
     fd = os.open(path, os.O_RDONLY)
     try:
         os.fsync(fd)

@@ -1,43 +1,33 @@
-"""How each kind of object gives its state to a checkpoint, and how a rank reads it back."""
+"""How each kind of object gives its state to a checkpoint, and takes it back."""
 
 from __future__ import annotations
 
-import pickle
 import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.checkpoint import FileSystemReader
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
-from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from unisono.data_parallel import DASO, DataParallel, DataParallelOptimizer
 from unisono.errors import CheckpointError
 from unisono.nn import Shard, state_dict_mode
-from unisono.train.checkpoint.folder import Saved
-from unisono.train.checkpoint.pieces import (
-    LoadPlanner,
+from unisono.train.checkpoint.blocks import (
     Path,
-    empty_like,
     is_leaf,
     put_together,
-    read_contents,
     shape_of,
-    stored_name,
     taken_apart,
 )
+from unisono.train.checkpoint.folder import Saved
 
-Shapes = Mapping[Path, tuple[int, ...]]
-"""Shapes of the tensors in a saved state, by path."""
+Tensors = Mapping[Path, tuple[tuple[int, ...], torch.dtype]]
+"""Shapes and dtypes of the tensors in a saved state, by path."""
 _COMPILED = "_orig_mod."
 """What torch.compile puts into names."""
 _EXTRA = "_extra_state"
 """How torch names what a module adds to its state."""
-_SHOWN = 8
-"""Lines of a list of differences."""
 
 
 class Part:
@@ -49,6 +39,9 @@ class Part:
         take: takes a state back.
         of_rank: whether the state means something only to the same rank among equally many.
     """
+
+    in_place = False
+    """Whether saved tensors are read right into those of the state, or their blocks."""
 
     def __init__(
         self,
@@ -65,20 +58,23 @@ class Part:
         self.blocks: dict[Path, Any] = {}
         """Where tensors of the state may be cut: by path, or its beginning, one that says how."""
 
-    def problems(self, rest: Any, shapes: Shapes) -> list[str]:  # noqa: ARG002
+    def problems(self, rest: Any, tensors: Tensors) -> list[str]:  # noqa: ARG002
         """Return why a saved state does not fit, before anything is changed."""
         return []
 
-    def place(self, path: Path, shape: tuple[int, ...]) -> tuple[Shard, Any] | None:
-        """Return where a saved tensor goes, block and tensor; None: the whole of it, anywhere."""
+    def block_at(self, path: Path, shape: tuple[int, ...]) -> Shard | Tensor | None:
+        """Return how a saved tensor is cut here, and on which device; None: unknown."""
         like = next((self.blocks[path[:n]] for n in range(1, 4) if path[:n] in self.blocks), None)
-        if isinstance(like, Shard | DTensor) and shape_of(like) == tuple(shape):
-            return empty_like(like)
+        # A number may be a counter, which optimizers have on the CPU.
+        if isinstance(like, Shard | Tensor) and shape_of(like) == tuple(shape) and shape:
+            return like
         return None
 
 
 class ModulePart(Part):
     """A module: data-parallel, distributed layers, FSDP2, DTensor, or plain."""
+
+    in_place = True
 
     def __init__(self, module: nn.Module) -> None:
         self.module = _inside(module)
@@ -93,10 +89,12 @@ class ModulePart(Part):
         """Return the parameters under the names of the state."""
         return {name.replace(_COMPILED, ""): p for name, p in self.module.named_parameters()}
 
-    def problems(self, rest: Any, shapes: Shapes) -> list[str]:
-        """Compare names and shapes."""
-        here = {(name,): shape_of(x) for name, x in self.state.items() if is_leaf(x)}
-        return compared(*(_by_name(*both) for both in ((rest, shapes), (self.state, here))))
+    def problems(self, rest: Any, tensors: Tensors) -> list[str]:
+        """Compare names, shapes and dtypes."""
+        here = {(name,): described(x) for name, x in self.state.items() if is_leaf(x)}
+        told = compared(*(_by_name(*both) for both in ((rest, tensors), (self.state, here))))
+        empty = [name for name, x in self.state.items() if isinstance(x, Tensor) and x.is_meta]
+        return told + [f"{name}: on the meta device here, without memory" for name in empty]
 
     def _load(self, tree: dict[str, Any]) -> None:
         self.module.load_state_dict({self._own_names[name]: v for name, v in tree.items()})
@@ -109,6 +107,8 @@ class OptimizerPart(Part):
         optimizer: the optimizer.
         modules: modules of the same checkpoint, which give names to its parameters.
     """
+
+    in_place = True
 
     def __init__(self, optimizer: torch.optim.Optimizer, modules: Mapping[str, ModulePart]) -> None:
         is_ours = isinstance(optimizer, DataParallelOptimizer)
@@ -155,7 +155,7 @@ class OptimizerPart(Part):
             return Shard(value, block.global_shape, block.offsets)
         return value
 
-    def problems(self, rest: Any, shapes: Shapes) -> list[str]:  # noqa: ARG002
+    def problems(self, rest: Any, tensors: Tensors) -> list[str]:  # noqa: ARG002
         """Compare the kind of optimizer and the parameters of its groups."""
         kind = rest.get("kind", "DASO")
         if kind != self.kind:
@@ -191,6 +191,8 @@ class OptimizerPart(Part):
 class DasoPart(Part):
     """DASO: its local optimizer as any optimizer; schedule and what is in flight for each rank."""
 
+    in_place = True
+
     def __init__(self, daso: DASO, modules: Mapping[str, ModulePart]) -> None:
         self._daso = daso
         self._local = OptimizerPart(daso.local_optimizer, modules)
@@ -200,11 +202,11 @@ class DasoPart(Part):
     def _state(self) -> dict[str, Any]:
         return {**self._daso.state_dict(), "local_optimizer": self._local.capture()}
 
-    def problems(self, rest: Any, shapes: Shapes) -> list[str]:
+    def problems(self, rest: Any, tensors: Tensors) -> list[str]:
         """Compare the local optimizers."""
         if "local_optimizer" not in rest:
             return [f"no DASO in the checkpoint, {self.kind} here"]
-        inner = {path[1:]: shape for path, shape in shapes.items() if path[0] == "local_optimizer"}
+        inner = {path[1:]: x for path, x in tensors.items() if path[0] == "local_optimizer"}
         return self._local.problems(rest["local_optimizer"], inner)
 
     def _load(self, tree: dict[str, Any]) -> None:
@@ -220,6 +222,8 @@ class DasoPart(Part):
 class NetPart(Part):
     """A Bayesian net: parameters, running values and recurrent states."""
 
+    in_place = True
+
     def __init__(self, net: Any) -> None:
         super().__init__(f"bayes {type(net).__name__}", self._state, self._load)
         self._net = net
@@ -232,15 +236,19 @@ class NetPart(Part):
         self._net.load_state_dict(tree["state"])
         self._net.set_recurrent_state(tree)
 
-    def problems(self, rest: Any, shapes: Shapes) -> list[str]:  # noqa: ARG002
+    def problems(self, rest: Any, tensors: Tensors) -> list[str]:  # noqa: ARG002
         """Compare the parameters of layers; recurrent states have shapes of the last batch."""
 
-        def by_name(found: Shapes) -> dict[str, list[int]]:
-            return {".".join(map(str, p[1:])): list(s) for p, s in found.items() if p[0] == "state"}
+        def by_name(tensors: Tensors) -> dict[str, str]:
+            return {
+                ".".join(map(str, path[1:])): _as_text(*of)
+                for path, of in tensors.items()
+                if path[0] == "state"
+            }
 
         _, leaves = taken_apart(self._state(), is_leaf)
-        here = {path: shape_of(leaf) for path, leaf in leaves.values()}
-        return compared(by_name(shapes), by_name(here))
+        here = {path: described(leaf) for path, leaf in leaves.values()}
+        return compared(by_name(tensors), by_name(here))
 
 
 def parts_of(objects: Mapping[str, Any]) -> tuple[dict[str, Part], dict[str, Any]]:
@@ -304,11 +312,20 @@ def _set_epoch(sampler: Any, state: dict[str, Any]) -> None:
     sampler.set_epoch(state["epoch"])
 
 
-def _by_name(state: Any, shapes: Shapes) -> dict[str, Any]:
-    """Return the shapes of a module's tensors; an extra state may be anything at any time."""
-    told: dict[str, Any] = dict.fromkeys(state, "an object")
-    tensors = {path[0]: list(shape) for path, shape in shapes.items() if len(path) == 1}
-    return told | {name: x for name, x in tensors.items() if not name.endswith(_EXTRA)}
+def _by_name(state: Any, tensors: Tensors) -> dict[str, str]:
+    """Describe a module's tensors; an extra state may be anything at any time."""
+    told: dict[str, str] = dict.fromkeys(state, "an object")
+    shown = {path[0]: _as_text(*of) for path, of in tensors.items() if len(path) == 1}
+    return told | {name: x for name, x in shown.items() if not name.endswith(_EXTRA)}
+
+
+def described(value: Any) -> tuple[tuple[int, ...], torch.dtype]:
+    """Return shape and dtype of the whole tensor."""
+    return shape_of(value), (value.tensor if isinstance(value, Shard) else value).dtype
+
+
+def _as_text(shape: tuple[int, ...], dtype: torch.dtype) -> str:
+    return f"{list(shape)} of {str(dtype).removeprefix('torch.')}"
 
 
 def compared(saved: Mapping[str, Any], here: Mapping[str, Any]) -> list[str]:
@@ -330,94 +347,6 @@ def _inside(module: nn.Module) -> nn.Module:
             module = compiled
         else:
             return module
-
-
-# A checkpoint as one rank reads it. Local: every rank reads what it needs, whoever wrote it.
-
-
-class Reading:
-    """What a rank reads from a checkpoint.
-
-    Args:
-        saved: the checkpoint.
-        as_rank: the saved rank whose version counts, where ranks held different ones.
-        weights_only: whether to refuse objects that are more than plain data.
-    """
-
-    def __init__(self, saved: Saved, as_rank: int, *, weights_only: bool = True) -> None:
-        self._weights_only = weights_only
-        self._versions = saved.manifest.versions
-        self._as_rank = as_rank
-        self._reader = FileSystemReader(saved.path)
-        self._contents = read_contents(saved.path)
-        self._reader.set_up_storage_reader(self._contents, is_coordinator=True)
-        self._rests: dict[str, dict[str, Any]] = {}
-
-    def check_fits(self, parts: Mapping[str, Part]) -> None:
-        """Raise if a part is not what was saved."""
-        for name, part in parts.items():
-            rest = self._rest(name)
-            shapes = {path: self._shape(key) for key, path in rest["tensors"].items()}
-            if problems := part.problems(rest["tree"], shapes):
-                more = f"\nand {len(problems) - _SHOWN} more" if len(problems) > _SHOWN else ""
-                raise CheckpointError.because(
-                    f"Checkpoint.restore({name}=...) into {part.kind}: what was saved does not fit",
-                    "\n".join(problems[:_SHOWN]) + more,
-                    hint=f"build {name} as it was when it was saved",
-                )
-
-    def trees(self, parts: Mapping[str, Part | None]) -> dict[str, Any]:
-        """Return the states, in memory of their own; a part that is None takes whole tensors."""
-        wanted: dict[str, Shard | None] = {}
-        leaves: dict[str, dict[Path, Any]] = {}
-        for name, part in parts.items():
-            leaves[name] = {}
-            for key, path in self._rest(name)["tensors"].items():
-                stored = self._stored(key)
-                placed = part.place(path, self._shape(key)) if part is not None else None
-                shard, value = placed or self._whole(stored)
-                wanted[stored], leaves[name][path] = shard, value
-        self._read(wanted)
-        return {name: put_together(self._rest(name)["tree"], leaves[name]) for name in parts}
-
-    def _rest(self, name: str) -> dict[str, Any]:
-        if name not in self._rests:
-            stored = self._stored(f"~{name}")
-            wanted: dict[str, Any] = {stored: None}
-            self._read(wanted)
-            self._rests[name] = wanted[stored]
-        return self._rests[name]
-
-    def _stored(self, name: str) -> str:
-        versions = self._versions.get(name)
-        return stored_name(name, versions[self._as_rank]) if versions else name
-
-    def _shape(self, name: str) -> tuple[int, ...]:
-        return tuple(self._found(self._stored(name)).size)
-
-    def _found(self, stored: str) -> TensorStorageMetadata:
-        found = self._contents.state_dict_metadata[stored]
-        if not isinstance(found, TensorStorageMetadata):
-            raise TypeError(f"{stored} is not a tensor")
-        return found
-
-    def _whole(self, stored: str) -> tuple[Shard, torch.Tensor]:
-        found = self._found(stored)
-        made = torch.empty(found.size, dtype=found.properties.dtype)
-        return Shard(made, tuple(found.size), (0,) * made.dim()), made
-
-    def _read(self, wanted: dict[str, Any]) -> None:
-        planner = LoadPlanner(wanted, self._contents, weights_only=self._weights_only)
-        try:
-            self._reader.read_data(planner.create_local_plan(), planner).wait()
-        except pickle.UnpicklingError as error:
-            objects = ", ".join(name.strip("~") or "values" for name in wanted)
-            raise CheckpointError.because(
-                f"Checkpoint.restore(): {objects}",
-                f"an object that is more than plain data ({str(error).splitlines()[0]})",
-                "to read it, code named in the file has to be run",
-                "restore(..., weights_only=False), if you trust the file as you trust code",
-            ) from None
 
 
 def parts_to_restore(saved: Saved, objects: Mapping[str, Any], partial: bool) -> dict[str, Part]:

@@ -35,6 +35,8 @@ METRICS = "metrics.csv"
 TRACE = "trace.json"
 REPORT = "report.html"
 TENSORBOARD = "tensorboard"
+COMPARISON = "comparison.json"
+"""What `unisono compare` has found, where the record is of a comparison."""
 _PACKAGES = ("torch", "numpy", "mpi4py", "submitit")
 _GIT_S = 3.0
 

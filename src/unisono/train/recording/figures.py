@@ -60,6 +60,7 @@ def report_data(run: RecordedRun, against: Sequence[RecordedRun] = ()) -> dict[s
             for rank in directories.ranks_in(run.directory)[:LOGS_SHOWN]
         ],
         "against": [_compared(other) for other in against],
+        "comparison": directories.read_json(run.directory / directories.COMPARISON),
     }
 
 

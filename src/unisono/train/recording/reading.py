@@ -209,6 +209,8 @@ class RecordedRun:
     @property
     def status(self) -> str:
         """`done`, `failed` or `running`, as the ranks say."""
+        if (self.directory / directories.COMPARISON).is_file():
+            return "done"
         said = {part["status"] for part in self.parts}
         if not said or "failed" in said:
             return "failed"

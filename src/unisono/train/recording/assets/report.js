@@ -13,6 +13,11 @@
     return box;
   };
 
+  if (data.comparison.forms) {
+    compared(data.comparison);
+    return;
+  }
+
   page.append(U.el("header", {},
     U.el("h1", {}, data.name, U.el("span", { class: `pill ${data.status}` }, data.status)), U.theme(),
     U.el("p", { class: "lead" }, `${ranks(data.ranks)}, ${U.time(data.seconds)}, ${data.attempts > 1 ? `${data.attempts} attempts, ` : ""}${data.started.replace("T", " ").replace("+00:00", " UTC")}`)));
@@ -29,6 +34,33 @@
   if (data.shares.length) tiles.append(U.tile(U.percent(meanShare(data.shares)), "in communication"));
   tiles.append(U.tile(String(data.ranks), data.steps ? `ranks, ${U.number(data.steps, 7)} steps` : "ranks"));
   page.append(tiles);
+
+  // What `unisono compare` has found: the difference by step, and the modules by their first one.
+  function compared({ text, forms }) {
+    page.append(U.el("header", {}, U.el("h1", {}, data.name), U.theme(),
+      U.el("p", { class: "lead" }, data.started.replace("T", " ").replace("+00:00", " UTC"))));
+    section("found", "What differs first").append(U.el("pre", { class: "log" }, text));
+    for (const form of forms) {
+      const box = section(`ranks-${form.ranks}`, `${ranks(form.ranks)}: ${form.cause}`);
+      const curves = Object.entries(form.curves);
+      if (curves.length) {
+        const view = U.figure({ title: "relative difference", wide: true,
+          caption: "The largest relative difference from the first form in each step. No point: no difference." });
+        U.curves(view, { xLabel: "step", log: true, width: 1060, series: curves.map(([label, y], i) => ({
+          label, color: U.color(i), x: y.map((_, step) => step), y: y.map((v) => (v > 0 ? v : null)) })) });
+        box.append(U.el("div", { class: "figures" }, view.figure));
+      }
+      const tree = U.el("div", { class: "tree" });
+      for (const { name, kind, step } of form.modules) {
+        const depth = name ? name.split(".").length : 0;
+        const strength = step === 0 ? 80 : Math.round(45 - (25 * (step || 0)) / form.steps);
+        const said = step === null ? "equal up to rounding" : `differs from step ${step} on`;
+        tree.append(U.el("div", { style: `margin-left: ${2 * depth}em` },
+          U.el("span", { class: step === null ? "equal" : "differs", style: `--strength: ${strength}%` }, `${name || "model"} (${kind})`), ` ${said}`));
+      }
+      box.append(tree);
+    }
+  }
 
   // Curves of everything that was logged.
   const metrics = section("metrics", "Metrics",
