@@ -71,24 +71,28 @@ class Stubborn(Exception):
         super().__init__(f"{first} and {second}")
 
 
+def end_badly(how):
+    match how:
+        case "raises":
+            raise Stubborn("one", "two")
+        case "exits":
+            os._exit(3)
+        case "hangs":
+            time.sleep(600)
+        case "has its agent killed":
+            os.kill(os.getppid(), signal.SIGKILL)
+            time.sleep(600)
+        case name if name.startswith("SIG"):
+            os.kill(os.getpid(), signal.Signals[name])
+
+
 def misbehave(how, folder):
     comm = unisono.world()
     Path(folder, str(comm.rank)).write_text(f"{os.getpid()} {os.getppid()}")
     comm.barrier()
     if comm.rank == 1:
         Path(folder, "mark").touch()
-        match how:
-            case "raises":
-                raise Stubborn("one", "two")
-            case "exits":
-                os._exit(3)
-            case "hangs":
-                time.sleep(600)
-            case "has its agent killed":
-                os.kill(os.getppid(), signal.SIGKILL)
-                time.sleep(600)
-            case name if name.startswith("SIG"):
-                os.kill(os.getpid(), signal.Signals[name])
+        end_badly(how)
     if how == "returns a lock":
         return {"state": [0, threading.Lock()]} if comm.rank else 0
     comm.barrier()
@@ -215,6 +219,45 @@ def leaves_nothing_when_its_launcher_is_killed(place, tmp_path):
     wait_until(lambda: not any(map(is_running, pids)), 30)
 
 
+def train(how="", folder=""):
+    """Train elastically; rank 1 ends badly once, in the midst of a step. Return the weights."""
+    torch.manual_seed(0)
+    model = torch.nn.Linear(4, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    data = torch.arange(128.0).reshape(32, 4) / 128
+    mark = Path(folder, "mark")
+
+    def loss(batch):
+        if how and step.number == 3 and os.environ["RANK"] == "1" and not mark.exists():
+            mark.touch()
+            end_badly(how)
+        return model(batch[0]).square().mean()
+
+    for step in unisono.train.elastic(model, optimizer, data, batch_size=8, shards=4, steps=20):
+        step(loss)
+    return [p.detach().tolist() for p in model.parameters()]
+
+
+def trains_on_without_a_rank_that(how):
+    """Return the case of a rank 1 of an elastic training that ends badly: none sees it."""
+
+    def case(place, tmp_path):
+        if how == "has its agent killed" and not place.has_agents:
+            pytest.skip("ranks without agents")
+        results = place.run(train, how, tmp_path, elastic=True)
+        assert (tmp_path / "mark").exists()
+        assert all(weights == train() for weights in results)
+
+    return case
+
+
+def names_the_rank_of_an_elastic_training_that_raises(place, tmp_path):
+    with pytest.raises(RankFailed, match="Stubborn: one and two") as caught:
+        place.run(train, "raises", tmp_path, elastic=True)
+    assert caught.value.rank == 1
+    assert time.time() - (tmp_path / "mark").stat().st_mtime < AT_ONCE_S
+
+
 CASES = {
     case.__name__: case
     for case in (
@@ -230,3 +273,9 @@ ENDS = (
     "has its agent killed",
 )
 CASES |= {f"names_a_rank_that_{how.replace(' ', '_')}": names_a_rank_that(how) for how in ENDS}
+DEATHS = ("exits", "SIGKILL", "SIGSEGV", "has its agent killed")
+ELASTIC_CASES = {
+    f"trains_on_without_a_rank_that_{how.replace(' ', '_')}": trains_on_without_a_rank_that(how)
+    for how in DEATHS
+} | {"names_a_rank_that_raises": names_the_rank_of_an_elastic_training_that_raises}
+"""The same where ranks may die and join; those of `mpiexec` may not."""

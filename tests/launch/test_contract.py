@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 
 import pytest
-from tests.launch.contract import CASES, Place
+from tests.launch.contract import CASES, ELASTIC_CASES, Place
 
 LOCAL = Place("cpu", has_agents=False)
 MPI = Place("mpi")
@@ -15,6 +15,11 @@ NEEDS_OWN_STACK = {"hangs]", "exits]", "SIGSEGV]"}
 
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 def test_ranks_of_this_host(case, tmp_path):
+    case(LOCAL, tmp_path)
+
+
+@pytest.mark.parametrize("case", ELASTIC_CASES.values(), ids=ELASTIC_CASES)
+def test_elastic_ranks_of_this_host(case, tmp_path):
     case(LOCAL, tmp_path)
 
 

@@ -277,7 +277,8 @@ def test_mpiexec_is_sought_in_order_and_named_when_it_is_not_there(tmp_path, mon
     monkeypatch.setenv("PATH", str(tmp_path / "none"))
     monkeypatch.delenv("MPIEXEC", raising=False)
     platform = unisono.Platform(device="mpi", ranks=2)
-    with pytest.raises(PlatformError, match=r"looked at Platform\.mpiexec, MPIEXEC, beside Python"):
+    sought = r"looked at Platform\(mpiexec='...'\), MPIEXEC, beside Python"
+    with pytest.raises(PlatformError, match=sought):
         unisono.run(print, on=platform)
     beside = fake_mpiexec(tmp_path, "HYDRA")
     assert find_mpiexec(platform).path == beside

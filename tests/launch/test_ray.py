@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.launch.contract import CASES, Place
+from tests.launch.contract import CASES, ELASTIC_CASES, Place
 from tests.waiting import is_running, wait_until
 
 import unisono
@@ -129,7 +129,9 @@ def test_ranks_on_two_nodes_return_values_and_leave_this_process_as_it_was(on_ra
     assert of_this_process() == before
 
 
-@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+@pytest.mark.parametrize(
+    "case", [*CASES.values(), *ELASTIC_CASES.values()], ids=[*CASES, *ELASTIC_CASES]
+)
 def test_the_contract_of_places(on_ray, case, tmp_path, request):
     if any(request.node.callspec.id.endswith(f"_{how}") for how in NEEDS_OWN_STACK):
         on_ray.real_python.touch()

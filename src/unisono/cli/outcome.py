@@ -40,10 +40,11 @@ class Shell(Spelling):
             name: f"--{name.replace('_', '-')}"
             for name in (
                 *("on", "ranks", "rank", "nodes", "partition", "timeout_s", "max_restarts"),
-                *("logs", "console", "hosts"),
+                *("logs", "console", "hosts", "chaos", "invite", "join"),
             )
         },
     }
+    _FLAGS = ("elastic", "check", "detach")
 
     def __init__(self, command: str = "run") -> None:
         self._command = command
@@ -54,12 +55,17 @@ class Shell(Spelling):
         Example:
             >>> SHELL.options(ranks=2, hosts=["a", "b"], seed=1)
             '--ranks 2 --hosts a,b --set seed=1'
+            >>> SHELL.options(ranks=(2, 8), elastic=True)
+            '--ranks 2:8 --elastic'
         """
         words: list[str] = []
         for name, value in values.items():
-            if name in self._OPTIONS:
+            if name in self._FLAGS:
+                words += [f"--{name}"] if value else []
+            elif name in self._OPTIONS:
                 is_list = isinstance(value, (list, tuple))
-                text = ",".join(map(str, value)) if is_list else str(value)
+                between = ":" if name == "ranks" else ","
+                text = between.join(map(str, value)) if is_list else str(value)
                 words += [self._OPTIONS[name], shlex.quote(text)]
             else:
                 words += ["--set", shlex.quote(f"{name}={_toml(value)}")]

@@ -6,7 +6,7 @@ Starting this package imports neither torch nor numpy.
 
 from __future__ import annotations
 
-from unisono.launch.api import Wrapper, dry_run, run, submit, wrapper
+from unisono.launch.api import Wrapper, dry_run, run, submit, submit_array, wrapper
 from unisono.launch.in_process import world
 from unisono.launch.job import Job
 from unisono.launch.logs import IO, Logs
@@ -38,6 +38,7 @@ __all__ = [
     "shutdown",
     "simulate_preemption",
     "submit",
+    "submit_array",
     "world",
     "wrapper",
 ]

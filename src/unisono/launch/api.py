@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 import importlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -27,13 +27,14 @@ from unisono.launch.request import (
     check_call,
     checked_request,
     choose_convention,
+    function_name,
     is_in_world,
 )
 from unisono.launch.results import Results
 from unisono.launch.settings import say_once
 from unisono.launch.stopping import signals_of_launcher
 
-__all__ = ["Wrapper", "dry_run", "run", "submit", "wrapper"]
+__all__ = ["Wrapper", "dry_run", "run", "submit", "submit_array", "wrapper"]
 
 T = TypeVar("T")
 
@@ -164,6 +165,42 @@ def submit(
     if not isinstance(logs, Logs):
         given["logs"] = Logs(dir=logs, console="none")
     return submit_request(checked_request(fn, args, kwargs, **given))
+
+
+def submit_array(
+    fn: Callable[..., Any], values: Iterable[Any], /, *args: Any, on: str | Platform, **options: Any
+) -> list[Job]:
+    """Queue `fn(value, *args)` for each value as one job array of SLURM; return the jobs.
+
+    Args:
+        fn: any function.
+        values: the first argument of each job.
+        args: the other positional arguments, alike in all jobs.
+        on: `"slurm"`, or a profile or `Platform` of that kind; `"array_parallelism"` in its
+            `slurm_additional_parameters` says how many jobs may run at the same time.
+        options: keyword arguments of `submit`, and of `fn`.
+    """
+    if not isinstance(logs := options.get("logs"), Logs):
+        options["logs"] = Logs(dir=logs, console="none")
+    names = set(options) & set(RESERVED) - {"record", "watch"}
+    given: dict[str, Any] = {"on": on, **{name: options.pop(name) for name in names}}
+    requests: list[Request] = []
+    for value in values:
+        check_call(fn, (value, *args), options, given)
+        requests.append(checked_request(fn, (value, *args), options, **given))
+    name = function_name(fn)
+    if not requests:
+        raise PlatformError.because(f"submit_array({name}, ...)", "no value", None, "[1, 2, 3]")
+    if requests[0].place != "slurm" or in_allocation():
+        raise PlatformError.because(
+            f"submit_array({name}, ...) with on={requests[0].place!r}",
+            "no queue: job arrays are SLURM's",
+            None,
+            f"[unisono.run({name}, value) for value in values]",
+        )
+    from unisono.launch.places.slurm import submit as slurm
+
+    return [*slurm.submit_array(requests)]
 
 
 def submit_request(request: Request) -> Job:

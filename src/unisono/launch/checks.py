@@ -54,7 +54,7 @@ def check_machine(platform: Platform, spelling: Spelling = PYTHON) -> None:
     if kind is Device.MPI:
         from unisono.launch.places.mpi import find_mpiexec
 
-        find_mpiexec(platform)
+        find_mpiexec(platform, spelling)
     if kind is Device.RAY and importlib.util.find_spec("ray") is None:
         raise MissingExtra.of("ray", platform.describe(spelling), "no ray")
     if kind is Device.MPS and not accelerator.count("mps"):

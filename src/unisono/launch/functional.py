@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import Dataset, IterableDataset
 from torch.utils.data.distributed import DistributedSampler
@@ -25,6 +24,7 @@ from unisono.comm.collectives import all_reduce_together
 from unisono.errors import PlatformError
 from unisono.launch.context import here
 from unisono.launch.platform import Device, Platform, gpu_index
+from unisono.torch_private import BatchNormBase
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
@@ -272,14 +272,14 @@ def _converted(module: nn.Module, comm: Communicator | None) -> nn.Module:
     return module
 
 
-class SharedBatchNorm(_BatchNorm):
+class SharedBatchNorm(BatchNormBase):
     """Batch norm over the batches of all ranks of the world. Training is collective over it."""
 
     comm: Communicator | None = None
     """Other ranks than those of the world."""
 
     @classmethod
-    def of(cls, norm: _BatchNorm, comm: Communicator | None = None) -> SharedBatchNorm:
+    def of(cls, norm: BatchNormBase, comm: Communicator | None = None) -> SharedBatchNorm:
         """Return one that shares parameters and statistics with `norm`."""
         twin = cls(
             norm.num_features, norm.eps, norm.momentum, norm.affine, norm.track_running_stats

@@ -316,6 +316,8 @@ class Request:
     """Modules that the warm server loads before it forks the ranks."""
     decided_by_file: str = ""
     """A line that says what a settings file decides; empty if there is none."""
+    spelling: Spelling = PYTHON
+    """How the caller writes options, in errors."""
 
 
 def checked_request(
@@ -353,7 +355,7 @@ def checked_request(
     """
     least = None
     if elastic or isinstance(ranks, (tuple, list)):
-        least, ranks = bounds(ranks, elastic)
+        least, ranks = bounds(ranks, elastic, spelling)
     asked: dict[str, Any] = {"on": on, "ranks": ranks, "nodes": nodes, "timeout_s": timeout_s}
     asked |= {"max_restarts": max_restarts, "logs": logs}
     asked = {name: value for name, value in asked.items() if value is not None}
@@ -388,7 +390,7 @@ def checked_request(
         check_machine(platform, spelling)
     grows = None
     if least is not None or chaos is not None:
-        grows = checked(place, platform, least, chaos, invite, join)
+        grows = checked(place, platform, least, chaos, invite, join, spelling)
     if grows is not None:
         # Members meet at their coordinator, and nowhere else. MKL is to take the same way through
         # a sum at any address, and cuBLAS at any time.
@@ -421,6 +423,7 @@ def checked_request(
         elastic=grows,
         convention=convention or Convention(),
         decided_by_file=decided,
+        spelling=spelling,
     )
 
 

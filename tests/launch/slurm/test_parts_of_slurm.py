@@ -131,7 +131,7 @@ KNOWN = [
 
 @pytest.fixture
 def two_partitions(monkeypatch):
-    monkeypatch.setattr(cluster, "check_programs", lambda: None)
+    monkeypatch.setattr(cluster, "check_programs", lambda _: None)
     monkeypatch.setattr(cluster, "partitions", lambda: KNOWN)
 
 
@@ -221,3 +221,11 @@ def test_a_rank_whose_master_never_comes_names_the_directory(tmp_path):
     with pytest.raises(PlatformError, match=r"no .*r\.json on") as caught:
         meet(place(1), tmp_path / "r.json", nonce="", timeout_s=0.2)
     assert "UNISONO_JOB_DIR" in str(caught.value)
+
+
+def test_an_array_needs_a_queue_and_values(monkeypatch):
+    monkeypatch.setenv("UNISONO_FORCE_ON", "cpu")
+    with pytest.raises(PlatformError, match="job arrays are SLURM's"):
+        unisono.launch.submit_array(abs, [1, -2], on="slurm")
+    with pytest.raises(PlatformError, match="no value"):
+        unisono.launch.submit_array(abs, [], on="slurm")

@@ -168,6 +168,30 @@ def test_two_ranks_of_one_node_with_a_gpu_pmi_and_a_last_word(cluster, tmp_path)
     assert marker.read_text() == "0"
 
 
+@pytest.mark.usefixtures("forked_jobs")
+def test_an_array_has_a_job_for_each_value(cluster, tmp_path):
+    def work(value, factor):
+        print("value", value)
+        if value == 5:
+            raise ValueError("five")
+        return value * factor, unisono.world().all_reduce(torch.ones(1)).item()
+
+    two_at_once = platform(slurm_additional_parameters={"array_parallelism": 2})
+    jobs = unisono.launch.submit_array(work, [3, 4, 5], factor=10, on=two_at_once)
+    number = jobs[0].id.partition("_")[0]
+    assert [job.id for job in jobs] == [f"{number}_{index}" for index in range(3)]
+    folder = jobs[0].dir.parent
+    assert "#SBATCH --array=0-2%2" in (folder / f"{number}_submission.sh").read_text()
+    assert [job.dir for job in jobs] == [folder / str(index) for index in range(3)]
+    assert jobs[2].status() in ("pending", "running")
+    again = Job.attach(jobs[1].id)
+    assert list(again.result()) == [(40, 2.0)] * 2
+    assert again.logs(1) == "value 4\n"
+    assert list(jobs[0].result()) == [(30, 2.0)] * 2
+    with pytest.raises(RankFailed, match="five"):
+        jobs[2].result()
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_ranks_of_a_gpu_job_compute_on_their_gpu(cluster):

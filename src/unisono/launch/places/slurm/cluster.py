@@ -18,7 +18,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from unisono.errors import PlatformError
+from unisono.errors import PYTHON, PlatformError, Spelling
 from unisono.launch.plan import RunPlan
 from unisono.launch.platform import Platform
 
@@ -89,12 +89,12 @@ def call(*words: str, text: str = "", check: bool = True, timeout_s: float = ANS
     return "" if done.returncode else done.stderr if text else done.stdout
 
 
-def _not_found(program: str) -> Exception:
+def _not_found(program: str, spelling: Spelling = PYTHON) -> Exception:
     return PlatformError.because(
-        'on="slurm" needs the programs of SLURM',
+        f"{spelling.options(on='slurm')} needs the programs of SLURM",
         f"no {program} on PATH ({os.environ.get('PATH', '')})",
         None,
-        'a login node of the cluster; on="cpu" rehearses the same function here',
+        f"a login node of the cluster; {spelling.options(on='cpu')} rehearses the same here",
     )
 
 
@@ -103,10 +103,10 @@ def missing_programs() -> list[str]:
     return [name for name in PROGRAMS if shutil.which(name) is None]
 
 
-def check_programs() -> None:
+def check_programs(spelling: Spelling = PYTHON) -> None:
     """Raise `PlatformError` unless jobs can be submitted from here."""
     if missing := missing_programs():
-        raise _not_found(missing[0])
+        raise _not_found(missing[0], spelling)
 
 
 def in_allocation() -> bool:
@@ -150,9 +150,18 @@ def show_job(job: str) -> dict[str, str]:
     return _fields(call("scontrol", "--oneliner", "show", "job", job, check=False))
 
 
+def this_job() -> str:
+    """Return the id of the job that this process is a part of.
+
+    By `SLURM_JOB_ID` alone the controller would answer for all jobs of an array.
+    """
+    number, place = (os.environ.get(f"SLURM_ARRAY_{name}_ID") for name in ("JOB", "TASK"))
+    return f"{number}_{place}" if number and place else os.environ["SLURM_JOB_ID"]
+
+
 def directory_of_job(job: str) -> Path | None:
     """Return the directory of a job of ours, which is where its output goes."""
-    if not job.isdigit() or missing_programs():
+    if not job.replace("_", "", 1).isdigit() or missing_programs():
         return None
     output = show_job(job).get("StdOut")
     return Path(output).parent if output else None
@@ -178,14 +187,17 @@ def _fields(text: str) -> dict[str, str]:
     return dict(found)
 
 
-def check_cluster(platform: Platform) -> tuple[str | None, int | None]:
-    """Return partition and time limit of a job; raise `PlatformError` for a bad request."""
-    check_programs()
-    return choose_partition(platform, partitions())
+def check_cluster(platform: Platform, spelling: Spelling = PYTHON) -> tuple[str | None, int | None]:
+    """Return partition and time limit of a job; raise `PlatformError` for a bad request.
+
+    Errors spell options as the caller does.
+    """
+    check_programs(spelling)
+    return choose_partition(platform, partitions(), spelling)
 
 
 def choose_partition(
-    platform: Platform, known: Sequence[Partition]
+    platform: Platform, known: Sequence[Partition], spelling: Spelling = PYTHON
 ) -> tuple[str | None, int | None]:
     """Return the partition to name, if any, and the time limit in minutes, if one is known.
 
@@ -198,10 +210,12 @@ def choose_partition(
         if platform.is_explicit("partition"):
             near = difflib.get_close_matches(name, names, n=1)
             raise PlatformError.because(
-                f"Platform(partition={name!r})",
+                spelling.platform(partition=name),
                 f"partitions of this cluster are {', '.join(names) or 'none'}",
                 None,
-                f"partition={near[0]!r}" if near else "leave it out for the cluster's default",
+                spelling.options(partition=near[0])
+                if near
+                else "leave it out for the cluster's default",
             )
         default = next((partition.name for partition in known if partition.is_default), "none")
         print(
@@ -216,7 +230,7 @@ def choose_partition(
             f"{platform.n_nodes} nodes of partition {name or chosen[0].name!r}",
             f"it has {most}",
             f"{platform.n_nodes} nodes > {most}",
-            f"nodes={most}",
+            spelling.options(nodes=most),
         )
     usual = min((partition.minutes for partition in chosen), default=None)
     return name, usual if platform.timeout_min is None else platform.timeout_min
@@ -251,8 +265,9 @@ class Queue:
 
 
 def _jobs_of_user() -> dict[str, tuple[str, str]]:
-    words = ("--noheader", f"--user={os.getuid()}", "--states=all", "--format=%i|%T|%r")
-    rows = (line.strip().split("|", 2) for line in call("squeue", *words).splitlines())
+    words = ("--noheader", "--array", "--states=all", "--format=%i|%T|%r")
+    lines = call("squeue", f"--user={os.getuid()}", *words).splitlines()
+    rows = (line.strip().split("|", 2) for line in lines)
     return {job: (state, reason) for job, state, reason in rows}
 
 

@@ -14,10 +14,19 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from unisono.errors import JobCancelled, MissingExtra, PlatformError, RankFailed, RankTimeout
+from unisono.errors import (
+    PYTHON,
+    JobCancelled,
+    MissingExtra,
+    PlatformError,
+    RankFailed,
+    RankTimeout,
+    Spelling,
+)
 from unisono.launch import job_files
 from unisono.launch.attempts import (
     Progress,
@@ -77,33 +86,57 @@ def warning_s(timeout_min: int | None) -> int:
 
 def submit_job(request: Request) -> SlurmJob:
     """Queue a job; return its handle."""
-    _check_submitit()
-    chosen = cluster.check_cluster(request.platform)
-    # The environment of a rank is that of the cluster's step.
-    job = rank_job(request, dump_call(request.fn, request.args, request.kwargs), {})
-    plan = plan_of(request)
-    directory = job_files.make_directory(parent_of(request), request.platform.name)
+    return _submit_jobs([request])[0]
+
+
+def submit_array(requests: Sequence[Request]) -> list[SlurmJob]:
+    """Queue one job array of requests that differ in their calls only; return its handles.
+
+    Submitit's files are in one directory, and each job has one of its own below it.
+    """
+    return _submit_jobs(requests, is_array=True)
+
+
+def _submit_jobs(requests: Sequence[Request], *, is_array: bool = False) -> list[SlurmJob]:
+    request = requests[0]
+    platform = request.platform
+    _check_submitit(request.spelling)
+    chosen = cluster.check_cluster(platform, request.spelling)
+    folder = job_files.make_directory(parent_of(request), platform.name)
+    tasks: list[SlurmTask] = []
     try:
-        write_payload(job, payload_path(directory, plan))
-        shown = request.logs.shown(request.ranks)
-        task = SlurmTask(directory, plan, shown, request.logs.prefix and request.ranks > 1)
-        job_id = _submit(request, directory, task, *chosen)
+        for number, each in enumerate(requests):
+            directory = folder / str(number) if is_array else folder
+            directory.mkdir(mode=0o700, exist_ok=True)
+            # The environment of a rank is that of the cluster's step.
+            job = rank_job(each, dump_call(each.fn, each.args, each.kwargs), {})
+            plan = plan_of(each)
+            write_payload(job, payload_path(directory, plan))
+            shown = each.logs.shown(each.ranks)
+            tasks.append(SlurmTask(directory, plan, shown, each.logs.prefix and each.ranks > 1))
+        ids = _submit(request, folder, tasks, *chosen)
     except BaseException:
-        shutil.rmtree(directory, ignore_errors=True)
+        shutil.rmtree(folder, ignore_errors=True)
         raise
-    entry = {"id": job_id, "ranks": request.ranks, "threads": plan.cpus_per_rank}
-    job_files.write_state(directory, entry)
-    return SlurmJob(directory)
+    entry = {"folder": str(folder), "ranks": request.ranks, "threads": platform.cpus_per_rank}
+    for task, job_id in zip(tasks, ids, strict=True):
+        job_files.write_state(task.directory, {"id": job_id, **entry})
+    return [SlurmJob(task.directory) for task in tasks]
 
 
 def _submit(
-    request: Request, folder: Path, task: SlurmTask, partition: str | None, minutes: int | None
-) -> str:
-    """Submit a task with submitit; return the id of the job."""
+    request: Request,
+    folder: Path,
+    tasks: Sequence[SlurmTask],
+    partition: str | None,
+    minutes: int | None,
+) -> list[str]:
+    """Submit tasks with submitit, several of them as an array; return the ids of their jobs."""
     import submitit
     from submitit.core.utils import FailedJobError, FailedSubmissionError
 
-    platform, plan = request.platform, task.plan
+    platform, task = request.platform, tasks[0]
+    plan = task.plan
     is_pattern = "%" in str(task.directory)
     if is_pattern or "\n" in f"{platform.name}{task.directory}":
         raise PlatformError.because(
@@ -121,6 +154,7 @@ def _submit(
         "gpus_per_node": platform.n_gpus_per_node or None,
         "mem": None if platform.mem_per_node is None else f"{platform.mem_per_node}G",
         "time": minutes,
+        "array_parallelism": len(tasks),
         "wckey": None,
         "setup": None,
         "teardown": None,
@@ -141,7 +175,9 @@ def _submit(
             srun_args=cluster.srun_options(plan),
             additional_parameters={**options, "requeue": True},
         )
-        return str(executor.submit(task).job_id)
+        with executor.batch():
+            jobs = [executor.submit(task) for task in tasks]
+        return [str(job.job_id) for job in jobs]
     except (FailedJobError, FailedSubmissionError, subprocess.SubprocessError) as error:
         raise PlatformError.because(
             f"a job of {request.ranks} ranks",
@@ -151,9 +187,9 @@ def _submit(
         ) from error
 
 
-def _check_submitit() -> None:
+def _check_submitit(spelling: Spelling = PYTHON) -> None:
     if importlib.util.find_spec("submitit") is None:
-        raise MissingExtra.of("slurm", 'on="slurm"', "no submitit")
+        raise MissingExtra.of("slurm", spelling.options(on="slurm"), "no submitit")
 
 
 def script_text(request: Request) -> str:
@@ -162,7 +198,7 @@ def script_text(request: Request) -> str:
     Submitit shows a script only where it writes it. So it submits to an `sbatch` that does nothing,
     in a directory that is removed.
     """
-    _check_submitit()
+    _check_submitit(request.spelling)
     from submitit.core.utils import environment_variables
 
     platform = request.platform
@@ -172,7 +208,7 @@ def script_text(request: Request) -> str:
         partition = platform.partition if platform.is_explicit("partition") else None
         chosen = partition, platform.timeout_min
     else:
-        chosen = cluster.choose_partition(platform, known)
+        chosen = cluster.choose_partition(platform, known, request.spelling)
     directory = parent_of(request) / f"{platform.name}-XXXXXXXX"
     task = SlurmTask(directory, plan_of(request), frozenset(), has_prefix=False)
     with tempfile.TemporaryDirectory(prefix="unisono-dry-") as folder:
@@ -180,14 +216,14 @@ def script_text(request: Request) -> str:
             Path(folder, name).write_text("#!/bin/sh\necho Submitted batch job 0\n")
             Path(folder, name).chmod(0o700)
         with environment_variables(PATH=f"{folder}:{os.environ.get('PATH', os.defpath)}"):
-            job_id = _submit(request, Path(folder), task, *chosen)
+            (job_id,) = _submit(request, Path(folder), [task], *chosen)
         text = Path(folder, f"{job_id}_submission.sh").read_text(encoding="utf-8")
         return text.replace(folder, shlex.quote(str(directory)))
 
 
 def judge_script(request: Request) -> str:
     """Have the scheduler judge the script without queueing it; return its words."""
-    cluster.check_cluster(request.platform)
+    cluster.check_cluster(request.platform, request.spelling)
     return cluster.call("sbatch", "--test-only", text=script_text(request)).strip()
 
 
@@ -242,7 +278,7 @@ class SlurmJob(Job):
         self.dir = directory
         self._entry = job_files.read_state(directory)
         self.id, self.ranks = str(self._entry["id"]), int(self._entry["ranks"])
-        self.submitit = submitit.SlurmJob(directory, self.id)
+        self.submitit = submitit.SlurmJob(self._entry["folder"], self.id)
         self._left_at: float | None = None
         cluster.QUEUE.forget()
 
@@ -253,6 +289,8 @@ class SlurmJob(Job):
         directory = Path(id_or_dir)
         if not (directory / job_files.STATE).exists():
             directory = cluster.directory_of_job(str(id_or_dir)) or directory
+            if not (directory / job_files.STATE).exists():  # that of an array has one for each job
+                directory /= str(id_or_dir).partition("_")[2]
         if not (directory / job_files.STATE).exists():
             raise PlatformError.because(
                 f"Job.attach({str(id_or_dir)!r})",

@@ -156,7 +156,7 @@ class JobAttempts(Attempts):
 
     def is_taken_away(self, *, is_requeue: bool) -> bool:
         """Whether SLURM is ending this job; it knows why, and what comes next."""
-        fields = cluster.show_job(os.environ["SLURM_JOB_ID"])
+        fields = cluster.show_job(cluster.this_job())
         is_running = fields.get("JobState", "RUNNING") == "RUNNING"
         # Before its time limit, the ranks were warned; then it is for us to requeue it.
         return not is_running and not (is_requeue and fields.get("Reason") == "TimeLimit")
@@ -167,7 +167,7 @@ class JobAttempts(Attempts):
 
     def end_without_requeue(self, ending: Ending, error: Exception) -> None:
         """Note that the cluster does not start the job again."""
-        job = os.environ["SLURM_JOB_ID"]
+        job = cluster.this_job()
         text = f"the cluster does not requeue job {job}, which has saved what it needs\n  {error}"
         self._end(ending, f"{text}\nHINT: submit it again, to go on from the checkpoint")
 
@@ -223,7 +223,7 @@ class SlurmTask:
         result = task.paths.result_pickle
         if result.exists() and _is_done(self.directory):
             # SLURM starts a job again that ended while it was being pre-empted.
-            return submitit.SlurmJob(self.directory, task.job_id).result()
+            return submitit.SlurmJob(task.paths.folder, task.job_id).result()
         result.unlink(missing_ok=True)
         console = Console(self.shown, prefix=self.has_prefix)
         attempts = JobAttempts(self.plan, self.directory, console)
