@@ -1,15 +1,18 @@
 # Every target does its whole set-up in a fresh clone: an own .venv, torch, then this package.
 # PYTHON=python3.12 make test   chooses the interpreter the .venv is made from.
+# make test TORCH=torch==2.15.0 tests another torch, in a .venv of its own.
 # make test WORKERS=0           runs the tests in one process instead of three (tests often wait, so
 #                               this keeps two cores busy).
 
 PYTHON ?= python3
-TORCH ?= torch==2.13.0
+TESTED_TORCH := torch==2.13.0
+TORCH ?= $(TESTED_TORCH)
 WORKERS ?= 3
-VENV := .venv
+VENV := .venv$(if $(filter-out $(TESTED_TORCH),$(TORCH)),-$(subst ==,-,$(TORCH)))
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 TESTABLE := $(VENV)/.testable
+DOCUMENTABLE := $(VENV)/.documentable
 SHOWN := examples,plot
 TESTED := $(SHOWN),test,others,potentials,mpi,slurm,ray,docs
 CORE := $(filter-out src/core/module.cpp,$(wildcard src/core/*.cpp))
@@ -26,13 +29,12 @@ help: ## say what can be made
 
 setup: $(TESTABLE) ## make .venv and install everything the other targets need
 
-# torch first and alone: a range that torch 2.13.0 satisfies then installs no other torch.
+# In one command, so that no other package brings another torch.
 define install
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 	  { echo "unisono needs Python 3.11 or newer; found $$($(PYTHON) --version). Try: make PYTHON=python3.12 $(MAKECMDGOALS)"; exit 2; }
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check "$(TORCH)"
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e ".[$(1)]"
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check "$(TORCH)" -e ".[$(1)]"
 endef
 
 # What others have written is much to download, and a demo needs none of it.
@@ -42,7 +44,11 @@ $(READY): pyproject.toml setup.py $(wildcard src/core/*)
 
 $(TESTABLE): pyproject.toml setup.py $(wildcard src/core/*)
 	$(call install,$(TESTED))
-	@touch $(READY) $@
+	@touch $(READY) $(DOCUMENTABLE) $@
+
+$(DOCUMENTABLE): pyproject.toml setup.py $(wildcard src/core/*)
+	$(call install,docs)
+	@touch $@
 
 demo: $(READY) ## train on real digits, one rank against many, and write a report
 	@$(BIN)/unisono demo
@@ -73,11 +79,11 @@ format: $(TESTABLE) ## let ruff rewrite the files
 bench: $(TESTABLE) ## every benchmark, one table each
 	$(BIN)/unisono bench
 
-docs: $(TESTABLE) ## build the documentation into site/
+docs: $(DOCUMENTABLE) ## build the documentation into site/
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 wheel: $(TESTABLE) ## a source archive and a wheel for every Python from 3.11 on, into dist/
 	$(BIN)/python -m build --outdir dist
 
-clean: ## remove .venv and everything that was built
-	rm -rf $(VENV) site build dist .pytest_cache .ruff_cache .hypothesis .import_linter_cache
+clean: ## remove every .venv and everything that was built
+	rm -rf .venv .venv-torch-* site build dist .pytest_cache .ruff_cache .hypothesis .import_linter_cache

@@ -15,13 +15,13 @@ import torch
 from torch import Tensor
 
 from unisono.comm.reductions import DTYPE_NUMBERS, DTYPES
-from unisono.comm.torch.private import (
+from unisono.errors import MeshError, PartitionError, UnisonoError, an
+from unisono.expect import is_integer, number_in
+from unisono.torch_private import (
     is_batchedtensor,
     is_functorch_wrapped_tensor,
     is_zero_tensor,
 )
-from unisono.errors import MeshError, PartitionError, UnisonoError, an
-from unisono.expect import is_integer, number_in
 
 _MOVABLE = frozenset(DTYPES)
 

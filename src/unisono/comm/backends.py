@@ -126,7 +126,7 @@ def register() -> None:
 
 def create(name: str, options: Any, _: Any) -> Any:
     """Make a group of one of our backends for torch.distributed, from its backend options."""
-    return _MAKERS[name](
+    group = _MAKERS[name](
         options.store,
         options.group_rank,
         options.group_size,
@@ -134,6 +134,9 @@ def create(name: str, options: Any, _: Any) -> Any:
         options.global_ranks_in_group,
         str(options.group_id),
     )
+    if isinstance(group, TransportProcessGroup):
+        group.is_for_torch = True
+    return group
 
 
 def make_shm_group(

@@ -36,8 +36,8 @@ from unisono.comm.arguments import (
 from unisono.comm.health.watchdog import seal_of
 from unisono.comm.perform import Performer, Transfer, started, verb
 from unisono.comm.reductions import check_op, decode, encode
-from unisono.comm.torch.private import increment_version
 from unisono.errors import PartitionError, UnisonoError
+from unisono.torch_private import increment_version
 
 Like = Tensor | tuple[Sequence[int], torch.dtype]
 """A tensor to imitate, or its shape and dtype."""

@@ -33,7 +33,12 @@ class Communicator(Messages):
     """
 
     def __init__(
-        self, entry: GroupEntry, *, device: torch.device, timeout_s: float | None = None
+        self,
+        entry: GroupEntry,
+        *,
+        device: torch.device,
+        timeout_s: float | None = None,
+        stages: bool = False,
     ) -> None:
         check_device(device)
         # A frozen value: __setattr__ refuses, so the fields are set all at once.
@@ -41,6 +46,7 @@ class Communicator(Messages):
             _entry=entry,
             _engine=entry.engine(device),
             _own_timeout_s=timeout_s,
+            _stages=stages,
             _handle=Handle(),
             _closed=False,
             rank=entry.rank,
@@ -169,11 +175,22 @@ class Communicator(Messages):
 
     def with_timeout(self, timeout_s: float) -> Communicator:
         """Return the same group with another deadline for its waits. Local."""
-        return type(self)(self._entry, device=self.device, timeout_s=check_timeout(timeout_s))
+        deadline = check_timeout(timeout_s)
+        return type(self)(self._entry, device=self.device, timeout_s=deadline, stages=self._stages)
 
     def with_device(self, device: torch.device | str) -> Communicator:
         """Return the same group for tensors on another device. Local."""
         return type(self)(self._entry, device=torch.device(device), timeout_s=self._own_timeout_s)
+
+    def _staging(self) -> Communicator:
+        """Return the same group for tensors of any device. Local.
+
+        One that no backend of the group serves travels through host memory, and the host waits for
+        it; a warning says so once.
+        """
+        changed = object.__new__(type(self))  # with the handle of this one: it is asked for often
+        vars(changed).update(vars(self), _stages=True)
+        return changed
 
     def close(self) -> None:
         """Drop this handle; the group is destroyed if we made it and nobody else holds it.
@@ -187,7 +204,9 @@ class Communicator(Messages):
 
     def _made(self, ranks: tuple[int, ...]) -> Communicator:
         entry = groups.part_of(self._entry, ranks, wait_s=self.timeout_s)
-        made = type(self)(entry, device=self.device, timeout_s=self._own_timeout_s)
+        made = type(self)(
+            entry, device=self.device, timeout_s=self._own_timeout_s, stages=self._stages
+        )
         made._engine.connect(self.timeout_s)
         return made
 

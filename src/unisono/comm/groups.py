@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
+from unisono import torch_private as private
 from unisono.comm import call as calls
 from unisono.comm.call import Call
 from unisono.comm.engines.base import Engine, SelfEngine
@@ -27,7 +28,6 @@ from unisono.comm.engines.stream import StreamEngine
 from unisono.comm.health import failures, mark_as_news, streams, watchdog
 from unisono.comm.health.failures import Meaning, meaning_of
 from unisono.comm.health.streams import Lane
-from unisono.comm.torch import private
 from unisono.errors import MeshError, RankFailed, RankTimeout, UnisonoError
 
 if TYPE_CHECKING:

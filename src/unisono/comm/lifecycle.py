@@ -12,6 +12,7 @@ import os
 import socket
 import sys
 import time
+import warnings
 from collections.abc import Mapping
 from datetime import timedelta
 from typing import TYPE_CHECKING
@@ -19,6 +20,7 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
+from unisono import torch_private
 from unisono.comm import backends, groups, machine
 from unisono.comm.communicator import Communicator, world
 from unisono.comm.health import trace, watchdog
@@ -207,6 +209,9 @@ def start_world(
         )
         if through_mpi is not None:
             backends.mpi.wire_world()
+        untested = torch_private.untested()
+        if untested is not None and environment.rank == 0:
+            warnings.warn(untested, stacklevel=2)  # Python shows it once in a process
         # What this rank starts has the same variables, and would wait for a world of its own.
         _set_for_this_world(RANK_PID, rank_mark(os.environ, os.getpid()), always=True)
     comm = world()

@@ -19,13 +19,13 @@ from typing import Any, Concatenate, Generic, Literal, ParamSpec, TypeVar, cast,
 import torch
 from torch import Tensor
 
+from unisono import torch_private as private
 from unisono.comm import call as calls
 from unisono.comm.arguments import check_tensor, check_timeout, refuse_transformed, stored
 from unisono.comm.call import Call, call_site
 from unisono.comm.engines.base import Engine, Ticket
 from unisono.comm.groups import GroupEntry
 from unisono.comm.health import check, deadlock, failures, mark_as_news, trace
-from unisono.comm.torch import private
 from unisono.errors import CollectiveMismatch, RankFailed, UnisonoError
 
 T = TypeVar("T")
@@ -206,6 +206,8 @@ class Performer:
     _entry: GroupEntry
     _engine: Engine
     _closed: bool
+    _stages: bool
+    """Whether tensors that no backend of the group serves go through host memory unasked."""
 
     @overload
     def _perform(self, transfer: Transfer[T]) -> T: ...
@@ -365,11 +367,17 @@ class Performer:
 
     def _device_for(self, x: object) -> torch.device:
         """Return where `x` is expected: on the communicator's device, or where `x` is if the group
-        has a backend for that. Verbs in which only some ranks bring a tensor do not ask this.
+        has a backend for that, or stages. Verbs in which only some ranks bring a tensor do not ask
+        this.
         """
         if not isinstance(x, Tensor) or x.device.type == self.device.type:
             return self.device
-        return x.device if self._entry.serves(x.device) else self.device
+        if self._entry.serves(x.device):
+            return x.device
+        if not self._stages or x.is_meta:
+            return self.device
+        _warn_of_staging(x.device.type, self._entry.backend(x.device))
+        return x.device
 
     def _engine_for(self, device: torch.device) -> Engine:
         """Return the kernels for tensors on `device`."""
@@ -555,6 +563,20 @@ def _warn_of_cut(op: str) -> None:
         f"{op} of a tensor that requires grad: verbs have no derivative, so gradients end here. "
         "x.detach() says that this is meant; unisono.operators has the same movements with "
         "derivatives (all_sum_reduce, all_gather, ...)",
+        UserWarning,
+        file or "?",
+        int(line or 0),
+    )
+
+
+@functools.cache
+def _warn_of_staging(kind: str, backend: str) -> None:
+    """Say once that tensors of a device take the long way, although no rank asked for it."""
+    file, _, line = call_site(2).rpartition(":")
+    warnings.warn_explicit(
+        f"tensors on {kind} travel through host memory: this group has {backend} only, and the "
+        f"host waits for each. unisono.run(..., on={kind!r}) starts ranks that have a backend for "
+        "it, where there is one; comm.with_device(device) says that this is meant",
         UserWarning,
         file or "?",
         int(line or 0),

@@ -25,8 +25,8 @@ from pathlib import Path
 
 import torch.distributed as dist
 
+from unisono import torch_private as private
 from unisono.comm.health import mark_as_news
-from unisono.comm.torch import private
 from unisono.errors import PlatformError, RankTimeout, UnisonoError, compress_ranks
 
 VARIABLE = "UNISONO_KEY_FILE"

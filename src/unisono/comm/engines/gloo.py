@@ -41,9 +41,9 @@ from unisono.comm.reductions import (
     reduce_among,
     reduce_in_rank_order,
 )
-from unisono.comm.torch.private import known_groups
 from unisono.comm.torch.staging import wrong_message
 from unisono.errors import CollectiveMismatch, UnisonoError
+from unisono.torch_private import known_groups
 
 _SLICE_S = 0.5
 """A blocked rank looks this often whether its wait can still end."""

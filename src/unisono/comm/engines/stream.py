@@ -17,7 +17,7 @@ from typing import Any, Unpack
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._C._distributed_c10d import AllgatherOptions
+from torch.distributed.distributed_c10d import AllgatherOptions
 
 from unisono.comm import call as calls
 from unisono.comm.arguments import bytes_of

@@ -10,8 +10,12 @@ Other parts of the library ask `active`, and look for mistakes of their own kind
 from __future__ import annotations
 
 import contextlib
+import functools
+import importlib
 import json
+import operator
 import os
+import sys
 import time
 import warnings
 import zlib
@@ -22,8 +26,12 @@ from datetime import timedelta
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed import PrefixStore, Store
+from torch.nn.modules.module import register_module_module_registration_hook
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.utils.hooks import RemovableHandle
 
 from unisono.comm.arguments import bytes_of, dense
 from unisono.comm.call import Call, call_site
@@ -37,6 +45,14 @@ Exchange = Callable[..., list[tuple[int, ...]]]
 
 _SAME_BITS = "a backend should give all ranks the same bits; try another one, UNISONO_BACKEND=shm"
 
+_FACTS = (
+    "op", "kind", "root", "dim", "requires_grad", "device", "sizes", "recv_sizes", "shape", "dtype",
+)  # fmt: skip
+"""Fields of a call that are compared."""
+_facts_of = operator.attrgetter(*_FACTS)
+_WORDS = 8192
+"""How much of a result is looked at."""
+
 active = False
 
 
@@ -46,8 +62,39 @@ def start_from_environment() -> None:
     Called when this is loaded, and again in a fork of the warm server, which has loaded it long
     before the variables of the rank were known.
     """
+    _switch(os.environ.get("UNISONO_CHECK", "") not in ("", "0"))
+
+
+_hooks: list[RemovableHandle] = []
+"""By which torch's own wrappers are seen, while check mode is on."""
+
+
+def _switch(enabled: bool) -> None:
     global active
-    active = os.environ.get("UNISONO_CHECK", "") not in ("", "0")
+    active = enabled
+    if enabled and not _hooks:
+        _hooks.append(register_module_module_registration_hook(_see_construction))
+        _hooks.append(register_optimizer_step_post_hook(_see_step))
+    elif not enabled:
+        while _hooks:
+            _hooks.pop().remove()
+
+
+def _see_construction(module: nn.Module, name: str, _part: nn.Module | None) -> None:
+    if name == "module" and isinstance(module, DistributedDataParallel):
+        _foreign().follow(module)
+
+
+def _see_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    tensors = sys.modules.get("torch.distributed.tensor")
+    params = optimizer.param_groups[0]["params"] if tensors is not None else ()
+    if tensors is not None and params and isinstance(params[0], tensors.DTensor):
+        _foreign().compare_settings(optimizer)
+
+
+def _foreign() -> Any:
+    """Return what compares the replicas of torch's wrappers: above this layer, loaded if needed."""
+    return importlib.import_module("unisono.data_parallel.foreign")
 
 
 start_from_environment()
@@ -61,16 +108,14 @@ class check:
     """
 
     def __init__(self, enabled: bool = True) -> None:
-        global active
         self._before = active
-        active = enabled
+        _switch(enabled)
 
     def __enter__(self) -> check:
         return self
 
     def __exit__(self, *_: object) -> None:
-        global active
-        active = self._before
+        _switch(self._before)
 
 
 _reported: set[str] = set()
@@ -106,16 +151,24 @@ def verify(
         CollectiveMismatch: on all ranks, when the calls do not fit.
         TimeoutError: some rank did not arrive.
     """
-    mine = _fingerprint(call)
-    if mine["sizes"] is None or call.op != "all_to_all":
-        compared = json.dumps([call.number, *(rule.key(mine) for rule in _RULES)])
-        if _are_equal(exchange, zlib.crc32(compared.encode()), timeout_s):
+    if call.sizes is None or call.op != "all_to_all":
+        facts = tuple([tuple(x) if type(x) is list else x for x in _facts_of(call)])
+        if _are_equal(exchange, call.number << 32 | _number_of(facts), timeout_s):
             return
+    mine = _fingerprint(call)
     mine |= {"site": call.site, "text": call.describe()}
     prints = _share(call, "", mine, rank, len(ranks), timeout_s)
     rule = disagreement(prints)
     if rule is not None:
         raise _mismatch(rule, prints, ranks)
+
+
+@functools.lru_cache(maxsize=1024)
+def _number_of(facts: tuple[Any, ...]) -> int:
+    """Return a number for what ranks compare of a call, the same in all processes."""
+    facts_by_name: dict[str, Any] = dict(zip(_FACTS, facts, strict=True))
+    compared = [rule.key(_plain(facts_by_name)) for rule in _RULES]
+    return zlib.crc32(json.dumps(compared).encode())
 
 
 def verify_equal_result(
@@ -126,8 +179,11 @@ def verify_equal_result(
     timeout_s: float,
     exchange: Exchange,
 ) -> None:
-    """After a reduction: raise unless all ranks hold the same finite bits."""
-    if _are_equal(exchange, digest(result), timeout_s):
+    """After a reduction: raise unless all ranks hold the same finite bits.
+
+    A large result is looked at in part: at other elements in every call.
+    """
+    if _are_equal(exchange, digest(result, _WORDS, call.number), timeout_s):
         return
     finite = bool(torch.isfinite(result).all()) if result.dtype.itemsize > 1 else True
     raw = bytes_of(dense(result.detach().cpu())).numpy()
@@ -224,15 +280,16 @@ def _comparable_shape(p: Fingerprint) -> list[int] | None:
 
 
 def _fingerprint(call: Call) -> Fingerprint:
-    lists = {name: getattr(call, name) for name in ("sizes", "recv_sizes", "shape")}
-    return {
-        **{
-            name: getattr(call, name)
-            for name in ("op", "kind", "root", "dim", "requires_grad", "device")
-        },
-        **{name: None if value is None else list(value) for name, value in lists.items()},
-        "dtype": None if call.dtype is None else str(call.dtype),
+    return _plain(dict(zip(_FACTS, _facts_of(call), strict=True)))
+
+
+def _plain(facts: dict[str, Any]) -> Fingerprint:
+    """Return what ranks compare of a call in a form that can travel."""
+    lists = {
+        name: None if facts[name] is None else list(facts[name])
+        for name in ("sizes", "recv_sizes", "shape")
     }
+    return facts | lists | {"dtype": None if facts["dtype"] is None else str(facts["dtype"])}
 
 
 def _share(

@@ -30,9 +30,9 @@ from torch.distributed import PrefixStore
 
 from unisono.comm.call import Call
 from unisono.comm.health.watchdog import standing
-from unisono.comm.torch.private import default_store
 from unisono.environment import detect
 from unisono.errors import UnisonoError, explain
+from unisono.torch_private import default_store
 from unisono.trace_file import table, write
 
 MAX_EVENTS = 100_000

@@ -25,8 +25,8 @@ from unisono.comm import call as calls
 from unisono.comm import seal
 from unisono.comm.call import thread_stacks
 from unisono.comm.machine import condition_of, is_card_dead, own_card
-from unisono.comm.torch.private import default_store
 from unisono.errors import RankFailed
+from unisono.torch_private import default_store
 
 POLL_S = 1.0
 """Seconds between two looks at the store."""

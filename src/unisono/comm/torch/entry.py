@@ -11,9 +11,10 @@ import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
+import torch
 from torch import Tensor
 
-from unisono.comm.torch import private
+from unisono import torch_private as private
 from unisono.errors import UnisonoError
 
 Method = TypeVar("Method", bound=Callable[..., Any])
@@ -153,13 +154,16 @@ def _enter(
         x = _one_device(verb, args)
     if x is not None and not x.is_cpu:
         return getattr(group.inner_group(x.device), name)(*args, **(kwargs or {}))
+    run = functools.partial(method, group, *args, **(kwargs or {}))
+    if group.recorded is not None and (x is None or x.layout is torch.strided):
+        run = functools.partial(group.recorded.run, name, (*args, *(kwargs or {}).values()), run)
     if not private.is_profiling():
-        return method(group, *args, **(kwargs or {}))
+        return run()
     event = private.profiled(f"{group.name()}:{verb}", [] if x is None else [x])
     event.__enter__()
     end = functools.partial(event.__exit__, None, None, None)
     try:
-        work = method(group, *args, **(kwargs or {}))
+        work = run()
     except BaseException:
         end()
         raise

@@ -19,7 +19,7 @@ from typing import Any, Unpack
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._C._distributed_c10d import (
+from torch.distributed.distributed_c10d import (
     AllgatherOptions,
     AllreduceCoalescedOptions,
     AllreduceOptions,
@@ -27,14 +27,15 @@ from torch._C._distributed_c10d import (
     BarrierOptions,
     BroadcastOptions,
     GatherOptions,
+    GroupName,
     ReduceOptions,
     ReduceScatterOptions,
     ScatterOptions,
     Work,
 )
-from torch.distributed.distributed_c10d import GroupName
 
 from unisono import accelerator
+from unisono import torch_private as private
 from unisono.comm import call as calls
 from unisono.comm.arguments import check_rank, is_dense
 from unisono.comm.call import Call
@@ -43,7 +44,7 @@ from unisono.comm.groups import GroupEntry
 from unisono.comm.health import trace, watchdog
 from unisono.comm.perform import Pending, Performer, Started, Transfer
 from unisono.comm.reductions import PLAIN_DTYPES, check_op
-from unisono.comm.torch import private, sparse, staging
+from unisono.comm.torch import sparse, staging
 from unisono.comm.torch.entry import entry, message
 from unisono.comm.torch.monitored_barrier import MonitoredBarrier
 from unisono.comm.torch.staging import OPS, Targets, cut_evenly, cut_rows, source
@@ -96,6 +97,10 @@ class TransportProcessGroup(dist.ProcessGroup):
         self._monitored_barrier = MonitoredBarrier(store, engine.rank, self._ranks)
         self._dropped: deque[TransportWork] = deque(maxlen=_KEPT_WORKS)
         """Works that nobody has waited for: C++ may hold one whose Python object is gone."""
+        self.is_for_torch = False
+        """Whether torch.distributed makes the group, which does not know it yet."""
+        self.recorded: private.RecordedGroup | None = None
+        """Runs calls inside the hooks of torch, such as its flight recorder."""
 
     # -- what the group is ----------------------------------------------------------------------
 
@@ -111,6 +116,8 @@ class TransportProcessGroup(dist.ProcessGroup):
 
     @property
     def _device_types(self) -> list[torch.device]:
+        if self.is_for_torch and self not in private.known_groups:
+            return []  # torch would attach hooks, which a group written in Python never calls
         return [torch.device(kind) for kind in private.backends_of(self) or ("cpu",)]
 
     def _get_backend(self, device: torch.device) -> Any:
@@ -130,6 +137,8 @@ class TransportProcessGroup(dist.ProcessGroup):
 
     def _set_group_desc(self, desc: str) -> None:
         self._group_desc = desc
+        if self.recorded is None:
+            self.recorded = private.recorded_group(self, self._ranks)
 
     @property
     def group_desc(self) -> str:
@@ -242,6 +251,7 @@ class TransportProcessGroup(dist.ProcessGroup):
         if dist.is_initialized() and dist.group.WORLD is self:
             watchdog.stop()
         self._dropped.clear()
+        self.recorded = None
         self.unisono_engine.close()
 
     def abort(self) -> None:

@@ -10,11 +10,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._C._distributed_c10d import Work
+from torch.distributed.distributed_c10d import Work
 
+from unisono import torch_private as private
 from unisono.comm.engines.base import Ticket
 from unisono.comm.perform import Pending
-from unisono.comm.torch import private
 
 
 class TransportWork(Work):

@@ -28,6 +28,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
+from unisono import torch_private as private
 from unisono.comm import groups, seal
 from unisono.comm.arguments import environment_timeout_s
 from unisono.comm.engines import transport
@@ -47,7 +48,6 @@ from unisono.comm.engines.shm.rendezvous import Member, Rendezvous
 from unisono.comm.groups import GroupEntry
 from unisono.comm.health import watchdog
 from unisono.comm.lifecycle import say_returned
-from unisono.comm.torch import private
 from unisono.comm.torch.process_group import TransportProcessGroup
 from unisono.errors import MeshError
 

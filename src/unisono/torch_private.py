@@ -1,0 +1,445 @@
+"""All that this package uses of torch and that torch does not promise: seen with 2.11 to 2.15.
+
+A name that a version of torch lacks has a fallback, or refuses the one feature that needs it when
+that is used; importing this never fails. `missing()` lists such names, and a test finds private
+names of torch elsewhere.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import threading
+from collections.abc import Callable, MutableMapping, Sequence
+from datetime import timedelta
+from importlib import import_module
+from typing import TYPE_CHECKING, Any, TypeVar, cast
+
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
+
+from unisono.errors import UnisonoError
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+TESTED = (2, 13)
+"""The torch with which the whole suite passes; parts of it were tried with 2.11 and 2.15."""
+_TESTED_NAME = ".".join(map(str, TESTED))
+
+_missing: list[str] = []
+
+
+def missing() -> list[str]:
+    """Return the private names that this torch lacks."""
+    return list(_missing)
+
+
+def untested() -> str | None:
+    """Return a sentence if the suite has not run on this torch."""
+    major, minor = (int(part) for part in torch.__version__.split(".")[:2])
+    if (major, minor) == TESTED:
+        return None
+    return f"torch {torch.__version__} is untested with unisono; tested: {_TESTED_NAME}"
+
+
+class _Refusal:
+    """Stands for a name that this torch lacks: whoever uses it gets one error."""
+
+    def __init__(self, path: str, feature: str) -> None:
+        self._words = (path, feature)
+
+    def __call__(self, *_: Any, **__: Any) -> Any:
+        path, feature = self._words
+        raise UnisonoError.because(
+            feature, f"torch {torch.__version__} has no {path}", None, f"torch {_TESTED_NAME}"
+        )
+
+    __getattr__ = __call__
+
+
+def _lookup(path: str, feature: str, fallback: Any = None) -> Any:
+    """Return a private name of torch; else the fallback, else what refuses the feature."""
+    module, _, names = path.partition(":")
+    try:
+        return functools.reduce(getattr, names.split("."), import_module(module))
+    except (ImportError, AttributeError):
+        _missing.append(path.replace(":", "."))
+        return _Refusal(_missing[-1], feature) if fallback is None else fallback
+
+
+# -- modes ----------------------------------------------------------------------------------------
+
+set_grad_enabled: Callable[[bool], None]
+set_grad_enabled = _lookup("torch:_C._set_grad_enabled", "gradient mode", torch.set_grad_enabled)
+"""A third of the price of `torch.no_grad()`."""
+
+increment_version: Callable[[tuple[torch.Tensor, ...]], None] = _lookup(
+    "torch:_C._increment_version", "version counters", torch.autograd.graph.increment_version
+)
+"""Half the price of the public function of this name, which first asks what it was given."""
+
+is_zero_tensor: Callable[[torch.Tensor], bool] = _lookup(
+    "torch:Tensor._is_zerotensor", "zeros without memory", lambda _: False
+)
+"""Whether a tensor is zeros without memory, as some derivatives of torch are (that of `sgn`)."""
+
+_FUNC = "calls inside torch.func"
+transforms_active: Callable[[], bool]
+transforms_active = _lookup("torch:_C._are_functorch_transforms_active", _FUNC, lambda: False)
+"""Whether a transform of torch.func is around this call."""
+is_batchedtensor: Callable[[Any], bool]
+is_batchedtensor = _lookup("torch._C._functorch:is_batchedtensor", _FUNC, lambda _: False)
+is_legacy_batchedtensor: Callable[[Any], bool]
+is_legacy_batchedtensor = _lookup(
+    "torch._C._functorch:is_legacy_batchedtensor", _FUNC, lambda _: False
+)
+is_functorch_wrapped_tensor: Callable[[Any], bool]
+is_functorch_wrapped_tensor = _lookup(
+    "torch._C._functorch:is_functorch_wrapped_tensor", _FUNC, lambda _: False
+)
+unwrap_if_dead: Callable[[torch.Tensor], torch.Tensor]
+unwrap_if_dead = _lookup("torch._C._functorch:unwrap_if_dead", _FUNC, lambda x: x)
+outside_transforms: Callable[[], contextlib.AbstractContextManager[object]] = _lookup(
+    "torch._functorch.pyfunctorch:temporarily_clear_interpreter_stack", _FUNC
+)
+"""Leave the transforms of torch.func aside for a while."""
+
+is_profiling: Callable[[], bool]
+is_profiling = _lookup("torch.autograd:_profiler_enabled", "profiles", lambda: False)
+"""Whether a profiler of torch watches this thread."""
+
+at_end_of_backward: Callable[[Callable[[], None]], None] = _lookup(
+    "torch.autograd:Variable._execution_engine.queue_callback", "gradients averaged in backward"
+)
+"""Calls a function when the running backward has ended, as torch's own FSDP does. One that raises
+calls nobody, but lets go of the function: a weak reference to it tells when a backward is over."""
+
+current_backward: Callable[[], int] = _lookup("torch:_C._current_graph_task_id", "heat's hooks")
+"""Number of the running backward; -1 outside of one."""
+
+
+def is_joining(wrapper: torch.nn.Module) -> bool:
+    """Whether torch's `join` is around this call of a wrapper: other ranks may have no data."""
+    return bool(getattr(getattr(wrapper, "_join_config", None), "enable", False))
+
+
+_backward = torch.autograd.backward
+_listeners: list[Callable[[Sequence[torch.Tensor]], None]] = []
+
+
+def on_backward(listener: Callable[[Sequence[torch.Tensor]], None]) -> Callable[[], None]:
+    """Call `listener` with the tensors that each backward begins with; return what ends that.
+
+    torch's function is replaced as long as there is a listener: for finding mistakes.
+    """
+
+    def announced(tensors: Any, *args: Any, **kwargs: Any) -> None:
+        roots = (tensors,) if isinstance(tensors, torch.Tensor) else tuple(tensors)
+        for one in tuple(_listeners):
+            one(roots)
+        _backward(tensors, *args, **kwargs)
+
+    if not _listeners:
+        torch.autograd.backward = announced
+    _listeners.append(listener)
+
+    def end() -> None:
+        if listener in _listeners:
+            _listeners.remove(listener)
+        if not _listeners:
+            torch.autograd.backward = _backward
+
+    return end
+
+
+def profiled(
+    name: str, tensors: Sequence[torch.Tensor]
+) -> contextlib.AbstractContextManager[object]:
+    """Show what is done inside in torch's profile, with the shapes of `tensors`.
+
+    The public `record_function` shows no shapes.
+    """
+    return _record_function(name, list(tensors))
+
+
+_record_function = _lookup(
+    "torch:_C._profiler._RecordFunctionFast",
+    "shapes in a profile",
+    lambda name, _: torch.profiler.record_function(name),
+)
+
+
+def runs_uncompiled(function: F) -> F:
+    """Return the function, which compiled code calls as it is, with all that it calls.
+
+    For functions in which ranks agree at run time. As `torch.compiler.disable` does, which would
+    load the compiler for those who never compile.
+    """
+    marked = cast("Any", function)
+    marked._torchdynamo_disable = True  # a compiled caller stops before it ...
+    frames = _lookup("torch:_C._dynamo.eval_frame", "torch.compile", object())
+    if hasattr(frames, "set_code_exec_strategy") and hasattr(marked, "__code__"):
+        # ... and its own frame is never compiled
+        skip = frames._FrameAction.SKIP
+        frames.set_code_exec_strategy(marked.__code__, frames._FrameExecStrategy(skip, skip))
+    return function
+
+
+# -- operators below wrappers ---------------------------------------------------------------------
+
+_SPLIT = "split tensors"
+if TYPE_CHECKING:
+    from torch._ops import OpOverload as OpOverload
+else:
+    OpOverload = _lookup("torch:_ops.OpOverload", _SPLIT)
+no_torch_function: Any = _lookup("torch:_C.DisableTorchFunction", "the layout check")
+no_subclass: Any = _lookup("torch:_C.DisableTorchFunctionSubclass", _SPLIT)
+exclude_set: Any = _lookup("torch:_C._dispatch_tls_local_exclude_set", _SPLIT)
+include_set: Any = _lookup("torch:_C._dispatch_tls_local_include_set", _SPLIT)
+exclude_keys: Any = _lookup("torch:_C._ExcludeDispatchKeyGuard", _SPLIT)
+force_keys: Any = _lookup("torch:_C._ForceDispatchKeyGuard", _SPLIT)
+has_kernel: Callable[[str, str], bool]
+has_kernel = _lookup("torch:_C._dispatch_has_kernel_for_dispatch_key", _SPLIT)
+is_autocast_enabled: Callable[[], bool] = _lookup("torch:_C._is_any_autocast_enabled", _SPLIT)
+dispatch_modes: Callable[[], int] = _lookup("torch:_C._len_torch_dispatch_stack", _SPLIT)
+"""How many modes watch operators, such as one that counts them."""
+no_modes: Any = _lookup("torch.utils._python_dispatch:_disable_current_modes", _SPLIT)
+negative_view: Callable[[torch.Tensor], torch.Tensor] = _lookup("torch:_neg_view", _SPLIT)
+fft_c2c: Any = _lookup("torch:ops.aten._fft_c2c", "Fourier transforms of split tensors")
+
+
+_key: Any = _lookup("torch:_C.DispatchKey", _SPLIT)
+
+
+_key: Any = _lookup("torch:_C.DispatchKey", _SPLIT)
+
+
+@functools.cache
+def keys(*names: str) -> Any:
+    """Return a set of dispatch keys."""
+    key_set = _lookup("torch:_C.DispatchKeySet", _SPLIT)
+    return functools.reduce(lambda a, b: a | b, (key_set(getattr(_key, name)) for name in names))
+
+
+def kernel_of(op: Any, key: str) -> Callable[..., Any]:
+    """Return what an operator does under a dispatch key."""
+    return functools.partial(op._op_dk, getattr(_key, key))
+
+
+# -- kernels --------------------------------------------------------------------------------------
+
+flash_attention: Any
+flash_attention = _lookup("torch:ops.aten._scaled_dot_product_flash_attention_for_cpu", "attention")
+flash_attention_backward: Any = _lookup(
+    "torch:ops.aten._scaled_dot_product_flash_attention_for_cpu_backward", "attention"
+)
+
+
+def _copy_each(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
+    for target, x in zip(targets, sources, strict=True):
+        target.copy_(x)
+
+
+def _divide_each(targets: Sequence[torch.Tensor], divisor: float) -> None:
+    for target in targets:
+        target.div_(divisor)
+
+
+copy_each_: Callable[..., Any] = _lookup("torch:_foreach_copy_", "buckets", _copy_each)
+divide_each_: Callable[..., Any] = _lookup("torch:_foreach_div_", "gradient scales", _divide_each)
+assert_async: Callable[..., None]
+assert_async = _lookup("torch:_assert_async", "checked targets")
+is_alias_of: Callable[[torch.Tensor, torch.Tensor], bool] = _lookup(
+    "torch:_C._is_alias_of",
+    "the layout check",
+    lambda a, b: a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr(),
+)
+
+# -- modules, optimizers, checkpoints -------------------------------------------------------------
+
+if TYPE_CHECKING:
+    from torch.nn.modules.batchnorm import _BatchNorm as BatchNormBase
+else:
+    BatchNormBase = _lookup(
+        "torch.nn.modules.batchnorm:_BatchNorm", "shared batch statistics", torch.nn.BatchNorm2d
+    )
+DropoutBase: Any = _lookup("torch.nn.modules.dropout:_DropoutNd", "dropout", torch.nn.Dropout)
+optimizer_pre_hooks: MutableMapping[int, Any] = _lookup(
+    "torch.optim.optimizer:_global_optimizer_pre_hooks", "hooks of all optimizers", {}
+)
+optimizer_post_hooks: MutableMapping[int, Any] = _lookup(
+    "torch.optim.optimizer:_global_optimizer_post_hooks", "hooks of all optimizers", {}
+)
+tree_map_only: Callable[..., Any] = _lookup("torch.utils._pytree:tree_map_only", "nested arrays")
+
+
+def functional_collectives() -> Any:
+    """Return torch's functional collectives; those who never compile do not load them."""
+    return import_module("torch.distributed._functional_collectives")
+
+
+def storage_info(**fields: Any) -> Any:
+    """Return where a piece of a checkpoint lies, as DCP's writer of files says it."""
+    return _lookup("torch.distributed.checkpoint.filesystem:_StorageInfo", "checkpoints")(**fields)
+
+
+# -- process groups -------------------------------------------------------------------------------
+
+known_groups: MutableMapping[dist.ProcessGroup, Any] = c10d._world.pg_map
+"""Every group that torch.distributed has not destroyed."""
+
+
+def default_store() -> dist.Store:
+    """Return the store of the default process group."""
+    return c10d._get_default_store()
+
+
+def backends_of(group: dist.ProcessGroup) -> dict[str, str]:
+    """Return the backend of a group for each kind of device; nothing where torch made none."""
+    config = str(c10d._world.pg_backend_config.get(group, ""))
+    return dict(item.split(":") for item in config.split(",") if ":" in item)
+
+
+def new_group(
+    name: str, ranks: tuple[int, ...], backend: str, timeout: timedelta, *, is_listed: bool = True
+) -> dist.ProcessGroup:
+    """Make a group of which only the members know.
+
+    `dist.new_group` wants all ranks of the world, or, with local synchronisation, derives the name
+    from the number of groups that happen to exist on a rank, so that ranks with different histories
+    wait for each other for ever.
+
+    Args:
+        name: name of the group, the same on all members.
+        ranks: world ranks of the members; this rank is one of them.
+        backend: name of the backend.
+        timeout: deadline of making it.
+        is_listed: whether torch.distributed knows the group, and ends it with the world.
+    """
+    group, _ = c10d._new_process_group_helper(
+        len(ranks),
+        ranks.index(dist.get_rank()),
+        list(ranks),
+        dist.Backend(backend),
+        default_store(),
+        c10d.GroupName(name),
+        timeout=timeout,
+        group_desc=name,
+    )
+    made = cast("dist.ProcessGroup", group)
+    if is_listed:
+        c10d._world.pg_group_ranks[made] = {rank: place for place, rank in enumerate(ranks)}
+        return made
+    world = c10d._world
+    for group_by_tag in world.tags_to_pg.values():
+        if made in group_by_tag:
+            group_by_tag.remove(made)
+    for table in (world.pg_map, world.pg_names, world.pg_backend_config, world.pg_to_tag):
+        table.pop(made, None)
+    unregister_group(name)
+    return made
+
+
+def register_group(name: str, group: dist.ProcessGroup) -> None:
+    """Let compiled code find a group that torch.distributed has not made by its name."""
+    c10d._register_process_group(c10d.GroupName(name), group)
+
+
+def unregister_group(name: str) -> None:
+    """Undo `register_group`."""
+    c10d._unregister_process_group(c10d.GroupName(name))
+
+
+# -- hooks around calls ---------------------------------------------------------------------------
+
+_c10d: Any = import_module("torch._C._distributed_c10d")
+_FlightRecorderHook = getattr(_c10d, "FlightRecorderHook", None)  # 2.15
+_NanCheckHook = getattr(_c10d, "NanCheckHook", None)  # 2.15
+
+
+def recorded_group(group: dist.ProcessGroup, ranks: Sequence[int]) -> RecordedGroup | None:
+    """Return what runs calls of `group` inside the hooks that torch has for its own groups.
+
+    torch 2.15 records calls (`TORCH_FR_BUFFER_SIZE`) and looks for NaN (`TORCH_DIST_NAN_CHECK`) by
+    hooks of C++ groups, which calls of a group written in Python never reach. None where torch has
+    no such hooks, and where both are switched off.
+
+    Args:
+        group: a group that has its name.
+        ranks: world ranks of the group.
+    """
+    if _FlightRecorderHook is None or _NanCheckHook is None:
+        return None
+    sizes = (os.environ.get(f"TORCH_{name}_BUFFER_SIZE") for name in ("FR", "NCCL_TRACE"))
+    is_recorded = int(next(filter(None, sizes), "1")) > 0
+    is_nan_checked = os.environ.get("TORCH_DIST_NAN_CHECK", "0") == "1"
+    if not is_recorded and not is_nan_checked:
+        return None
+    made = RecordedGroup(group)
+    if is_nan_checked:
+        made.hooks.append(_NanCheckHook.attach(made.group))
+    if is_recorded:
+        made.hooks.append(_FlightRecorderHook.attach(made.group, list(ranks)))
+    return made
+
+
+class RecordedGroup:
+    """A C++ group with hooks, whose backend runs what `run` is given.
+
+    Args:
+        group: the group whose name, rank and size it has.
+    """
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        name, rank, size = group.name(), group.rank(), group.size()
+        self.hooks: list[Any] = []
+        self._thread = threading.local()
+
+        def carry_out(*_: Any) -> Any:
+            self._thread.work = self._thread.call()
+            return self._thread.work
+
+        verbs: dict[str, Any] = dict.fromkeys(_BACKEND_VERBS, carry_out)
+        verbs["getBackendName"] = lambda _: name
+        self._backend = type("RecordedBackend", (_c10d.Backend,), verbs)(rank, size)
+        self.group: Any = dist.ProcessGroup(dist.HashStore(), rank, size)
+        kind = dist.ProcessGroup.BackendType.CUSTOM
+        self.group._set_default_backend(kind)
+        self.group._register_backend(torch.device("cpu"), kind, self._backend)
+        self.group._set_group_name(group.group_name)
+        self.group._set_group_desc(group.group_desc)
+
+    def run(self, verb: str, args: Sequence[Any], call: Callable[[], Any]) -> Any:
+        """Return what `call` returns, run inside the hooks of `verb` with `args`."""
+        self._thread.call = call
+        try:
+            getattr(self.group, verb)(*args)
+            return self._thread.work  # torch's own object would hide ours
+        finally:
+            self._thread.call = self._thread.work = None
+
+
+_BACKEND_VERBS = (
+    "allgather",
+    "allgather_coalesced",
+    "all_gather_single",
+    "all_gather_single_coalesced",
+    "allreduce",
+    "allreduce_coalesced",
+    "all_to_all_single",
+    "alltoall",
+    "barrier",
+    "broadcast",
+    "gather",
+    "recv",
+    "recv_anysource",
+    "reduce",
+    "reduce_scatter",
+    "reduce_scatter_single",
+    "reduce_scatter_single_coalesced",
+    "scatter",
+    "send",
+)
+"""Methods that torch 2.15 calls on a backend."""
