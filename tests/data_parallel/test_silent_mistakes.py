@@ -9,6 +9,8 @@ from collections.abc import Iterator
 import pytest
 import torch
 from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 import unisono
@@ -259,3 +261,60 @@ def test_check_mode_is_an_argument_of_run():
     assert list(unisono.run(is_checking, ranks=2, check=True)) == [True, True]
     assert unisono.run(is_checking, on="inline", check=True)[0]
     assert not checking.active
+
+
+# -- torch's own wrappers, in check mode -----------------------------------------------------------
+
+
+@pytest.mark.ranks(2, backend=["shm", "gloo"])
+def test_ddp_with_another_learning_rate_on_one_rank():
+    with check(), pytest.raises(LayoutError, match=r"at step 2(.|\n)*lr of the optimizer is"):
+        trained(DistributedDataParallel(net()), lr=0.1 + 0.01 * world().rank)
+
+
+@pytest.mark.ranks(3)
+def test_ddp_changed_on_one_rank_names_parameter_rank_and_step():
+    with check():
+        model = DistributedDataParallel(net())
+        trained(model, steps=3)
+        with torch.no_grad():
+            model.module[0].bias += 0.5 * (world().rank == 1)
+        with pytest.raises(LayoutError, match=r"0.bias differs between rank 0 and rank 1, at"):
+            trained(model, steps=1)
+
+
+@pytest.mark.ranks(2)
+def test_ddp_on_the_same_rows():
+    with check(), findings() as texts:
+        trained(DistributedDataParallel(net()), seed=0)
+    assert len(texts) == (world().rank == 0)
+    assert all("all ranks train on the same rows" in text for text in texts)
+    assert all("DataParallel(..., equal" not in text for text in texts)
+
+
+@pytest.mark.ranks(2)
+def test_ddp_rightly_used_is_not_reported_nor_followed_outside_of_check_mode():
+    with check(), findings() as texts:
+        model = DistributedDataParallel(net())
+        trained(model)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for turn in range(4):
+            with model.no_sync() if turn % 2 == 0 else contextlib.nullcontext():
+                model(torch.full((2, 4), 1.0 + world().rank)).sum().backward()
+            if turn % 2:
+                optimizer.step()
+        with model.join():  # rank 1 has one batch more
+            for _ in range(2 + world().rank):
+                model(torch.randn(3, 4)).sum().backward()
+    assert not texts
+    trained(DistributedDataParallel(net()), lr=0.1 + 0.01 * world().rank)
+
+
+@pytest.mark.ranks(2)
+def test_sharded_parameters_with_another_learning_rate_on_one_rank():
+    with check():
+        model = net()
+        fully_shard(model)
+        trained(model)
+        with pytest.raises(LayoutError, match=r"lr of the optimizer is 0.1 on rank 0 and 0.2"):
+            trained(model, lr=0.1 + 0.1 * world().rank)

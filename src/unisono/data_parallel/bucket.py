@@ -11,6 +11,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from unisono import torch_private as private
+
 FIRST_BYTES = 1 << 20
 """The first bucket is full at this size, so that the first message starts early in backward."""
 
@@ -183,7 +185,7 @@ class GradientBucket:
                 grads.append(_plain(grad) if grad.requires_grad or grad.is_sparse else grad)
                 param.grad = slot
         if slots:
-            torch._foreach_copy_(slots, grads)
+            private.copy_each_(slots, grads)
 
     @torch.no_grad()
     def fill(self, factor: float | None) -> None:

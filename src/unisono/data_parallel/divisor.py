@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from unisono.comm.torch.private import on_backward
+from unisono.torch_private import on_backward
 
 _SAMPLE = 64
 """So many elements of a gradient are remembered."""
@@ -57,6 +57,8 @@ class Divisor:
         if not any(other is p for group in optimizer.param_groups for other in group["params"]):
             return
         after = _some(p)
+        if torch.equal(before, after):
+            return
         used = before != 0
         if not bool(used.any()) or bool((after[used] == 0).any()):
             return

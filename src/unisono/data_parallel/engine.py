@@ -21,7 +21,6 @@ from torch.utils.hooks import RemovableHandle
 
 from unisono.comm import Communicator
 from unisono.comm.health.trace import AveragingCosts, announce
-from unisono.comm.torch.private import at_end_of_backward, runs_uncompiled
 from unisono.data_parallel.averaging import (
     Handle,
     SparseParameters,
@@ -34,6 +33,7 @@ from unisono.data_parallel.ranks import Structure, broadcast_tensors, check_same
 from unisono.data_parallel.replicas import ReplicaCheck
 from unisono.errors import CollectiveMismatch, RankTimeout
 from unisono.expect import expect, refusal
+from unisono.torch_private import at_end_of_backward, runs_uncompiled
 
 if TYPE_CHECKING:
     from unisono.data_parallel.nonblocking import DeferredUpdates
@@ -132,6 +132,9 @@ class GradientEngine:
         blocking: whether gradients are complete when `backward()` returns. Else whoever needs
             them waits for their buckets.
     """
+
+    wrapper = "DataParallel"
+    """What reports call it."""
 
     def __init__(
         self, module: nn.Module, comm: Communicator, options: Options, *, blocking: bool
@@ -358,6 +361,7 @@ class GradientEngine:
         elif self._weight is not None:
             self._factor = self._weight * self.comm.size
 
+    @runs_uncompiled
     def _end_of_backward(self) -> None:
         """All gradients of a backward are there (a callback of the autograd engine)."""
         if self._got_any and self._syncing:
@@ -579,6 +583,7 @@ def _calling(
     """
     me = weakref.ref(engine)
 
+    @runs_uncompiled
     def hook(_: Tensor) -> None:
         engine = me()
         if engine is not None:

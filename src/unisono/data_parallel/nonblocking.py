@@ -14,9 +14,9 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn, optim
-from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 from torch.utils.hooks import RemovableHandle
 
+from unisono import torch_private as private
 from unisono.data_parallel.bucket import GradientBucket
 from unisono.data_parallel.engine import GradientEngine
 from unisono.data_parallel.optimizer import DataParallelOptimizer
@@ -212,7 +212,7 @@ class DeferredUpdates:
         everything = {id(p) for group in optimizer.param_groups for p in group["params"]}
         _step_some(optimizer, everything - inside, owed.frozen)
         self._owed = owed
-        for hook in list(_global_optimizer_post_hooks.values()):  # those that only observe
+        for hook in list(private.optimizer_post_hooks.values()):  # those that only observe
             hook(optimizer, (), {})
 
     # -- settling -------------------------------------------------------------------------------
@@ -354,8 +354,8 @@ def _is_watched(optimizer: optim.Optimizer, own_hook: int) -> bool:
     return bool(
         any(key != own_hook for key in optimizer._optimizer_step_pre_hooks)
         or optimizer._optimizer_step_post_hooks
-        or _global_optimizer_pre_hooks
-        or any(not hasattr(hook, _OBSERVES) for hook in _global_optimizer_post_hooks.values())
+        or private.optimizer_pre_hooks
+        or any(not hasattr(hook, _OBSERVES) for hook in private.optimizer_post_hooks.values())
         or (patched is not None and not hasattr(patched, "_wrapped_by_lr_sched"))
     )
 

@@ -11,36 +11,78 @@ import gc
 import hashlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
-from torch.nn.modules.dropout import _DropoutNd
 from torch.utils.data.distributed import DistributedSampler
 
+from unisono import torch_private as private
 from unisono.accelerator import is_accelerator
 from unisono.comm import Communicator
 from unisono.comm.call import call_site
-from unisono.comm.digest import digest_of
+from unisono.comm.digest import digest_of, digests_of
 from unisono.comm.health import check
 from unisono.data_parallel.divisor import Divisor
 from unisono.errors import LayoutError, explain, name_ranks
 from unisono.launch.functional import SharedBatchNorm
 
-if TYPE_CHECKING:
-    from unisono.data_parallel.engine import GradientEngine
-
 EVERY = 64
 """Steps between two comparisons; the first ones come earlier, at powers of two."""
 _WORDS = 4096
-"""How much of a tensor is looked at outside of check mode."""
+"""How much of a tensor is looked at in one comparison; the rest has its turn in later ones."""
 _PARAMETERS = 64
 """How many parameters are looked at in one comparison outside of check mode."""
 _ROUNDING = 1e-5
 """Replicas that are closer than this, relative to their values, may differ by rounding alone."""
 _BATCHES = 2
 """So many batches are compared outside of check mode."""
+
+
+class Averaged(Protocol):
+    """A wrapper that averages gradients: ours, or torch's."""
+
+    @property
+    def module(self) -> nn.Module:
+        """The replica."""
+        ...
+
+    @property
+    def comm(self) -> Communicator:
+        """The ranks that have one."""
+        ...
+
+    @property
+    def wrapper(self) -> str:
+        """Name of its class."""
+        ...
+
+    @property
+    def is_joining(self) -> bool:
+        """Whether some ranks may have run out of data."""
+        ...
+
+    @property
+    def weigh(self) -> object:
+        """What gives this rank's weight; None: all are equal."""
+        ...
+
+
+_HINTS = {
+    "DataParallel": {
+        "equal": "DataParallel(..., equal_batches=True) if they are meant to be equal",
+        "uneven": "with model.samples(len(x)): loss.backward()",
+        "norm": "DataParallel(..., sync_batch_norm=True), or nn.GroupNorm",
+    },
+    "DistributedDataParallel": {
+        "equal": 'warnings.simplefilter("ignore", CheckWarning) if they are meant to be equal',
+        "uneven": "batches of equal length (drop_last=True), or unisono.DataParallel, and "
+        "with model.samples(len(x)): loss.backward()",
+        "norm": "nn.SyncBatchNorm.convert_sync_batchnorm(model), unisono.DataParallel(..., "
+        "sync_batch_norm=True), or nn.GroupNorm",
+    },
+}
+"""What to write instead, by wrapper."""
 
 
 @dataclass(frozen=True)
@@ -58,9 +100,8 @@ class _Record:
     """Rows of the inputs of this step; -1 where that is not known."""
     is_weighted: int = 0
     """Whether `samples` or `join` says how much this rank counts."""
-    has_dropout: int = 0
     generator: int = 0
-    """Digest of the random state at the last forward; 0 for none."""
+    """Digest of the random state at a forward with dropout; 0 for none."""
     buffers_changed: int = 0
     """Whether buffers have changed outside of a training forward."""
     divisor: int = 1
@@ -85,7 +126,7 @@ class ReplicaCheck:
         self._rows = -1
         self._backwards = 0
         self._generator = 0
-        self._buffers: int | None = None
+        self._buffers: list[int] | None = None
         self._buffers_changed = False
         self._waiting: tuple[int, _Record, list[Tensor], Any] | None = None
         self._equal_at = 0
@@ -101,13 +142,13 @@ class ReplicaCheck:
         self._seen += 1
         tensors = list(_tensors_in(inputs))
         self._rows = tensors[0].shape[0] if tensors and tensors[0].dim() else -1
-        most = None if check.active else _WORDS
         if tensors:
-            digests = [digest_of(x, most) for x in tensors[:4]]
-            self._batches.append(torch.stack([d.to(digests[0].device) for d in digests]).sum())
+            first, *others = digests_of(tensors[:4], _WORDS)
+            self._batches.append(sum((other.to(first.device) for other in others), first))
         if check.active:
             self._divisor = self._divisor or Divisor()
-            self._generator = _number(torch.get_rng_state().numpy().tobytes())
+            if not self._is_inspected and any(_drops(part) for part in module.modules()):
+                self._generator = _number(torch.get_rng_state().numpy().tobytes())
             before = self._buffers
             self._buffers_changed |= before is not None and before != _buffers_of(module)
 
@@ -122,7 +163,7 @@ class ReplicaCheck:
 
     # -- what ranks tell each other ---------------------------------------------------------------
 
-    def compare(self, engine: GradientEngine, step: int) -> None:
+    def compare(self, engine: Averaged, step: int) -> None:
         """Compare this rank with the others, if it is time to. Collective over the engine's ranks.
 
         Args:
@@ -137,13 +178,11 @@ class ReplicaCheck:
         if not (check.active or is_early or step % EVERY == 0):
             return
         chosen = _chosen(engine, step)
-        most = None if check.active else _WORDS
-        digests = [digest_of(p, most, step // EVERY) for p in chosen]
+        digests = digests_of(chosen, _WORDS, step if check.active else step // EVERY)
         record = _Record(
             is_comparable=int(not (engine.is_joining or self.may_drift)),
             rows=self._rows,
             is_weighted=int(engine.weigh is not None),
-            has_dropout=int(any(_drops(part) for part in engine.module.modules())),
             generator=self._generator,
             buffers_changed=int(self._buffers_changed),
             divisor=1 if self._divisor is None else self._divisor.take(),
@@ -161,11 +200,11 @@ class ReplicaCheck:
             event = torch.accelerator.current_stream(device).record_event()
             due, self._waiting = self._waiting, (step, record, host, event)
         if due is not None:
-            self._judge(engine, len(chosen), *due)
+            self._judge(engine, len(digests), *due)
 
     def _judge(
         self,
-        engine: GradientEngine,
+        engine: Averaged,
         count: int,
         step: int,
         record: _Record,
@@ -192,20 +231,22 @@ class ReplicaCheck:
                 self._equal_at = step
         is_first = comm.rank == 0
         if is_first and not self._equal_batches:
-            _report_equal_batches(table, comm)
-        if not check.active or not is_first:
+            _report_equal_batches(table, engine)
+        if not check.active:
             return
-        _report_means_of_means(table, comm)
-        _report_dropout(table, comm)
-        _report_buffers(table, comm)
-        _report_divided_twice(table, comm)
-        if not self._is_inspected:
-            self._is_inspected = True
-            _inspect_module(engine.module, comm)
+        is_inspected, self._is_inspected, self._generator = self._is_inspected, True, 0
+        if not is_first:
+            return
+        _report_means_of_means(table, engine)
+        _report_dropout(table, engine)
+        _report_buffers(table, engine)
+        _report_divided_twice(table, engine)
+        if not is_inspected:
+            _inspect_module(engine)
             _inspect_samplers(comm)
 
 
-def _chosen(engine: GradientEngine, step: int) -> list[nn.Parameter]:
+def _chosen(engine: Averaged, step: int) -> list[nn.Parameter]:
     """Return the parameters to compare: all in the beginning, some in turn later on."""
     params = [p for p in engine.module.parameters() if not p.is_meta]
     if check.active or step <= 2 or len(params) <= _PARAMETERS:
@@ -214,7 +255,7 @@ def _chosen(engine: GradientEngine, step: int) -> list[nn.Parameter]:
     return (params + params)[begin : begin + _PARAMETERS]
 
 
-def _report_drift(engine: GradientEngine, equal_at: int, step: int) -> None:
+def _report_drift(engine: Averaged, equal_at: int, step: int) -> None:
     """Name the first parameter that differs, the ranks and how far they are apart. Collective."""
     comm = engine.comm
     named = [(name, p) for name, p in engine.module.named_parameters() if not p.is_meta]
@@ -233,7 +274,7 @@ def _report_drift(engine: GradientEngine, equal_at: int, step: int) -> None:
     apart, scale = float((highest - lowest).max()), float(samples.abs().max())
     column = [row[place] for row in everything]
     odd = [comm.ranks[r] for r, number in enumerate(column) if number != column[0]]
-    unlike = _unlike_settings(everywhere, comm)
+    unlike = unlike_settings(everywhere, comm)
     when = f"at step {step}" if step - equal_at <= 1 else f"between steps {equal_at} and {step}"
     asked = f"replicas of {type(engine.module).__name__} on {comm.size} ranks have drifted apart"
     text = explain(
@@ -265,14 +306,19 @@ def _settings_of(module: nn.Module) -> list[dict[str, Any]]:
         groups = thing.__dict__.get("param_groups", [])
         for group in groups:
             if any(id(p) in params for p in group["params"]):
-                plain = (bool, int, float, str, tuple, type(None))
-                kept = {k: v for k, v in group.items() if isinstance(v, plain) and k != "params"}
+                kept = plain_settings(group)
                 if kept not in found:
                     found.append(kept)
     return found
 
 
-def _unlike_settings(everywhere: Sequence[list[dict[str, Any]]], comm: Communicator) -> str:
+def plain_settings(group: dict[str, Any]) -> dict[str, Any]:
+    """Return the settings of an optimizer's group that are plain values."""
+    plain = (bool, int, float, str, tuple, type(None))
+    return {k: v for k, v in group.items() if isinstance(v, plain) and k != "params"}
+
+
+def unlike_settings(everywhere: Sequence[list[dict[str, Any]]], comm: Communicator) -> str:
     """Return the first optimizer setting that is not equal on all ranks, in words."""
     for rank, groups in enumerate(everywhere):
         for ours, theirs in zip(everywhere[0], groups, strict=False):
@@ -285,60 +331,65 @@ def _unlike_settings(everywhere: Sequence[list[dict[str, Any]]], comm: Communica
     return ""
 
 
-def _report_equal_batches(table: Sequence[_Record], comm: Communicator) -> None:
+def _report_equal_batches(table: Sequence[_Record], engine: Averaged) -> None:
+    comm = engine.comm
     first = table[0]
     if not first.batches or any(row.batches != first.batches for row in table):
         return
     if not (first.is_varied or check.active):
         return  # one batch for all steps: a test, or all the data there is
     check.report(
-        f"batches of DataParallel on {comm.size} ranks",
+        f"batches of {engine.wrapper} on {comm.size} ranks",
         f"the inputs are the same on {name_ranks(comm.ranks)}: all ranks train on the same rows",
         "DataLoader(data, sampler=torch.utils.data.DistributedSampler(data)), or "
-        "DataParallel(..., equal_batches=True) if they are meant to be equal",
+        + _HINTS[engine.wrapper]["equal"],
         arithmetic=f"{comm.size} ranks, {first.rows} rows each, {first.rows} different ones",
     )
 
 
-def _report_means_of_means(table: Sequence[_Record], comm: Communicator) -> None:
+def _report_means_of_means(table: Sequence[_Record], engine: Averaged) -> None:
+    comm = engine.comm
     rows = [row.rows for row in table]
     if len(set(rows)) == 1 or min(rows) < 0 or any(row.is_weighted for row in table):
         return
     total = sum(rows)
     check.report(
-        "uneven batches in DataParallel",
+        f"uneven batches in {engine.wrapper}",
         "\n".join(f"rank {rank}: {n} rows" for rank, n in zip(comm.ranks, rows, strict=True)),
-        "with model.samples(len(x)): loss.backward()",
+        _HINTS[engine.wrapper]["uneven"],
         arithmetic=f"a row of rank {comm.ranks[rows.index(min(rows))]} counts "
         f"1/{min(rows)}/{comm.size}, in one process 1/{total}: the mean of means is another one",
     )
 
 
-def _report_dropout(table: Sequence[_Record], comm: Communicator) -> None:
+def _report_dropout(table: Sequence[_Record], engine: Averaged) -> None:
+    comm = engine.comm
     states = {row.generator for row in table}
-    if not table[0].has_dropout or len(states) > 1 or 0 in states:
+    if len(states) > 1 or 0 in states:
         return
     check.report(
-        f"dropout in DataParallel on {comm.size} ranks",
+        f"dropout in {engine.wrapper} on {comm.size} ranks",
         "all ranks draw from the same random state, so the n-th row of each has the same mask",
         "torch.manual_seed(seed + unisono.world().rank) after the model is built, or "
         "unisono.run(..., seed=0)",
     )
 
 
-def _report_buffers(table: Sequence[_Record], comm: Communicator) -> None:
+def _report_buffers(table: Sequence[_Record], engine: Averaged) -> None:
+    comm = engine.comm
     changed = [rank for rank, row in zip(comm.ranks, table, strict=True) if row.buffers_changed]
     if not changed or len(changed) == comm.size:
         return
     check.report(
-        "buffers of DataParallel between two training forwards",
+        f"buffers of {engine.wrapper} between two training forwards",
         f"they have changed on {name_ranks(changed)} only: was a model evaluated there in train "
         "mode?",
         "model.eval() around an evaluation, on all ranks or on none",
     )
 
 
-def _report_divided_twice(table: Sequence[_Record], comm: Communicator) -> None:
+def _report_divided_twice(table: Sequence[_Record], engine: Averaged) -> None:
+    comm = engine.comm
     first, size = table[0], comm.size
     if any(row.divisor != first.divisor or row.backwards != first.backwards for row in table):
         return
@@ -354,28 +405,28 @@ def _report_divided_twice(table: Sequence[_Record], comm: Communicator) -> None:
     else:
         return
     check.report(
-        "the gradient of DataParallel is divided twice",
+        f"the gradient of {engine.wrapper} is divided twice",
         found,
         hint,
         arithmetic=f"{count} backwards a step, {size} ranks: divided by {divisor}, not by {count}",
     )
 
 
-def _inspect_module(module: nn.Module, comm: Communicator) -> None:
+def _inspect_module(engine: Averaged) -> None:
     """Report layers whose result depends on the number of ranks. Local."""
     names = [
         name
-        for name, part in module.named_modules()
-        if isinstance(part, _BatchNorm)
+        for name, part in engine.module.named_modules()
+        if isinstance(part, private.BatchNormBase)
         and not isinstance(part, SharedBatchNorm | nn.SyncBatchNorm)
         and part.training
     ]
     if names:
         check.report(
-            f"batch normalisation in DataParallel on {comm.size} ranks",
+            f"batch normalisation in {engine.wrapper} on {engine.comm.size} ranks",
             f"{', '.join(names[:4])}{', ...' if len(names) > 4 else ''}: statistics of each rank's "
             "own rows, not of the whole batch",
-            "DataParallel(..., sync_batch_norm=True), or nn.GroupNorm",
+            _HINTS[engine.wrapper]["norm"],
         )
 
 
@@ -400,12 +451,12 @@ def _inspect_samplers(comm: Communicator) -> None:
 
 def _drops(part: nn.Module) -> bool:
     """Whether a layer drops at random: torch's own, attention and recurrent ones too."""
-    rate: object = part.p if isinstance(part, _DropoutNd) else getattr(part, "dropout", 0)
+    rate: object = part.p if isinstance(part, private.DropoutBase) else getattr(part, "dropout", 0)
     return part.training and isinstance(rate, int | float) and rate > 0
 
 
-def _buffers_of(module: nn.Module) -> int:
-    return _number(repr([int(digest_of(b)) for b in module.buffers() if not b.is_meta]).encode())
+def _buffers_of(module: nn.Module) -> list[int]:
+    return [int(x) for x in digests_of(b for b in module.buffers() if not b.is_meta)]
 
 
 def _number(data: bytes) -> int:

@@ -16,7 +16,6 @@ from torch.utils.hooks import RemovableHandle
 
 from unisono.comm import Communicator
 from unisono.comm.claims import check_unclaimed, claim
-from unisono.comm.torch.private import runs_uncompiled
 from unisono.data_parallel.bucket import Bucket
 from unisono.data_parallel.engine import GradientEngine, Options, Stats
 from unisono.data_parallel.join import Join, Weights
@@ -32,6 +31,7 @@ from unisono.data_parallel.ranks import (
 from unisono.errors import an
 from unisono.expect import expect, expect_choice, refusal
 from unisono.launch.functional import device, synchronised
+from unisono.torch_private import runs_uncompiled
 
 __all__ = ["DataParallel"]
 
@@ -61,6 +61,7 @@ class DataParallel(nn.Module):
         sync_batch_norm: take the statistics of batch normalisation over all ranks, as one process
             does; its layers are exchanged in place.
         equal_batches: ranks are meant to see the same rows; without it they are warned.
+        ddp_arguments: none; an argument of torch's DDP is refused with what to write instead.
 
     >>> model = DataParallel(nn.Linear(2, 1))
     >>> model(torch.ones(3, 2)).shape
@@ -93,8 +94,10 @@ class DataParallel(nn.Module):
         reset_parameters: bool = False,
         sync_batch_norm: bool = False,
         equal_batches: bool = False,
+        **ddp_arguments: object,
     ) -> None:
         super().__init__()
+        _refuse_ddp_arguments(type(self).__name__, ddp_arguments)
         expect("module", module, nn.Module, "module=torch.nn.Linear(4, 2)")
         expect("blocking_parameter_updates", blocking_parameter_updates, bool)
         expect("reset_parameters", reset_parameters, bool)
@@ -328,6 +331,22 @@ class DataParallel(nn.Module):
         """Return a forward pre-hook that applies the owed update of that layer."""
         return UpdateHook(self._deferred, layer_name)
 
+    def __getattr__(self, name: str) -> Any:
+        """Look up parameters and submodules; name `.module` if the module inside has the name."""
+        try:
+            return super().__getattr__(name)
+        except AttributeError as error:
+            inner = self.__dict__.get("_modules", {}).get("module")
+            if inner is None or name.startswith("_") or not hasattr(inner, name):
+                raise
+            wrapper = type(self).__name__
+            raise AttributeError(
+                f"{error}\n  HINT: model.module.{name}: it belongs to the "
+                f"{type(inner).__name__} that the {wrapper} wraps",
+                name=name,
+                obj=self,
+            ) from None
+
     def __setattr__(self, name: str, value: Any) -> None:
         """Set an attribute; the end of training (`training` false) completes what is owed."""
         if name == "training" and not value:
@@ -373,6 +392,32 @@ class DataParallel(nn.Module):
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         self.comm = self.communicator = communicator_of(None)
+
+
+_INSTEAD_OF_DDP = {
+    "device_ids": "leave it out: the module's parameters are on the device of this rank",
+    "output_device": "leave it out: outputs are where the module computes them",
+    "dim": "leave it out: each rank passes its own batch",
+    "process_group": "DataParallel(module, process_group)",
+    "bucket_cap_mb": "bucket_mb=25",
+    "find_unused_parameters": "leave it out: unused parameters are found without being asked for",
+    "gradient_as_bucket_view": "leave it out: gradients are views of buckets",
+    "static_graph": "leave it out: graphs may change from step to step",
+    "check_reduction": "leave it out",
+    "init_sync": "leave it out: all ranks take the values of rank 0",
+    "delay_all_reduce_named_params": "comm.all_reduce_(p.grad, op='mean') where you want it",
+    "mixed_precision": "torch.autocast around forward, compression='bf16' for what travels",
+    "skip_all_reduce_unused_params": "find_unused=True",
+}
+"""Arguments of torch's DistributedDataParallel, and what to write here."""
+
+
+def _refuse_ddp_arguments(wrapper: str, arguments: dict[str, object]) -> None:
+    for name in arguments:
+        if name not in _INSTEAD_OF_DDP:
+            raise TypeError(f"{wrapper}.__init__() got an unexpected keyword argument {name!r}")
+        asked = f"{wrapper}(..., {name}=...)"
+        raise refusal(TypeError, asked, "an argument of torch's DDP", hint=_INSTEAD_OF_DDP[name])
 
 
 def _leave(engine: GradientEngine) -> None:

@@ -20,11 +20,11 @@ from unisono.comm import Communicator
 from unisono.comm.claims import check_unclaimed, claim, is_claimed
 from unisono.comm.collectives import all_reduce_together
 from unisono.comm.health import check as checking
-from unisono.comm.torch.private import at_end_of_backward
 from unisono.errors import CollectiveMismatch, LayoutError, PartitionError
 from unisono.expect import expect, expect_float
 from unisono.graph_parallel.groups import GraphGroups, alone, current_groups, graph_groups
 from unisono.graph_parallel.layout import difference_over_ranks
+from unisono.torch_private import at_end_of_backward
 
 
 class GraphParallel(nn.Module):

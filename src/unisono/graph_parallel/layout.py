@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from unisono import torch_private as private
 from unisono.comm import Communicator, arguments
 from unisono.comm.call import call_site
 from unisono.errors import LayoutError, an
@@ -97,9 +98,7 @@ class _Follower(TorchFunctionMode):
 
     def forget(self, x: Tensor) -> None:
         """Drop the tags of `x` and its views: a collective replaces their values."""
-        # torch has no public name for the question whether two tensors share memory.
-        is_alias: Any = torch._C._is_alias_of  # type: ignore[attr-defined]
-        for tensor in [t for t in self.tags if t is x or is_alias(t, x)]:
+        for tensor in [t for t in self.tags if t is x or private.is_alias_of(t, x)]:
             self.tags.pop(tensor, None)
 
 
@@ -169,7 +168,7 @@ def watched(
     if verb in ("copy", "scatter"):
         _compare(x, comm, f"{verb} of a tensor that must be equal on all ranks", "reduce it first")
         follower.entered[x] = True
-    with torch._C.DisableTorchFunction():
+    with private.no_torch_function():
         out = move(x, *args, comm=comm)
     if verb == "gather slice" and out.requires_grad:
         asked = f'the gradient of gather(grad="slice") at {site}: it must be equal on all ranks'
@@ -240,7 +239,7 @@ def difference_over_ranks(x: Tensor, comm: Communicator) -> str | None:
     """
     if comm.size == 1 or x.numel() == 0:
         return None
-    with torch._C.DisableTorchFunction(), torch.no_grad():
+    with private.no_torch_function(), torch.no_grad():
         values = torch.view_as_real(x.detach()) if x.is_complex() else x.detach()
         values = values.double()
         # A difference of two infinities, or with nan, is no number: compare their kinds.

@@ -44,18 +44,15 @@ class Simulation:
 
     blocks: list[int]
     schedule: DasoSchedule
-    outer: tuple[float, float, bool] | None = None
     by_mean: bool = True
     sent: list[torch.Tensor] | None = None
     sent_at: int | None = None
     rotation: int = 0
-    velocity: torch.Tensor | float = 0.0
     theta: list[torch.Tensor] = field(default_factory=list)
 
     def __post_init__(self):
         self.model = make_model()
         self.theta = [flat_of(self.model)] * sum(self.blocks)
-        self.common = self.theta[0]
         starts = [sum(self.blocks[:i]) for i in range(len(self.blocks))]
         self.nodes = [list(range(a, a + n)) for a, n in zip(starts, self.blocks, strict=True)]
         self.weights = [len(self.blocks) * n / sum(self.blocks) for n in self.blocks]
@@ -78,16 +75,7 @@ class Simulation:
         return [self.theta[node[0]] for node in self.nodes]
 
     def mean_of(self, values: list[torch.Tensor]) -> torch.Tensor:
-        mean = sum(w * v for w, v in zip(self.weights, values, strict=True)) / len(values)
-        if self.outer is None or self.schedule.phase != "cycling":
-            self.common = mean
-            return mean
-        mu, lr, nesterov = self.outer
-        drift = self.common - mean
-        self.velocity = mu * self.velocity + drift
-        direction = drift + mu * self.velocity if nesterov else self.velocity
-        self.common = self.common - lr * direction
-        return self.common
+        return sum(w * v for w, v in zip(self.weights, values, strict=True)) / len(values)
 
     def batch(self, batch: int, n_batches: int, step: int) -> None:
         plan = self.schedule.plan(batch, n_batches, self.sent_at)
@@ -99,7 +87,7 @@ class Simulation:
         if plan.merge:
             waited, n_nodes = batch - self.sent_at, len(self.nodes)
             mean = self.mean_of(self.sent)
-            if n_nodes > 1 or self.outer is not None:
+            if n_nodes > 1:
                 self.theta = [
                     (2 * waited * t + n_nodes * mean) / (2 * waited + n_nodes) for t in self.theta
                 ]
@@ -183,20 +171,6 @@ def test_shared_memory_gives_the_same_numbers():
     assert_simulated(run_daso(daso, model, 1, 10), simulation.own_values(1, 10))
 
 
-@pytest.mark.ranks([2, 3], timeout=120)
-@repeated("nesterov", [False, True])
-def test_the_outer_optimizer_follows_its_formula_through_all_phases(nesterov, rank_count):
-    blocks = {2: [1, 1], 3: [1, 2]}[rank_count]
-    for every in (None, 3):
-        daso, model = build(
-            blocks, 5, warmup_epochs=1, cooldown_epochs=1, outer_momentum=0.8, outer_lr=0.6,
-            outer_nesterov=nesterov, every=every,
-        )  # fmt: skip
-        schedule = DasoSchedule(5, 1, 1, every=every)
-        simulation = Simulation(blocks, schedule, outer=(0.8, 0.6, nesterov))
-        assert_simulated(run_daso(daso, model, 5, 7), simulation.own_values(5, 7))
-
-
 @pytest.mark.ranks([1, 2, 3, 4], timeout=120)
 @repeated("momentum", [0.0, 0.9])
 def test_warm_up_is_large_batch_training(momentum, rank_count):
@@ -266,7 +240,7 @@ def test_updates_below_the_resolution_of_bfloat16_survive():
 
 @pytest.mark.ranks(2, timeout=120)
 def test_weights_loaded_after_wrapping_are_not_rounded():
-    for options in ({}, {"outer_momentum": 0.5, "warmup_epochs": 0}):
+    for options in ({}, {"warmup_epochs": 0}):
         daso, model = build([1, 1], 5, dtype=torch.float32, **options)
         loaded = make_model(seed=7, dtype=torch.float32)
         model.module.load_state_dict(loaded.state_dict())
@@ -333,8 +307,7 @@ def test_fixed_distances_of_the_presets():
     assert (local.phase, local.global_skip) == ("warmup", 0)
     local.schedule.epoch_end(1.0)
     assert tuple(local.schedule.skips) == (3, 1, 0)
-    outer = DASO.diloco(torch.optim.AdamW(model.parameters(), LR), 4, every=5, ranks_per_node=1)
-    assert tuple(outer.schedule.skips) == (5, 1, 0)
-    assert outer.exchange.outer.nesterov
-    wrapped = DataParallelMultiGPU(model, outer)
-    assert world().all_equal(run_daso(outer, wrapped, 2, 6)[-1])
+    wrapped = DataParallelMultiGPU(model, local)
+    assert world().all_equal(run_daso(local, wrapped, 2, 6)[-1])
+    with pytest.raises(AttributeError, match=r"write instead: DASO\.post_local_sgd"):
+        DASO.diloco(torch.optim.SGD(model.parameters(), LR), 4, every=5)

@@ -56,7 +56,7 @@ def flat_of(model):
 
 
 @pytest.mark.ranks([1, 2, 4], timeout=150)
-@repeated("options", [{"downcast_cycling": True}, {"outer_momentum": 0.5, "outer_nesterov": True}])
+@repeated("options", [{"downcast_cycling": True}, {"local_merge": "rank"}])
 def test_a_run_continues_bit_for_bit_from_any_batch(options, rank_count):
     options = {**options, "ranks_per_node": 2 if rank_count == 4 else 1}
     total = N * EPOCHS
@@ -115,7 +115,7 @@ def test_one_state_from_the_middle_leaves_out_what_travelled_with_one_warning():
 
 @pytest.mark.ranks([1, 4], timeout=150)
 def test_copies_go_on_bit_for_bit_with_groups_of_their_own(rank_count):
-    options = {"ranks_per_node": 2 if rank_count == 4 else 1, "outer_momentum": 0.5}
+    options = {"ranks_per_node": 2 if rank_count == 4 else 1}
     daso, model = make(options)
     begin = N + 1  # an exchange is in flight, and the node does not synchronise the next batch
     advance(daso, model, 0, begin)

@@ -252,3 +252,33 @@ def test_optimizers_are_shown_as_one_or_several_and_cannot_be_replaced():
     assert DataParallel(nn.Linear(2, 1)).optimizer is None
     with pytest.raises(AttributeError):
         model.optimizer = several[0]
+
+
+@pytest.mark.parametrize(
+    ("argument", "instead"),
+    [
+        ({"device_ids": [0]}, "leave it out"),
+        ({"find_unused_parameters": True}, "leave it out"),
+        ({"bucket_cap_mb": 5}, "bucket_mb"),
+        ({"process_group": None}, "DataParallel(module, process_group)"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else None,
+)
+def test_an_argument_of_torchs_ddp_is_answered_with_what_to_write(argument, instead):
+    with pytest.raises(TypeError, match="torch's DDP") as caught:
+        DataParallel(nn.Linear(2, 1), **argument)
+    assert instead in str(caught.value)
+
+
+def test_an_argument_of_nobody_is_a_plain_type_error():
+    with pytest.raises(TypeError, match="unexpected keyword argument 'find_unusd'"):
+        DataParallel(nn.Linear(2, 1), find_unusd=True)
+
+
+def test_a_name_of_the_module_inside_is_answered_with_module():
+    model = DataParallel(nn.Sequential(nn.Linear(2, 1)))
+    with pytest.raises(AttributeError, match=r"model\.module\.append"):
+        _ = model.append
+    with pytest.raises(AttributeError) as caught:
+        _ = model.nothing
+    assert "HINT" not in str(caught.value)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from parallel_models import (
 )
 from torch import nn
 
+from unisono.comm import world
 from unisono.data_parallel import (
     DASO,
     DataParallel,
@@ -128,3 +130,28 @@ def test_states_load_with_and_without_the_prefix():
 def _node_wise(module):
     daso = DASO(torch.optim.SGD(module.parameters(), lr=0.1), 3)
     return DataParallelMultiGPU(module, daso)
+
+
+@pytest.mark.ranks(2)
+def test_a_whole_step_can_be_compiled():
+    def trained(backend: str | None) -> torch.Tensor:
+        torch.manual_seed(0)
+        net = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 1))
+        model = DataParallel(net)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+        def step(x: torch.Tensor) -> None:
+            optimizer.zero_grad()
+            model(x).square().mean().backward()
+            optimizer.step()
+
+        call = step if backend is None else torch.compile(step, backend=backend)
+        data = torch.Generator().manual_seed(world().rank)
+        for _ in range(4):
+            call(torch.randn(8, 4, generator=data))
+        return nn.utils.parameters_to_vector(net.parameters()).detach()
+
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "The .grad attribute")  # read by the compiler itself
+        compiled = trained("aot_eager")
+    torch.testing.assert_close(compiled, trained(None))

@@ -16,20 +16,21 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
+from unisono import torch_private as private
 from unisono.comm import Communicator, detect
 from unisono.comm.mpi_style import MPI_WORLD, get_comm
 from unisono.data_parallel.daso.exchange import (
     InFlight,
     NodeExchange,
     NodeLayout,
-    OuterOptimizer,
     average_buffers,
     average_state,
 )
 from unisono.data_parallel.daso.schedule import DasoSchedule
 from unisono.data_parallel.ranks import broadcast_module, communicator_of
 from unisono.errors import MeshError
-from unisono.expect import expect, expect_choice, expect_float, expect_int, is_integer, refusal
+from unisono.expect import expect, expect_choice, expect_int, is_integer, refusal
+from unisono.removed import removed_name
 
 _WIRES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -82,9 +83,6 @@ class DASO(Optimizer):
         verbose: rank 0 prints what each epoch did.
         ranks_per_node: None: by hostname; else blocks of so many consecutive ranks, or of these.
         downcast_cycling: `downcast_type` also for exchanges in the background.
-        outer_momentum: momentum of an outer optimizer on the means, in the cycling phase.
-        outer_lr: its learning rate.
-        outer_nesterov: whether it looks ahead.
         local_merge: ranks of a node that went apart meet at their `"mean"`, or at the `"rank"` that
             sends.
         sync_state: average optimizer state over all ranks at the end of each epoch.
@@ -122,9 +120,6 @@ class DASO(Optimizer):
         *,
         ranks_per_node: int | Sequence[int] | None = None,
         downcast_cycling: bool = False,
-        outer_momentum: float = 0.0,
-        outer_lr: float = 1.0,
-        outer_nesterov: bool = False,
         local_merge: str = "mean",
         sync_state: bool = False,
         sync_buffers: bool = True,
@@ -135,14 +130,11 @@ class DASO(Optimizer):
         expect_int("sending_chunk_size", sending_chunk_size, 1)
         expect("downcast_type", downcast_type, torch.dtype, "torch.bfloat16")
         expect_choice("downcast_type", str(downcast_type), [str(wire) for wire in _WIRES])
-        expect_float("outer_momentum", outer_momentum, 0.0, below=1.0)
-        expect_float("outer_lr", outer_lr, 0.0)
         expect_choice("local_merge", local_merge, ("mean", "rank"))
         expect_choice("scheduler_step", scheduler_step, ("batch", "epoch"))
         expect("use_mpi_groups", use_mpi_groups, bool)
         expect("verbose", verbose, bool)
         expect("downcast_cycling", downcast_cycling, bool)
-        expect("outer_nesterov", outer_nesterov, bool)
         expect("sync_state", sync_state, bool)
         expect("sync_buffers", sync_buffers, bool)
         self.schedule = DasoSchedule(
@@ -173,11 +165,9 @@ class DASO(Optimizer):
         self._switch: Callable[[bool], None] | None = None
         self._by_epoch = scheduler_step == "epoch" or isinstance(scheduler, ReduceLROnPlateau)
         self._ranks_per_node = ranks_per_node
-        is_plain = outer_momentum == 0 and outer_lr == 1
         exchange = NodeExchange(
             chunk=sending_chunk_size,
             wire=downcast_type,
-            outer=None if is_plain else OuterOptimizer(outer_momentum, outer_lr, outer_nesterov),
             by_mean=local_merge == "mean",
         )
         self._connect(exchange)
@@ -202,18 +192,9 @@ class DASO(Optimizer):
         )
 
     @classmethod
-    def diloco(
-        cls, local_optimizer: Optimizer, total_epochs: int, every: int, **options: Any
-    ) -> DASO:
-        """Return DASO as DiLoCo: means every so many batches, steps of an outer optimizer."""
-        preset = {
-            "warmup_epochs": 0,
-            "cooldown_epochs": 0,
-            "outer_momentum": 0.9,
-            "outer_lr": 0.7,
-            "outer_nesterov": True,
-        }
-        return cls(local_optimizer, total_epochs, every=every, **{**preset, **options})
+    def diloco(cls, *_args: Any, **_options: Any) -> DASO:
+        """Say what to write instead of what was here."""
+        raise removed_name("unisono.DASO.diloco")
 
     def _start_over(self) -> None:
         self.current_batch = 0
@@ -279,7 +260,7 @@ class DASO(Optimizer):
         self.went_apart = self.went_apart or not plan.local_sync
         result = self._local_step(closure)
         if plan.merge and self.sent_at is not None:
-            self.exchange.merge(batch - self.sent_at, outer=self._is_cycling)
+            self.exchange.merge(batch - self.sent_at)
             self.sent_at = None
         if plan.blocking:
             self._mean()
@@ -312,7 +293,7 @@ class DASO(Optimizer):
         else:
             grads = [p.grad for p in self.params_ref if p.grad is not None]
             if grad_scale is not None and grads:
-                torch._foreach_div_(grads, grad_scale.item())
+                private.divide_each_(grads, grad_scale.item())
             result = self.local_optimizer.step(*arguments)
         if self.scheduler is not None and not self._by_epoch and not skipped:
             self.scheduler.step()
@@ -388,7 +369,7 @@ class DASO(Optimizer):
     def _mean(self) -> None:
         self.exchange.drop()
         self.sent_at = None
-        self.exchange.mean(self._next_group(), outer=self._is_cycling)
+        self.exchange.mean(self._next_group())
 
     def _close(self) -> None:
         if self.sync_buffers and self.module is not None:
@@ -461,8 +442,6 @@ class DASO(Optimizer):
     def reset(self) -> None:
         """Go back to the state after construction; model and optimizer state stay. Collective."""
         self.exchange.drop()
-        if self.exchange.outer is not None:
-            self.exchange.outer.velocity = []
         self.schedule.reset()
         self.zero_grad()
         self._start_over()
@@ -487,7 +466,6 @@ class DASO(Optimizer):
             if sent is None
             else {"group": sent.group, "sums": sent.sums, "narrow": sent.narrow},
             "common": exchange.common,
-            "outer": None if exchange.outer is None else exchange.outer.velocity,
             "went_apart": self.went_apart,
             "scheduler": None if self.scheduler is None else self.scheduler.state_dict(),
             "scaler": None if self.scaler is None else self.scaler.state_dict(),
@@ -525,8 +503,6 @@ class DASO(Optimizer):
         self.is_foreign = sent is not None and self._is_elsewhere(state["rank"], state["size"])
         if exchange.common is not None and state["common"] is not None:
             exchange.common = list(state["common"])
-        if exchange.outer is not None:
-            exchange.outer.velocity = state["outer"] or []
         self.went_apart = state["went_apart"]
         if self.scheduler is not None and state["scheduler"] is not None:
             self.scheduler.load_state_dict(state["scheduler"])

@@ -7,10 +7,9 @@ value travel.
 
 from __future__ import annotations
 
-import copy
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate, pairwise
 from typing import Any, cast
@@ -19,7 +18,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.optim.sgd import sgd
 
 from unisono.comm import Communicator, Pending, world
 from unisono.data_parallel.ranks import (
@@ -194,40 +192,6 @@ class FlatParameters:
         return -1
 
 
-@dataclass
-class OuterOptimizer:
-    """SGD along "last common value minus mean of the nodes"; with defaults it gives the mean."""
-
-    momentum: float = 0.0
-    """Part of the last update that is kept."""
-    lr: float = 1.0
-    """Length of a step."""
-    nesterov: bool = False
-    """Whether it looks ahead along the momentum."""
-    velocity: list[Tensor | None] = field(default_factory=list)
-    """The last update; empty before the first."""
-
-    def step(self, common: Sequence[Tensor], mean: Sequence[Tensor]) -> list[Tensor]:
-        """Return the next common value from the last one and the mean of the nodes."""
-        following = [x.clone() for x in common]
-        drift = [a - b for a, b in zip(common, mean, strict=True)]
-        # A copy: `sgd` writes to it, and a checkpoint may hold the one of before.
-        at_rest: list[Tensor | None] = [None] * len(drift)
-        self.velocity = copy.deepcopy(self.velocity) or at_rest
-        sgd(
-            following,
-            drift,
-            self.velocity,
-            weight_decay=0.0,
-            momentum=self.momentum,
-            lr=self.lr,
-            dampening=0.0,
-            nesterov=self.nesterov,
-            maximize=False,
-        )
-        return following
-
-
 def _torchs_node(comm: Communicator, members: Sequence[int]) -> Communicator | None:
     """Return torch's default group where it has the ranks of a node, on every node; else None.
 
@@ -257,7 +221,6 @@ class NodeExchange:
     Args:
         chunk: elements of a message.
         wire: dtype in which float32 values travel, where `narrow` is asked for.
-        outer: treats each mean as a step of its own, or None.
         by_mean: whether the ranks of a node are brought together by their mean, not by one of them.
     """
 
@@ -273,10 +236,8 @@ class NodeExchange:
         *,
         chunk: int,
         wire: torch.dtype,
-        outer: OuterOptimizer | None,
         by_mean: bool,
     ) -> None:
-        self.outer = outer
         self.in_flight: InFlight | None = None
         self.common: list[Tensor] | None = None
         """Last value that all ranks had in common; kept where something needs it."""
@@ -314,11 +275,9 @@ class NodeExchange:
         self.take(module)
         self.in_flight = None
         values = self.flat.pack()
-        needed = self.outer is not None or any(x.dtype != self._dtype(x, True) for x in values)
+        needed = any(x.dtype != self._dtype(x, True) for x in values)
         self.common = values if needed else None
         broadcast_tensors(self.common or [], self.comm)
-        if self.outer is not None:
-            self.outer.velocity = []
 
     def has_changed(self) -> bool:
         """Whether parameters are others than those taken, or not at the common value. Local.
@@ -338,13 +297,11 @@ class NodeExchange:
         else:
             broadcast_tensors(params, self.node, group)
 
-    def mean(self, group: int, *, outer: bool) -> None:
+    def mean(self, group: int) -> None:
         """Give all ranks the mean of the nodes and wait for it. Collective over all ranks."""
         self.drop()
         self.send(group, narrow=True)
         result = self._received()
-        if outer and self.outer is not None and self.common is not None:
-            result = self.outer.step(self.common, result)
         self.flat.unpack(result)
         if self.common is not None:
             self.common = result
@@ -368,15 +325,13 @@ class NodeExchange:
         ]
         self.in_flight = InFlight(group, sums, narrow, pending)
 
-    def merge(self, batches: int, *, outer: bool) -> None:
+    def merge(self, batches: int) -> None:
         """Mix the mean under way into the parameters, `batches` after it was sent. Collective.
 
         The newer own parameters count for `2 * batches` nodes.
         """
         mean = self._received()
-        if outer and self.outer is not None and self.common is not None:
-            mean = self.common = self.outer.step(self.common, mean)
-        elif self.n_nodes == 1:
+        if self.n_nodes == 1:
             return  # an average with one's own past would only hold back
         share = self.n_nodes / (2 * batches + self.n_nodes)
         values = self.flat.pack()

@@ -1,0 +1,124 @@
+"""Silent mistakes of a training by torch's own wrappers, looked for in check mode.
+
+`DistributedDataParallel` is followed by hooks from its construction on, and compared as our
+`DataParallel` is: at the end of a backward, which is collective. Parameters that are sharded
+(FSDP2) cannot be compared; the settings of their optimizer can.
+"""
+
+from __future__ import annotations
+
+import json
+import weakref
+import zlib
+from collections.abc import Mapping
+from functools import partial
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+
+from unisono.comm import Communicator
+from unisono.comm.health import check
+from unisono.data_parallel.replicas import ReplicaCheck, plain_settings, unlike_settings
+from unisono.errors import LayoutError, explain
+from unisono.torch_private import at_end_of_backward, is_joining
+
+
+def follow(ddp: DistributedDataParallel) -> None:
+    """Compare the replicas of `ddp` from now on, as long as check mode is on. Local."""
+    followed = _Followed(ddp)
+    ddp.register_forward_pre_hook(followed.before_forward, with_kwargs=True)
+    ddp.register_forward_hook(followed.after_forward)
+
+
+class _Followed:
+    """What `ReplicaCheck` asks of an engine, for one module of torch's."""
+
+    wrapper = "DistributedDataParallel"
+    is_joining = False
+    weigh = None
+
+    def __init__(self, ddp: DistributedDataParallel) -> None:
+        self._ddp = weakref.ref(ddp)
+        self._replicas = ReplicaCheck(equal_batches=False)
+        self._step = 0
+        self._comm: Communicator | None = None
+        self._under_way: Any = lambda: None
+
+    @property
+    def module(self) -> nn.Module:
+        """The replica."""
+        return cast("DistributedDataParallel", self._ddp()).module
+
+    @property
+    def comm(self) -> Communicator:
+        """The ranks that have one."""
+        if self._comm is None:
+            ddp = cast("DistributedDataParallel", self._ddp())
+            self._comm = Communicator.of(ddp.process_group)
+        return self._comm
+
+    def before_forward(
+        self, ddp: nn.Module, inputs: tuple[Any, ...], named: Mapping[str, Any]
+    ) -> None:
+        """Look at a batch. Local."""
+        if self._is_watching(ddp):
+            self._replicas.see_forward(self.module, (inputs, named))
+
+    def after_forward(self, ddp: nn.Module, _inputs: Any, outputs: Any) -> None:
+        """Wait for the backward of what a forward has returned. Local."""
+        if self._is_watching(ddp):
+            self._replicas.end_forward(self.module)
+            for x in _with_gradient(outputs):
+                x.register_hook(self._begin_backward)
+
+    def _is_watching(self, ddp: nn.Module) -> bool:
+        trains = check.active and ddp.training and torch.is_grad_enabled()
+        return trains and not torch.compiler.is_compiling() and not is_joining(ddp)
+
+    def _begin_backward(self, _gradient: Tensor) -> None:
+        if self._under_way() is not None:
+            return
+        end = partial(self._end_backward)
+        self._under_way = weakref.ref(end)
+        at_end_of_backward(end)
+
+    def _end_backward(self) -> None:
+        """Compare this rank with the others. Collective over DDP's ranks."""
+        self._replicas.count_backward()
+        ddp = self._ddp()
+        if ddp is not None and ddp.require_backward_grad_sync and self.comm.size > 1:
+            self._step += 1
+            self._replicas.compare(self, self._step)
+
+
+def compare_settings(optimizer: torch.optim.Optimizer) -> None:
+    """Raise where ranks step sharded parameters with different settings. Collective over them."""
+    sharded = [p for group in optimizer.param_groups for p in group["params"]]
+    mesh = next(p for p in sharded if isinstance(p, DTensor)).device_mesh
+    comm = Communicator.of(mesh.get_group(0))
+    settings = [plain_settings(group) for group in optimizer.param_groups]
+    number = zlib.crc32(json.dumps(settings, sort_keys=True).encode())
+    if len(set(comm.all_gather_ints([number]))) == 1:
+        return
+    everywhere = comm.all_gather_object(settings)
+    raise LayoutError(
+        explain(
+            f"a step of sharded parameters on {comm.size} ranks",
+            unlike_settings(everywhere, comm) or "the settings of the optimizer differ",
+            None,
+            "the same optimizer settings on all ranks",
+        )
+    )
+
+
+def _with_gradient(outputs: Any) -> list[Tensor]:
+    if isinstance(outputs, Tensor):
+        return [outputs] if outputs.grad_fn is not None else []
+    if isinstance(outputs, Mapping):
+        outputs = list(outputs.values())
+    if isinstance(outputs, list | tuple):
+        return [x for part in outputs for x in _with_gradient(part)]
+    return []
