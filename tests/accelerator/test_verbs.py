@@ -13,9 +13,12 @@ import torch.distributed as dist
 from tests.accelerator.conftest import SCHEDULES
 from tests.accelerator.ranks import device_ranks, on_device, own_device
 from tests.comm import test_verbs as on_cpu
+from torch import nn
 
+from unisono import Partition
 from unisono.comm import Communicator, check, trace, world
 from unisono.errors import UnisonoError
+from unisono.nn import split
 
 AS_ON_THE_CPU = (
     "test_a_scatter_of_known_blocks_counts_dims_from_the_end_alike_on_all_ranks",
@@ -283,6 +286,18 @@ def test_a_shm_group_carries_tensors_of_a_device_only_if_it_is_told_to():
     ):
         with pytest.raises(UnisonoError, match=r"works on cpu[\s\S]*with_device"):
             call()
+
+
+@pytest.mark.ranks(2, backend="shm")
+def test_a_partition_has_them_staged_and_says_so_once():
+    x = torch.full((1, 1, 2, 4), world().rank + 1.0, device=own_device())
+    net = nn.Conv2d(1, 1, 3, padding=1).to(x.device)
+    with pytest.warns(UserWarning, match=r"sim travel through host memory: .* shm only") as warned:
+        y = split(net, Partition([1, 1, 2, 1]))(x)
+    assert len(warned) == 1
+    torch.testing.assert_close(split(net, Partition([1, 1, 2, 1], comm=world()))(x).local, y.local)
+    whole = torch.cat([torch.full((1, 1, 2, 4), n, device=x.device) for n in (1.0, 2.0)], 2)
+    torch.testing.assert_close(y.whole().cpu(), net(whole).cpu())
 
 
 @device_ranks(2)

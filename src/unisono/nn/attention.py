@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from unisono import torch_private as private
 from unisono.comm import Communicator
 from unisono.comm.arguments import dense
 from unisono.comm.perform import Pending
@@ -315,7 +316,7 @@ def _tile(
     k, v = (_repeated(tile.keys(t), q.shape[1]) for t in (k, v))
     if _kernel_serves(q, v, mask, plan):
         added = _shaped(mask, q, k.shape[2])
-        out, sums = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+        out, sums = private.flash_attention(
             q, k, v, 0.0, tile.is_triangle, attn_mask=added, scale=plan.scale
         )
         if added is not None:  # the kernel gives 0 where no key is seen
@@ -356,7 +357,7 @@ def _tile_backward(
     sums, part_of_mask = tile.rows(sums[..., None])[..., 0], tile.of_mask(dmask)
     k, v = (_repeated(t, q.shape[1]) for t in (own_k, own_v))
     if _kernel_serves(q, v, mask, plan):
-        dq, dk, dv = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+        dq, dk, dv = private.flash_attention_backward(
             dout, q, k, v, out, sums, 0.0, tile.is_triangle,
             attn_mask=_shaped(mask, q, k.shape[2]), scale=plan.scale,
         )  # fmt: skip

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from unisono.comm import Communicator
-from unisono.comm.torch.private import runs_uncompiled
 from unisono.nn.agreement import current_mode, final_plan, refuse_mixed_grad_mode
 from unisono.topology import Partition
+from unisono.torch_private import runs_uncompiled
 
 
 class Module(nn.Module):

@@ -239,21 +239,27 @@ def summed_gradients(comm: Communicator, *held: Tensor) -> tuple[Tensor, ...]:
     return held
 
 
+def plan_from_first(
+    users: Partition, shapes: Sequence[tuple[int, ...]], dtype: torch.dtype
+) -> FanPlan:
+    """Return how tensors of these shapes go from the first rank of `users` to all of them."""
+    count = sum(math.prod(shape) for shape in shapes)
+    group = Group(users.ranks[0], users.ranks, users.ranks)
+    return fan_plan([group], users.root, [(count,)], dtype)
+
+
 def from_first(
-    users: Partition, shapes: Sequence[tuple[int, ...]], held: Sequence[Tensor]
+    plan: FanPlan, shapes: Sequence[tuple[int, ...]], held: Sequence[Tensor]
 ) -> list[Tensor]:
-    """Return the tensors of the first rank of `users` on all of them, moved in one message.
+    """Return the tensors of the first rank on all ranks of a plan, moved in one message.
 
     Gradients are summed on that rank.
 
     Args:
-        users: the ranks.
+        plan: of `plan_from_first`, for these shapes.
         shapes: of the tensors on the first rank.
         held: own tensors; without elements on other ranks.
     """
-    count = sum(math.prod(shape) for shape in shapes)
-    group = Group(users.ranks[0], users.ranks, users.ranks)
-    plan = fan_plan([group], users.root, [(count,)], held[0].dtype)
     flat = torch.cat([x.reshape(-1) for x in held])
     parts = spread(flat, plan).split([math.prod(shape) for shape in shapes])
     return [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]

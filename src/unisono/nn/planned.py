@@ -20,7 +20,6 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from unisono.comm import Communicator
-from unisono.comm.torch.private import transforms_active
 from unisono.errors import PartitionError, UnisonoError, an
 from unisono.nn.agreement import (
     INPUTS,
@@ -43,6 +42,7 @@ from unisono.topology import Partition
 from unisono.topology.decompose import split_cuts
 from unisono.topology.halo import Axis, HaloPlan, plan_windows
 from unisono.topology.window import copied
+from unisono.torch_private import transforms_active
 
 P = TypeVar("P")
 KEPT_PLANS = 8

@@ -27,12 +27,14 @@ from unisono.nn.parameters import (
     Weights,
     draw_uniform,
     from_first,
+    plan_from_first,
     shared_generator,
     summed_gradients,
     whole,
 )
 from unisono.nn.planned import PlannedModule
 from unisono.nn.split_tensors.module import SplitModule
+from unisono.operators.partitioned import FanPlan
 from unisono.topology import Partition
 
 P = TypeVar("P")
@@ -61,6 +63,8 @@ class HoldingModule(PlannedModule[P]):
         self._holdings: dict[str, Holding] = {}
         self._replicated: dict[str, bool] = {}
         self._user_comms: dict[str, Communicator] = {}
+        self._fans: dict[tuple[object, ...], FanPlan] = {}
+        """How parameters come from the first rank, by their shapes and dtype."""
         self._sums_gradients = True
         _living.add(self)
 
@@ -70,7 +74,7 @@ class HoldingModule(PlannedModule[P]):
         _living.add(self)
 
     def __getstate__(self) -> dict[str, Any]:
-        return super().__getstate__() | {"_user_comms": {}}
+        return super().__getstate__() | {"_user_comms": {}, "_fans": {}}
 
     def _hold(self, name: str, holding: Holding, *, replicated: bool) -> None:
         """Note what this rank holds of a parameter; `replicated`: all ranks have it whole."""
@@ -147,7 +151,12 @@ class HoldingModule(PlannedModule[P]):
         users = self._users(names[0])
         if users is None or users.size == 1:
             return held
-        return from_first(users, shapes[: len(held)], held)
+        shapes = shapes[: len(held)]
+        key = (*shapes, held[0].dtype)
+        plan = self._fans.get(key)
+        if plan is None:
+            plan = self._fans[key] = plan_from_first(users, shapes, held[0].dtype)
+        return from_first(plan, shapes, held)
 
     def _save_to_state_dict(
         self, destination: dict[str, Any], prefix: str, keep_vars: bool

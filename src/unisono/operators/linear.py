@@ -12,8 +12,8 @@ from typing import Any, ClassVar, NoReturn
 import torch
 from torch import Tensor
 
+from unisono import torch_private as private
 from unisono.comm.arguments import vmapped
-from unisono.comm.torch import private
 
 
 class LinearMap:

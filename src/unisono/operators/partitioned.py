@@ -169,7 +169,8 @@ def _along(
 def _fitted(x: Tensor, plan: FanPlan) -> tuple[Tensor, FanPlan]:
     """Return an input without elements in the dtype of the data, and a plan that gives it back."""
     typed = x.to(plan.dtype) if x.dtype != plan.dtype and x.numel() == 0 else x
-    return typed, replace(plan, was_empty=tuple(x.shape))
+    shape = tuple(x.shape)
+    return typed, plan if plan.was_empty == shape else replace(plan, was_empty=shape)
 
 
 def _announced(

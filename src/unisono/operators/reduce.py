@@ -87,6 +87,8 @@ class FanPlan:
     @property
     def adjoint(self) -> FanPlan:
         """The plan of the adjoint."""
+        if self.empty == self.was_empty:
+            return self
         return replace(self, empty=self.was_empty, was_empty=self.empty)
 
     @property

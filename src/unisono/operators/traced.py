@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch.distributed import _functional_collectives as funcol
 
 from unisono.comm import Communicator
+from unisono.torch_private import functional_collectives
+
+funcol = functional_collectives()
 
 
 def all_reduce(x: Tensor, comm: Communicator) -> Tensor:

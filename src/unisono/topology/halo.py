@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from itertools import product
 from typing import NamedTuple, cast
@@ -221,6 +221,39 @@ class HaloPlan:
             count = length if owner == self.rank else math.prod(shape)
             runs.append((owner, start, count, shape))
         return dim, tuple(runs)
+
+    def without_margins(self) -> tuple[HaloPlan, tuple[int, ...]]:
+        """Return the plan of a window without its margins, and their width in each dim.
+
+        A margin is the constant on both sides of a dim that lies whole in the own block, as wide
+        on either. What goes to other ranks is taken from the block, and stays as it is.
+        """
+        widths = [0] * len(self.segments)
+        for dim, (own, segments) in enumerate(zip(self.own, self.segments, strict=False)):
+            left, right = self.fills[dim]
+            inner = [(part.source, part.kind) for part in segments if part.kind != "fill"]
+            if left == right and inner == [(own, "copy")] and own[0] < own[1]:
+                widths[dim] = left
+        if not any(widths):
+            return self, tuple(widths)
+
+        def moved(piece: Piece) -> Piece:
+            pairs = zip(piece.dest, widths, strict=True)
+            return replace(piece, dest=tuple((a - width, b - width) for (a, b), width in pairs))
+
+        window = tuple(n - 2 * width for n, width in zip(self.window_shape, widths, strict=True))
+        segments = tuple(
+            (Segment((0, n), own, "copy"),) if width else parts
+            for parts, width, own, n in zip(self.segments, widths, self.own, window, strict=True)
+        )
+        trimmed = replace(
+            self,
+            window_shape=window,
+            local=tuple(map(moved, self.local)),
+            recvs=tuple(replace(m, pieces=tuple(map(moved, m.pieces))) for m in self.recvs),
+            segments=segments,
+        )
+        return trimmed, tuple(widths)
 
     @cached_property
     def is_identity(self) -> bool:

@@ -93,7 +93,7 @@ class Partition(Frozen):
         members = tuple(map(as_int, range(math.prod(sizes)) if ranks is None else ranks))
         # Communicators and process groups are known at once; anything else waits for its first use.
         known = isinstance(comm, Communicator | dist.ProcessGroup)
-        root = Communicator.of(comm) if known else None
+        root = Communicator.of(comm)._staging() if known else None
         self._set(shape=sizes, ranks=members, _source=None if known else comm, _root=root)
         if root is None and comm is None and has_world():
             root = world()
@@ -141,6 +141,7 @@ class Partition(Frozen):
         root = self._root
         if root is None:
             root = world() if self._source is None else Communicator.of(self._source)
+            root = root._staging()  # tensors lie where the network is, not where the group would
             _check_members(self.shape, self.ranks, root.size)
             if self._source is not None:
                 self._set(_root=root)

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from unisono import torch_private as private
 from unisono.accelerator import is_accelerator
 from unisono.comm import Communicator
 from unisono.errors import PartitionError, UnisonoError
@@ -230,7 +231,7 @@ class DistributedNLLLoss(_Loss):
         low, high = target.masked_fill(target == self.ignore_index, 0).aminmax()
         if is_accelerator(target.device):  # where the host does not wait: told as torch's own loss
             is_class = low >= 0 if classes is None else (low >= 0) & (high < classes)
-            torch._assert_async(is_class, f"targets that are none of the {classes} classes")
+            private.assert_async(is_class, f"targets that are none of the {classes} classes")
             return None
         if low >= 0 and (classes is None or high < classes):
             return None

@@ -8,7 +8,6 @@ along a cut dim runs with the cut moved to another dim; an operator made of othe
 
 from __future__ import annotations
 
-import functools
 import re
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -17,8 +16,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._ops import OpOverload
 
+from unisono import torch_private as private
 from unisono.comm import Communicator
 from unisono.expect import is_integer
 from unisono.nn.split_tensors.blocks import placed, pointwise
@@ -41,17 +40,11 @@ from unisono.nn.split_tensors.tensor import (
     without_cuts,
 )
 from unisono.topology.decompose import split_sizes
+from unisono.torch_private import OpOverload
 
-_key = torch._C.DispatchKey
-_keys = torch._C.DispatchKeySet
-_exclude_set = torch._C._dispatch_tls_local_exclude_set
-_include_set = torch._C._dispatch_tls_local_include_set
-_AUTOGRAD = (
-    _keys(_key.AutogradFunctionality) | _keys(_key.AutogradOther) | _keys(_key.AutogradNestedTensor)
-    | _keys(_key.ADInplaceOrView)
-)  # fmt: skip
+_AUTOGRAD = ("AutogradFunctionality", "AutogradOther", "AutogradNestedTensor", "ADInplaceOrView")
 """Left out on the way down: operators on blocks record derivatives, those on wrappers do not."""
-_LAZY = _keys(_key.Conjugate) | _keys(_key.Negative) | _keys(_key.ZeroTensor)
+_LAZY = ("Conjugate", "Negative", "ZeroTensor")
 """What torch leaves to kernels of these keys (a conjugate that is only marked as one), which it
 skips below a wrapper: operators on blocks need them."""
 
@@ -397,7 +390,7 @@ def through_aten(
     """
     run = next(x.run for x in splits_in((args, kwargs)))
     before = _WAY.name, _WAY.changed, _WAY.memory, _WAY.excluded
-    excluded = _AUTOGRAD - _exclude_set()
+    excluded = private.keys(*_AUTOGRAD) - private.exclude_set()
     memory = frozenset(address(x.local) for x in splits_in((args, kwargs)))
 
     def shown(x: Tensor) -> Tensor:
@@ -410,7 +403,7 @@ def through_aten(
     if before[3] is None and not before[0]:
         _WAY.shows = False
     try:
-        with torch._C._ExcludeDispatchKeyGuard(excluded):
+        with private.exclude_keys(excluded):
             result = func(*args, **kwargs)
     except RuntimeError as error:
         if _NO_MEMORY.search(str(error)) is None:
@@ -433,7 +426,8 @@ def on_operator(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -
     _WAY.shows = _WAY.shows or op.is_view
     way = _WAY.name, _WAY.changed, _WAY.excluded
     try:
-        with torch._C._ForceDispatchKeyGuard(_include_set(), _exclude_set() - way[2] - _LAZY):
+        left_out = private.exclude_set() - way[2] - private.keys(*_LAZY)
+        with private.force_keys(private.include_set(), left_out):
             _WAY.excluded = None
             result = _by_operator(op, args, kwargs)
     finally:
@@ -480,7 +474,7 @@ def _by_operator(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) 
             return by_rule(RULES[name], op.overloadpacket, _WAY.name, args, kwargs)
         except NoRule as no:
             reason = str(no)
-    elif name != "linalg_norm" and torch._C._dispatch_has_kernel_for_dispatch_key(
+    elif name != "linalg_norm" and private.has_kernel(
         op.name(), "CompositeImplicitAutograd"
     ):  # of zeros, its second derivative is not that of the norm of a vector
         return _taken_apart(op, args, kwargs)
@@ -512,7 +506,7 @@ def _is_special(op: OpOverload, name: str) -> bool:
 
 def _taken_apart(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Return what the operators make of which this one consists."""
-    parts = functools.partial(op._op_dk, _key.CompositeImplicitAutograd)
+    parts = private.kernel_of(op, "CompositeImplicitAutograd")
     return through_aten(parts, _WAY.name, args, kwargs, _WAY.changed)
 
 

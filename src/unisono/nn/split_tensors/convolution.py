@@ -190,7 +190,13 @@ def space_plan(settings: ConvSettings, exchange: HaloOnGroup, overlap: Overlap) 
         taps = math.prod(s.kernel_size) * s.out_channels // s.groups
         is_large = math.prod(halo.output_shape) * taps >= LEAST_WORK
         overlap = is_large and found.patched_share <= MOST_PATCHED
-    return SpacePlan(settings, exchange, found if overlap else None)
+    if found is not None and overlap:
+        return SpacePlan(settings, exchange, found)
+    if exchange.fill != 0:
+        return SpacePlan(settings, exchange)
+    # Zeros that torch's kernel can add itself are not written into the window.
+    trimmed, zeros = halo.without_margins()
+    return SpacePlan(settings, replace(exchange, halo=trimmed), None, zeros[2:] or None)
 
 
 def transposed_plan(

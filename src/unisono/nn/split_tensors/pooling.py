@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from unisono import torch_private as private
 from unisono.accelerator import copied_once
 from unisono.comm import Communicator
-from unisono.comm.torch import private
 from unisono.nn.planned import is_plain
 from unisono.operators.halo import HaloExchange, HaloOnGroup
 from unisono.topology import halo

@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import _disable_current_modes
 
+from unisono import torch_private as private
 from unisono.nn.split_tensors.memory import address
 
 
@@ -66,7 +66,7 @@ def previewed(
         call = described(args, tensors), described(kwargs, tensors) if kwargs else None
     except (RuntimeError, NotImplementedError, ValueError):  # sparse, nested, not initialised
         return UNKNOWN, list(tensors_in((args, kwargs)))
-    has_autocast = torch._C._is_any_autocast_enabled()
+    has_autocast = private.is_autocast_enabled()
     key = func, call, torch.get_default_dtype(), has_autocast
     try:
         known = _PREVIEWS.get(key)
@@ -140,7 +140,7 @@ def without_data(x: Tensor) -> Tensor:
     block = getattr(x, "local", x)
     empty = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta")
     empty = empty.conj() if block.is_conj() else empty
-    return torch._neg_view(empty) if block.is_neg() else empty
+    return private.negative_view(empty) if block.is_neg() else empty
 
 
 def _refused_by_torch(func: Callable[..., Any], call: Any, tensors: Sequence[Tensor]) -> None:
@@ -172,8 +172,8 @@ def _seen(
         modes.enter_context(torch.no_grad())
         modes.enter_context(warnings.catch_warnings())
         warnings.simplefilter("ignore")
-        if torch._C._len_torch_dispatch_stack():  # a mode that counts operations
-            modes.enter_context(_disable_current_modes())
+        if private.dispatch_modes():  # a mode that counts operations
+            modes.enter_context(private.no_modes())
         empty = [without_data(x) for x in tensors]
         numbers = {id(x): i for i, x in enumerate(tensors)}
         versions = [x._version for x in empty]

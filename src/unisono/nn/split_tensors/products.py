@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from unisono import torch_private as private
 from unisono.comm import Communicator
 from unisono.errors import UnisonoError
 from unisono.expect import expect
@@ -295,7 +296,7 @@ def _transform_real(
 ) -> Tensor:
     _dims_apart(input, dim)
     half = call(func, input, [dim[-1]], normalization, onesided)
-    return call(torch.ops.aten._fft_c2c, half, list(dim[:-1]), normalization, True)
+    return call(private.fft_c2c, half, list(dim[:-1]), normalization, True)
 
 
 @rule("_fft_c2r")
@@ -307,7 +308,7 @@ def _transform_to_real(
     last_dim_size: int,
 ) -> Tensor:
     _dims_apart(input, dim)
-    half = call(torch.ops.aten._fft_c2c, input, list(dim[:-1]), normalization, False)
+    half = call(private.fft_c2c, input, list(dim[:-1]), normalization, False)
     return call(func, half, [dim[-1]], normalization, last_dim_size)
 
 

@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from unisono import torch_private as private
 from unisono.accelerator import generator_state, is_accelerator
 from unisono.comm import Communicator
 from unisono.errors import CollectiveMismatch, PartitionError, UnisonoError
@@ -41,7 +42,7 @@ from unisono.topology.decompose import flat_index, split_sizes
 # The only way to make a tensor that shows one shape and holds another, and to look below it
 # without asking the rules again. Both are what torch's own subclasses use; seen with torch 2.13.
 _wrapper_of = Tensor._make_wrapper_subclass
-_plainly = torch._C.DisableTorchFunctionSubclass
+_plainly = private.no_subclass
 
 Rule = Callable[..., Any]
 RULES: dict[str, Rule] = {}
