@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import tempfile
 import warnings
+from importlib.util import find_spec
 
 import torch
 from sklearn.datasets import load_digits
@@ -94,6 +95,9 @@ def with_accelerate(net, batch_size, epochs):
             optimizer.step()
 
 
+TRAINERS = ("accelerate", "lightning", "transformers")
+
+
 def train(trainer, epochs):
     warnings.simplefilter("ignore")  # they have much to say about machines without GPUs
     torch.manual_seed(0)
@@ -105,14 +109,16 @@ def train(trainer, epochs):
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--trainer", default="accelerate")
+    parser.add_argument("--trainer", choices=TRAINERS, help="by default all that are installed")
     options = parser.parse_args()
-    trainer = globals()[f"with_{options.trainer}"]
-    one, *_ = unisono.run(train, trainer, 2, ranks=1)
-    many = unisono.run(train, trainer, 2, ranks=options.ranks)
-    apart = max((weights - one).abs().max().item() for weights in many)
-    print(f"{options.trainer}: weights of {options.ranks} ranks and of one differ by {apart:.1e}")
-    assert apart < 1e-5
+    names = [options.trainer] if options.trainer else [n for n in TRAINERS if find_spec(n)]
+    for name in names:
+        trainer = globals()[f"with_{name}"]
+        one, *_ = unisono.run(train, trainer, 2, ranks=1)
+        many = unisono.run(train, trainer, 2, ranks=options.ranks)
+        apart = max((weights - one).abs().max().item() for weights in many)
+        print(f"{name}: weights of {options.ranks} ranks and of one differ by {apart:.1e}")
+        assert apart < 1e-5
 
 
 if __name__ == "__main__":

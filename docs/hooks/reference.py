@@ -235,11 +235,13 @@ def to_markdown(doc: str) -> str:
     section, lines = "", []
     for line in [*doc.splitlines(), "Note:"]:
         header = _SECTION.match(line)
+        # What stands at the margin again, such as an example, is no longer part of a section.
+        ends = header is not None or (section and line and not line[0].isspace())
+        if ends:
+            parts.append(_section_text(section, textwrap.dedent("\n".join(lines)).strip()))
+            section, lines = header[1] if header else "", []
         if header is None:
             lines.append(line)
-            continue
-        parts.append(_section_text(section, textwrap.dedent("\n".join(lines)).strip()))
-        section, lines = header[1], []
     return "\n\n".join(part for part in parts if part)
 
 

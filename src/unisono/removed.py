@@ -20,6 +20,9 @@ REMOVED: dict[str, str] = {
     "unisono.Communicator.tune": (
         "UNISONO_ALGO=all_gather:broadcasts, if the choice is wrong for a network"
     ),
+    "unisono.DASO.diloco": (
+        "DASO.post_local_sgd(optimizer, total_epochs, every=50); an optimizer on the means is gone"
+    ),
     "unisono topo": "unisono run --dry-run for the ranks, unisono.topology.draw for their blocks",
     "unisono run --script": "mpiexec or torchrun in the batch script: unisono.run joins its ranks",
     "unisono job list": "squeue --me",

@@ -21,6 +21,7 @@ from unisono.cli import doctor, main
 from unisono.cli.outcome import SHELL, exit_code_of
 from unisono.cli.run import _setting, parse_words
 from unisono.errors import PlatformError
+from unisono.launch.places import mpi
 
 SCRIPT = """
 import sys
@@ -369,6 +370,28 @@ def test_errors_spell_arguments_as_the_command_line_does():
     assert SHELL.options(env={"A": "b c"}) == "--set 'env={A = \"b c\"}'"
     assert SHELL.options(stop_signals=["SIGUSR2"]) == "--set 'stop_signals=[\"SIGUSR2\"]'"
     assert SHELL.options(detect=False, timeout_s=5) == "--set detect=false --timeout-s 5"
+    assert SHELL.run(ranks=(2, 8), elastic=True) == "unisono run --ranks 2:8 --elastic"
+
+
+@pytest.mark.parametrize(
+    ("words", "asked", "hint"),
+    [
+        (["--ranks", "8:2"], "unisono run --ranks 8:2", "--ranks 2:8"),
+        (["--on", "mpi", "--elastic"], "unisono run --on mpi --elastic", "--on cpu or gpu"),
+        (["--on", "mpi"], "unisono run --on mpi starts", "--on cpu needs none"),
+        (["--on", "slurm", "--detach"], "--on slurm needs the programs", "--on cpu rehearses"),
+    ],
+)
+def test_errors_of_places_are_spelled_so(words, asked, hint, tmp_path, monkeypatch, unisono_here):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("MPIEXEC", raising=False)
+    if "--elastic" not in words:
+        monkeypatch.setattr(mpi, "_NAMES", ("no-mpiexec",))
+    (tmp_path / "work.py").write_text("")
+    done = unisono_here("run", *words, "work.py")
+    assert done.returncode == 2
+    assert asked in done.stderr.splitlines()[0]
+    assert hint in done.stderr.partition("HINT: ")[2]
 
 
 class QueuedJob:

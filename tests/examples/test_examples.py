@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -24,8 +25,8 @@ UNLOADED = ("bayes_ddp", "checkpoint_resume", "composed", "launch_hello", "mpi_s
 """Those that have a world in their own process, and a plain one, end to the last destructor."""
 
 
-ELSEWHERE = ("digits_compared", "trainers")
-"""The first is `unisono demo`, which has a test of its own."""
+ELSEWHERE = ("digits_compared", "trainers", "your_script")
+"""The first is `unisono demo`; each of them has tests of its own."""
 
 
 @pytest.mark.parametrize(
@@ -52,6 +53,52 @@ def test_a_trainer_of_another_library_gives_the_weights_of_one_rank(trainer, int
     assert "differ by" in done.stdout
 
 
+def your_script(interpreter, folder, *words: str) -> list[float]:
+    """Run the script; return epoch, loss and accuracy of every epoch that its tracker has."""
+    example = next(path for path in EXAMPLES if path.stem == "your_script")
+    command = [str(example), "--folder", str(folder), *words]
+    done = interpreter.run(command, cwd=folder.parent, timeout_s=110.0)
+    assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
+    rows = (folder / "history.csv").read_text().splitlines()
+    return [float(number) for row in rows for number in row.split(",")]
+
+
+def test_an_ordinary_script_has_the_losses_of_one_rank_on_two_and_four(interpreter, tmp_path):
+    def losses(ranks, *words):
+        folder = tmp_path / "-".join([ranks, *words])
+        return your_script(interpreter, folder, "--ranks", ranks, "--epochs", "2", *words)
+
+    one = losses("1", "--full-precision")
+    assert one[4] < 0.6 * one[1], "it learns"
+    for ranks in ("2", "4"):
+        assert losses(ranks, "--full-precision") == pytest.approx(one, rel=1e-4)
+    compiled = losses("2", "--full-precision", "--compile", "aot_eager")
+    assert compiled == pytest.approx(one, rel=1e-4)
+    mixed = losses("2")
+    assert mixed == pytest.approx(one, rel=0.05)
+
+
+def test_an_ordinary_script_resumes_on_another_number_of_ranks(interpreter, tmp_path):
+    words = ("--epochs", "2", "--full-precision")
+    whole = your_script(interpreter, tmp_path / "whole", "--ranks", "1", *words)
+    folder = tmp_path / "resumed"
+    your_script(interpreter, folder, "--ranks", "2", "--stop-after", "1", *words)
+    assert your_script(interpreter, folder, "--ranks", "4", *words) == pytest.approx(
+        whole, rel=1e-4
+    )
+
+
+def test_the_page_of_the_script_shows_every_line_that_differs():
+    page = (EXAMPLES[0].parents[1] / "docs" / "your_script.md").read_text()
+    plain = page.partition('title="train.py"\n')[2].partition("\n```")[0]
+    shown = page.partition("```diff\n")[2].partition("\n```")[0]
+    example = next(path for path in EXAMPLES if path.stem == "your_script").read_text()
+    lines = difflib.unified_diff(
+        plain.splitlines(), example.splitlines(), "train.py", "your_script.py", n=1, lineterm=""
+    )
+    assert shown == "\n".join(lines)
+
+
 @pytest.mark.parametrize("name", ["checkpoint_resume", "composed", "save_on_two_load_on_one"])
 def test_an_example_that_shares_files_or_a_mesh_can_be_recorded(name, interpreter, tmp_path):
     example = next(path for path in EXAMPLES if path.stem == name)
@@ -63,7 +110,7 @@ def test_an_example_that_shares_files_or_a_mesh_can_be_recorded(name, interprete
 
 @pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.stem)
 def test_an_example_is_short(example):
-    assert len(example.read_text().splitlines()) < 120
+    assert len(example.read_text().splitlines()) < 150
 
 
 def test_there_are_examples():

@@ -9,7 +9,18 @@ from collections.abc import Sequence
 from typing import Any
 
 import unisono
-from unisono.cli import bench, compare, completion, demo, doctor, job, plan, recorded, run
+from unisono.cli import (
+    bench,
+    checkpoint,
+    compare,
+    completion,
+    demo,
+    doctor,
+    job,
+    plan,
+    recorded,
+    run,
+)
 from unisono.cli.completion import subcommands
 from unisono.cli.outcome import exit_code_of
 from unisono.removed import REMOVED
@@ -34,7 +45,8 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"unisono {unisono.__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    for command in (run, compare, job, demo, recorded, doctor, plan, bench, completion):
+    every = (run, compare, job, demo, recorded, checkpoint, doctor, plan, bench, completion)
+    for command in every:
         command.add_parser(commands)
     return parser
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import functools
+import sys
 from pathlib import Path
 
 from unisono.cli import targets
@@ -26,15 +27,16 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     parser.add_argument("--steps", type=int, default=50, metavar="N", help="steps to follow (50)")
     parser.add_argument("--timeout-s", type=float, metavar="S", help="deadline of each run")
     parser.add_argument(
-        "--page", type=Path, metavar="FILE", help="write a page with curves and modules"
+        "--record", metavar="NAME", help="keep it in runs/NAME, with a report: curves, modules"
     )
     parser.set_defaults(execute=execute)
 
 
 def execute(args: argparse.Namespace) -> int:
-    """Compare, print the table, write the page if asked."""
+    """Compare, print the table, write a record with its report if asked."""
     from unisono.cli.run import parse_words
     from unisono.testing.comparing import compare
+    from unisono.train.recording.launching import near
 
     try:
         ranks = [int(word) for word in args.ranks.split(",")]
@@ -58,6 +60,6 @@ def execute(args: argparse.Namespace) -> int:
         is_script=is_script,
     )
     print(found)
-    if args.page is not None:
-        print(f"page: {found.write(args.page)}")
+    if args.record is not None:
+        print(f"unisono: report in {near(found.record(args.record))}", file=sys.stderr)
     return OK if found.is_equal else FAILED

@@ -207,7 +207,13 @@ def check_torch() -> Finding:
     if not dist.is_available():
         found = f"{torch.__version__} without torch.distributed"
         return "FAIL", found, f"{_PIP} torch, from pytorch.org"
-    return "ok", torch.__version__
+    from unisono import torch_private
+
+    untested, missing = torch_private.untested(), torch_private.missing()
+    if untested is None and not missing:
+        return "ok", torch.__version__
+    lacks = f"; it lacks {', '.join(missing)}" if missing else ""
+    return "warn", f"{untested or torch.__version__}{lacks}", "a torch of these versions"
 
 
 @check("devices", CHECKS)

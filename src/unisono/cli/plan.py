@@ -45,7 +45,9 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     there.add_argument("--latency", default="2us", metavar="T", help="latency of --link (2us)")
     there.add_argument("--node-link", metavar="RATE", help="inside a node (as measured here)")
     there.add_argument("--node-latency", default="2us", metavar="T", help="its latency (2us)")
-    there.add_argument("--cores", type=int, metavar="N", help="cores of a node (one per rank)")
+    there.add_argument(
+        "--cores", type=int, metavar="N", help="cores of a node (with --link one per rank)"
+    )
     there.add_argument(
         "--rank-speed",
         type=float,

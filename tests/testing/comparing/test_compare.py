@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import re
+
 import pytest
 import torch
 from compared_programs import PROGRAMS, net, train
@@ -95,17 +98,25 @@ def script(tmp_path, monkeypatch):
     return tmp_path
 
 
-def test_the_command_prints_a_table_and_draws_a_page(script, capfd):
-    words = ["compare", "--ranks", "1,2", "--steps", "3", "--page", "out/page.html", "train.py"]
+def test_the_command_prints_a_table_and_keeps_a_record_with_a_report(script, capfd):
+    words = ["compare", "--ranks", "1,2", "--steps", "3", "--record", "norms", "train.py"]
     assert main(words) == 1
     said = capfd.readouterr().out
     assert "step 0, output 1" in said
     assert "BatchNorm statistics" in said
     assert "of 32 elements differ" in said, "the second pass has the whole tensor"
     assert "step 99" not in said
-    page = (script / "out" / "page.html").read_text()
-    assert "<polyline" in page
-    assert "differs from step 0 on" in page
+    home = script / "runs" / "norms"
+    (home / "report.html").unlink()
+    assert main(["report", str(home)]) == 0, "the record is enough to make the page again"
+    page = (home / "report.html").read_text()
+    data = json.loads(re.search(r'id="data">(.*?)</script>', page)[1])
+    (form,) = data["comparison"]["forms"]
+    assert form["curves"]["parameter"][-1] > 0
+    steps = {module["name"]: module["step"] for module in form["modules"]}
+    assert steps["0"] is None or steps["0"] > 0
+    assert steps["1"] == 0
+    assert "BatchNorm statistics" in data["comparison"]["text"]
 
 
 def test_hooks_and_collectives_are_as_before_a_recording():

@@ -11,7 +11,6 @@ from typing import Any
 import torch
 import torch.utils.data
 from torch import Tensor
-from torch.utils._pytree import tree_map_only
 
 from unisono import data_parallel
 from unisono.comm import Communicator
@@ -23,6 +22,7 @@ from unisono.data_parallel.data.dataset import generator_of
 from unisono.errors import PartitionError, explain
 from unisono.launch.job_files import appearing_whole
 from unisono.topology import decompose
+from unisono.torch_private import tree_map_only
 
 __all__ = ["DataLoader", "MNISTDataset", "PartialH5Dataset", "dali_tfrecord2idx"]
 

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
 from unisono import data_parallel
+from unisono import torch_private as private
 from unisono.comm.mpi_style import MPI_WORLD
 from unisono.data_parallel.bucket import GradientBucket
 from unisono.data_parallel.engine import GradientEngine
@@ -127,7 +128,7 @@ class DataParallel(data_parallel.DataParallel):
 
         def hook(grad: Tensor) -> Tensor:
             engine = self._running()
-            if torch._C._current_graph_task_id() == -1:
+            if private.current_backward() == -1:
                 for bucket in engine.buckets:
                     if name in bucket.names:
                         engine.deliver(bucket, bucket.names.index(name), grad)

@@ -1,8 +1,7 @@
 """Why one rank and two differ: run a program in several forms, and name what differs first.
 
 `compare(fn, ranks=(1, 2))` and `unisono compare --ranks 1,2 train.py` are the ways in. `probe`
-records one rank, `forms` aligns ranks and forms, `causes` names what the first difference shows,
-`page` draws it.
+records one rank, `forms` aligns ranks and forms, `causes` names what the first difference shows.
 """
 
 from __future__ import annotations
@@ -57,6 +56,24 @@ class FormResult:
         """Whether rounding explains all differences."""
         return self.cause.name == causes.EQUAL
 
+    def as_data(self) -> dict[str, Any]:
+        """Return what the report draws of it."""
+        return {
+            "ranks": self.ranks,
+            "steps": self.steps,
+            "cause": self.cause.name,
+            "curves": {
+                kind: [x if math.isfinite(x) else None for x in curve]
+                for kind, curve in self.curves.items()
+            },
+            "modules": [
+                {"name": name, "kind": kind, "step": step}
+                for name, (kind, step) in sorted(
+                    self.modules.items(), key=lambda item: item[0].split(".")
+                )
+            ],
+        }
+
 
 @dataclass(frozen=True)
 class Comparison:
@@ -82,14 +99,15 @@ class Comparison:
     def __str__(self) -> str:
         return as_text(self)
 
-    def write(self, path: str | Path) -> Path:
-        """Write the page with curves and the tree of modules; return its path."""
-        from unisono.testing.comparing.page import page_of
+    def record(self, name: str) -> Path:
+        """Write a record `runs/<name>` with a report of it; return its page."""
+        from unisono.train.recording.directory import COMPARISON, begin_run, write_json
+        from unisono.train.recording.report import conclude
 
-        target = Path(path)
-        target.parent.mkdir(parents=True, exist_ok=True)
-        target.write_text(page_of(self), encoding="utf-8")
-        return target
+        directory = Path(begin_run(name)[0])
+        forms = [form.as_data() for form in self.forms]
+        write_json(directory / COMPARISON, {"text": str(self), "forms": forms})
+        return conclude(directory)
 
 
 def compare(

@@ -27,8 +27,8 @@ from torch.utils.data.distributed import DistributedSampler
 
 from unisono.comm import perform
 from unisono.comm.call import call_site
-from unisono.comm.torch.private import on_backward
 from unisono.environment import detect
+from unisono.torch_private import on_backward
 
 _WRAPPERS = {
     *("DataParallel", "DataParallelMultiGPU", "DistributedDataParallel", "OptimizedModule"),
