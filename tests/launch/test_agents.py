@@ -58,6 +58,9 @@ class Cable:
                 target.sendall(data)
         except OSError:
             pass
+        # Closing alone does not end a connection on which the other thread still waits.
+        with contextlib.suppress(OSError):
+            target.shutdown(socket.SHUT_RDWR)
         target.close()
 
     def unplug(self):
