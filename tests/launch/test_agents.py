@@ -44,10 +44,13 @@ class Cable:
                 near, _ = self._door.accept()
             except OSError:
                 return
-            if not self._is_plugged:
+            try:
+                if not self._is_plugged:
+                    raise ConnectionError("unplugged")
+                far = socket.create_connection(("127.0.0.1", self._target))
+            except ConnectionError:
                 near.close()
                 continue
-            far = socket.create_connection(("127.0.0.1", self._target))
             self._ends += [near, far]
             for pair in ((near, far), (far, near)):
                 threading.Thread(target=self._carry, args=pair, daemon=True).start()

@@ -108,6 +108,19 @@ def test_a_stream_is_made_as_fast_as_the_other_side_reads(pair):
     assert len(made) << 20 <= WINDOW_BYTES + (2 << 20)
 
 
+def test_what_was_said_during_a_break_leaves_with_the_next_connection(pair):
+    pair.client.detach()
+    pair.server.detach()
+    pair.client.send("from the agent")
+    pair.server.send("an order")
+    pair.connect()
+    for channel, message in ((pair.server, "from the agent"), (pair.client, "an order")):
+        with selectors.DefaultSelector() as selector:  # no more than this is looked at in a wait
+            selector.register(channel, selectors.EVENT_READ)
+            assert selector.select(5.0)
+        assert channel.receive() == [message]
+
+
 def test_after_a_break_all_goes_on_where_it_was(pair):
     for n in range(500):
         pair.client.send((n, b"." * 5000))

@@ -143,7 +143,7 @@ class Channel:
         return self._connection.socket.fileno()
 
     def attach(self, connection: Connection) -> None:
-        """Go on over a connection, in the place of any other: send again what did not arrive."""
+        """Go on over a connection, in place of any other: send what has not arrived yet."""
         self.detach()
         self._connection, self._end = connection, None
         self._incoming.clear()
@@ -152,6 +152,7 @@ class Channel:
         self._acknowledge(connection.received)
         for number, body in self._kept:
             self._pack(number, body)
+        self.flush()
 
     def detach(self) -> None:
         """Close the connection; what was not acknowledged waits for the next one."""
