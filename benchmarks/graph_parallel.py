@@ -25,7 +25,6 @@ from harness import Row, interleaved, markdown, parser_for, publish
 import unisono
 from unisono import graph_parallel as gp
 from unisono.comm import Communicator
-from unisono.nn.paper import on_paper
 
 SIZES = {"1 KB": (64, 4, 20), "10 MB": (163_840, 16, 1)}
 """Rows in all, columns, and calls in a measurement."""
@@ -256,16 +255,16 @@ def figures(rounds: int) -> list[Figure]:
     cost = [n + e for n, e in zip(stats.nodes_per_rank, stats.edges_per_rank, strict=True)]
     out.append(Figure("cost max / mean, balanced, default costs", max(cost) * 4 / sum(cost), 1.05,
                       f"edges alone {stats.edge_imbalance:.2f}"))  # fmt: skip
-    out.append(plan_build(rounds))
+    out.append(unisono.run(plan_build, rounds, ranks=2)[0])
     return out
 
 
 def plan_build(rounds: int) -> Figure:
-    """A plan of 1M random edges against one sort of 1M integers."""
+    """A plan of 1M random edges against one sort of 1M integers, on each of two ranks."""
     draw = torch.Generator().manual_seed(0)
     nodes, edges = 100_000, torch.randint(0, 100_000, (2, 1_000_000), generator=draw)
     part = gp.GraphPartition.contiguous(nodes, 2)
-    comm = on_paper(range(2), 0, torch.device("cpu"))
+    comm = unisono.world()
     values = torch.randint(0, 1 << 60, (1_000_000,), generator=draw)
     times: dict[str, list[float]] = {"plan": [], "sort": []}
     for _ in range(rounds + 1):

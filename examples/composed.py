@@ -15,7 +15,7 @@ import unisono
 from unisono import Mesh, Partition, bayes
 from unisono.data_parallel import DataParallel
 from unisono.graph_parallel import GraphPartition, GraphPlan, copy, radius_graph
-from unisono.nn import distribute, full_state_dict
+from unisono.nn import full_state_dict, split
 
 STEPS, ROWS = 3, 8
 
@@ -45,14 +45,14 @@ def images(data, space, comm=None):
     torch.manual_seed(0)
     plain = nn.Sequential(nn.Conv2d(1, 4, 3), nn.ReLU(), nn.Flatten(), nn.Linear(144, 3))
     strips = Partition([1, 1, space, 1], comm=mesh.comm("space"))
-    split = distribute(plain.double(), strips)
-    model = DataParallel(split, mesh.comm("data"))
+    net = split(plain.double(), strips, blocks=True)
+    model = DataParallel(net, mesh.comm("data"))
 
     def loss_of(x, y):
         return nn.functional.mse_loss(model(x[strips.local_slices(x.shape)]), y)
 
     train(model, loss_of, shares(mesh, normal(STEPS * ROWS, 1, 8, 8), normal(STEPS * ROWS, 3)))
-    return torch.cat([value.flatten() for value in full_state_dict(split).values()])
+    return torch.cat([value.flatten() for value in full_state_dict(net).values()])
 
 
 class Messages(nn.Module):

@@ -1,7 +1,7 @@
 """Learn the flow of a fluid with a U-Net whose fields are cut over 2 x 2 ranks.
 
-A small spectral solver makes the fields. The network is written for one process; `distribute`
-splits it in space. Trained on four ranks it equals one trained in a single process, seams included.
+A small spectral solver makes the fields. The network is written for one process; `split` cuts
+it in space. Trained on four ranks it equals one trained in a single process, seams included.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from matplotlib.figure import Figure
 from torch import Tensor, nn
 
 import unisono
-from unisono.nn import DistributedMSELoss, Repartition, distribute
+from unisono.nn import DistributedMSELoss, Repartition, split
 from unisono.topology import Partition
 
 SIZE, PAIRS, STEPS, VISCOSITY = 48, 4, 25, 5e-3
@@ -72,7 +72,7 @@ def train(grid: Partition | None) -> tuple[list[float], Tensor]:
     torch.manual_seed(0)
     net, loss = UNet().double(), nn.MSELoss()
     if grid is not None:
-        net, loss = distribute(net, grid), DistributedMSELoss(grid)
+        net, loss = split(net, grid, blocks=True), DistributedMSELoss(grid)
     optimizer = torch.optim.Adam(net.parameters(), lr=3e-3)
     losses: list[float] = []
     for _ in range(STEPS):

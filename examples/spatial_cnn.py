@@ -1,6 +1,6 @@
 """Train a convolutional network whose images are split over ranks, and get one process's accuracy.
 
-Every rank holds a strip of each digit. `distribute` turns an ordinary network into a split one with
+Every rank holds a strip of each digit. `split` turns an ordinary network into a split one with
 the same weights; losses and accuracy equal those of the plain network trained beside it.
 """
 
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 import unisono
-from unisono.nn import distribute, full_state_dict
+from unisono.nn import full_state_dict, split
 from unisono.topology import Partition
 
 
@@ -45,29 +45,29 @@ def train(epochs: int) -> tuple[float, float, float]:
     strip = Partition([1, 1, comm.size, 1])  # cut along the height
     torch.manual_seed(0)
     plain = network()
-    split = distribute(plain, strip)
     reference = copy.deepcopy(plain)
-    ours = torch.optim.Adam(split.parameters(), lr=3e-3)
+    net = split(plain, strip, blocks=True)
+    ours = torch.optim.Adam(net.parameters(), lr=3e-3)
     theirs = torch.optim.Adam(reference.parameters(), lr=3e-3)
     largest = 0.0
     order = torch.Generator().manual_seed(1)
     for _ in range(epochs):
         for batch in torch.randperm(1500, generator=order).split(100):
             x, t = images[batch], labels[batch]
-            loss = cross_entropy(split(x[strip.local_slices(x.shape)]), t)
+            loss = cross_entropy(net(x[strip.local_slices(x.shape)]), t)
             other = cross_entropy(reference(x), t)
             for optimizer, value in ((ours, loss), (theirs, other)):
                 optimizer.zero_grad()
                 value.backward()
                 optimizer.step()
             largest = max(largest, abs(loss.item() - other.item()))
-    split.eval()
+    net.eval()
     reference.eval()
     x, t = images[1500:], labels[1500:]
     with torch.no_grad():
-        right = (split(x[strip.local_slices(x.shape)]).argmax(1) == t).float().mean().item()
+        right = (net(x[strip.local_slices(x.shape)]).argmax(1) == t).float().mean().item()
         expected = (reference(x).argmax(1) == t).float().mean().item()
-    network().load_state_dict(full_state_dict(split))  # loads back into plain torch
+    network().load_state_dict(full_state_dict(net))  # loads back into plain torch
     return right, expected, largest
 
 

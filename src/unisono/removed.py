@@ -27,6 +27,13 @@ REMOVED: dict[str, str] = {
     "unisono run --script": "mpiexec or torchrun in the batch script: unisono.run joins its ranks",
     "unisono job list": "squeue --me",
     "unisono job resize": "job.resize(ranks) of the handle that unisono.submit returns",
+    "unisono.nn.distribute": (
+        "split(copy.deepcopy(net), partition, blocks=True), with equal weights on all ranks"
+    ),
+    "unisono.nn.plan_report": (
+        "unisono.comm.trace around one step counts what was sent; unisono plan predicts times"
+    ),
+    "unisono.plan.Potential": "Subject(model, batch, graph=GraphInput(...)): a graph that is cut",
     "unisono.Platform.submitter": "nothing: submitit submits every job",
 }
 """What to write instead, by the dotted name, or by the words of a command."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from itertools import product
 
 import pytest
@@ -131,7 +132,7 @@ def test_gradients_are_summed_at_the_end_and_clipped_as_in_one_process(proof):
     P = Partition([1, 1, unisono.world().size])
     plain = nn.Sequential(nn.Conv1d(2, 4, 3), nn.GroupNorm(2, 4), nn.InstanceNorm1d(4, affine=True))
     plain = plain.double()
-    net = unn.distribute(plain, P)
+    net = unn.split(copy.deepcopy(plain), P, blocks=True)
     with unn.no_sync(net):
         for seed in range(2):
             x = proof.drawn(2, 2, 9, seed=seed)

@@ -243,9 +243,9 @@ def test_replicas_that_are_alike_in_a_value_that_is_no_number_are_equal():
 @pytest.mark.ranks(2)
 def test_replicas_in_the_head_of_a_split_network_are_compared_too():
     P = Partition([1, 1, 2])
-    net = unn.distribute(
-        nn.Sequential(nn.Conv1d(1, 1, 3, padding=1), nn.Flatten(), nn.Linear(8, 2)), P
-    )
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Conv1d(1, 1, 3, padding=1), nn.Flatten(), nn.Linear(8, 2))
+    net = unn.split(plain, P, blocks=True)
     unn.check_replicas(net)
     if unisono.world().rank == 1:
         with torch.no_grad():

@@ -10,7 +10,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from unisono.errors import PlatformError
-from unisono.nn.paper import Sent
 from unisono.plan.calibration import TYPICAL, fit_link
 from unisono.plan.cluster import (
     Cluster,
@@ -42,6 +41,7 @@ from unisono.plan.ways import (
 from unisono.plan.workload import (
     Layer,
     Pace,
+    Sent,
     SentBucket,
     Share,
     Workload,
@@ -54,7 +54,7 @@ NODE = Link(name="shm", latency_s=5e-5, bytes_per_s=5e9, overlap=0.0, direct=Tru
 CLUSTER = Cluster(nodes=16, ranks_per_node=4, inner=NODE, outer=LINK)
 CONV = Layer(
     name="conv", kind="Conv2d", parameter_bytes=4000, share=0.8,
-    input_shape=(8, 32, 32), output_shape=(8, 32, 32),
+    input_shape=(8, 32, 32), output_shape=(8, 32, 32), reach=(2, 2),
 )  # fmt: skip
 LINEAR = Layer(
     name="head", kind="Linear", parameter_bytes=4_000_000, share=0.2,
@@ -62,22 +62,11 @@ LINEAR = Layer(
 )  # fmt: skip
 
 
-def space(grid, samples):
-    """Say what a network sends whose one convolution looks one point around."""
-    if max(grid) > 32:
-        return Share(refusal=f"32 points for {max(grid)} ranks")
-    sides = [32 // parts for parts in grid]
-    cut = [d for d, parts in enumerate(grid) if parts > 1]
-    halos = [Sent("forward", "", "exchange", 2 * 4 * samples * 8 * sides[1 - d], 2) for d in cut]
-    points = sides[0] * sides[1] / 32**2
-    return Share(passes=Pace(fixed_s=1e-3, sample_s=3e-3 * points), sent=halos)
-
-
 def graph_share(ranks, samples):
     """Say what the busiest rank of a graph does that only four ranks can share."""
     if ranks != 4:
         return Share(refusal=f"{ranks} ranks for 1000 nodes of a graph")
-    halo = Sent("forward", "", "exchange", round(60 * 256 * samples), 3)
+    halo = Sent("exchange", round(60 * 256 * samples), 3)
     passes = Pace(fixed_s=3e-3, sample_s=3e-3 * 1.05 / 4)
     return Share(passes=passes, activation_bytes=3e4, sent=[halo] * 6, is_hidden=True)
 
@@ -95,7 +84,6 @@ WORK = Workload(
         SentBucket(nbytes=4_000, ready=1.0, needed=0.0),
     ],
     layers=[CONV, LINEAR],
-    space=space,
     graph=graph_share,
 )
 BAYES = replace(WORK, is_bayesian=True, layers=(), graph=None)
@@ -325,10 +313,10 @@ def test_a_machine_or_a_batch_that_cannot_be_is_refused(ask):
 
 
 def test_halos_grow_with_the_surface_of_a_block():
-    # 8 channels, 32 x 32 points on 2 x 2 ranks: 16 points a side, one row and one column each way.
+    # 8 channels, 32 x 32 points on 2 x 2 ranks: a row and a column of 16 points, forward and back.
     free = replace(NODE, latency_s=0.0)
     cluster = Cluster(nodes=1, ranks_per_node=4, inner=free, outer=free)
-    found = spatial(WORK, cluster, 1)
+    found = spatial(replace(WORK, buckets=()), cluster, 1)
     assert isinstance(found, Prediction)
     nbytes = 4 * 4 * 8 * (2 * 16 + 2 * 16)  # samples of the team, 4 bytes, channels, points
     assert found.communication_s == pytest.approx(nbytes / 5e9)

@@ -10,17 +10,12 @@ import pytest
 import torch
 from torch import nn
 
-import unisono
 from unisono.cli import main
-from unisono.comm import trace
-from unisono.errors import PartitionError, PlatformError
-from unisono.graph_parallel import Adapter, GraphPartition, split_potential
-from unisono.nn import plan_report
+from unisono.errors import PlatformError
 from unisono.plan import (
     Calibration,
     Cluster,
     Link,
-    Potential,
     Prediction,
     Subject,
     calibrate,
@@ -32,8 +27,8 @@ from unisono.plan import (
 from unisono.plan.calibration import TYPICAL
 from unisono.plan.prediction import Impossible
 from unisono.plan.report import table
-from unisono.plan.subject import PRESETS, Atoms, as_subject
-from unisono.plan.ways import graph, spatial
+from unisono.plan.subject import PRESETS, as_subject
+from unisono.plan.ways import spatial
 from unisono.plan.workload import Pace, SentBucket, Workload
 
 
@@ -166,7 +161,7 @@ def test_models_come_from_files_and_modules(tmp_path, monkeypatch):
     assert load_subject("unisono.plan.subject:mlp").name == "mlp"
     assert as_subject(subject) is subject
     for word, message in (
-        ("resnet", "there are mlp, cnn, transformer, graph, potential, bayes"),
+        ("resnet", "there are mlp, cnn, transformer, graph, bayes"),
         (f"{tmp_path / 'no.py'}:make", "No such file"),
         (f"{tmp_path / 'train.py'}:missing", "no function 'missing'"),
         (f"{tmp_path / 'train.py'}:value", "no function 'value'"),
@@ -303,106 +298,25 @@ def test_efficiency_above_one_comes_from_a_shared_update_and_the_table_says_so()
     assert "above 100%" not in table([found["data parallel, blocking"]])
 
 
-class Centred(nn.Module):
-    """A forward of its own: right on own blocks, or not."""
-
-    def __init__(self, dims):
-        super().__init__()
-        self.conv = nn.Conv2d(2, 4, 3, padding=1)
-        self.dims = dims
-
-    def forward(self, x):
-        """Subtract a mean."""
-        y = self.conv(x)
-        return y - y.mean(self.dims, keepdim=True)
-
-
-def front(*layers):
-    """Return a small network with these layers in it."""
-    return nn.Sequential(nn.Conv2d(2, 4, 3, padding=1), *layers)
-
-
 NETS = {
-    "chain": lambda: front(nn.ReLU(), nn.Flatten(), nn.Linear(4 * 8 * 12, 3)),
-    "pooled": lambda: front(nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, 3)),
-    "a median": lambda: front(nn.AdaptiveMaxPool2d(2), nn.ReLU()),
-    "its own forward": lambda: Centred((2, 3)),
-    "too long": lambda: nn.Sequential(nn.Conv2d(2, 2, 1)),
+    "a stack": (lambda: nn.Conv2d(2, 4, 3, padding=1), (8, 12), 2),
+    "strides": (lambda: nn.Conv2d(2, 4, 5, stride=2, padding=2), (8, 12), 3),
+    "a pool": (lambda: nn.MaxPool2d(2), (8, 12), 0),
 }
 
 
 @pytest.mark.parametrize("name", NETS)
-def test_planner_and_report_give_one_answer(name, few_rounds):
-    make, is_possible = NETS[name], name != "too long"
-    width = 12 if is_possible else 1
-    batch = torch.randn(4, 2, 8 if is_possible else 1, width)
-    work = profile(Subject(model=make(), batch=(batch,), loss=lambda y: y.square().mean()))
-    shm = Link(name="shm", latency_s=1e-5, bytes_per_s=1e9)
-    cluster = Cluster(nodes=1, ranks_per_node=2, inner=shm, outer=shm)
-    found = spatial(work, cluster, 2)
-    if not is_possible:
-        with pytest.raises(PartitionError) as told:
-            plan_report(make(), batch.shape, [1, 1, 2, 1])
-        assert isinstance(found, Impossible)
-        assert str(told.value).splitlines()[0].strip() in found.reason
-        return
-    said = work.space((1, 2), 4)
-    assert said.passes.seconds(4) > 0
-    assert said.activation_bytes > 0
-    own = plan_report(make(), batch.shape, [1, 1, 1, 2]).ranks[0]  # along the longer side
-    assert [(one.verb, one.bytes) for one in said.sent] == [(s.verb, s.bytes) for s in own.sent]
-    assert isinstance(found, Prediction)
-    assert found.communication_s > 0
-
-
-def atoms(side: int = 4):
-    """Return a potential on a small crystal."""
-    torch.manual_seed(0)
-    corners = torch.cartesian_prod(*[torch.arange(float(side))] * 3)
-    pos = (corners + 0.1 * torch.randn(corners.shape))[None]
-    adapter = Adapter(Atoms.energies, cutoff=lambda _: 1.3)
-    numbers = torch.arange(side**3) % 3
-    return Subject(model=Potential(Atoms(8), numbers, adapter=adapter), batch=(pos,))
-
-
-def test_a_share_of_a_potential_is_measured(few_rounds):
-    work = profile(atoms())
-    shm = Link(name="shm", latency_s=1e-5, bytes_per_s=1e9)
-    steps = {}
-    for ranks in (1, 2, 4):
-        cluster = Cluster(nodes=1, ranks_per_node=ranks, inner=shm, outer=shm)
-        found = graph(work, cluster, 1 / ranks)
-        assert isinstance(found, Prediction)
-        assert (found.communication_s > 0) is (ranks > 1)
-        steps[ranks] = found
-    assert steps[4].memory_bytes < steps[1].memory_bytes
-    assert work.graph is not None
-    assert "40 ranks for 64 atoms" in work.graph(40, 1).refusal
-
-
-def test_systems_that_a_team_computes_one_after_the_other_are_sent_one_after_the_other(few_rounds):
-    work = profile(atoms())
+def test_a_halo_is_what_a_layer_reads_beyond_its_block(name, few_rounds):
+    make, (height, width), reach = NETS[name]
+    net = nn.Sequential(make(), nn.Conv2d(2 if name == "a pool" else 4, 2, 1))
+    work = profile(Subject(model=net, batch=(torch.randn(4, 2, height, width),)))
+    assert work.layers[0].reach == (reach, reach)
     free = Link(name="free", latency_s=0.0, bytes_per_s=1e9, overlap=0.0)
     cluster = Cluster(nodes=1, ranks_per_node=2, inner=free, outer=free)
-    one, two = (graph(replace(work, buckets=()), cluster, n / 2) for n in (1, 2))
-    assert isinstance(one, Prediction)
-    assert isinstance(two, Prediction)
-    assert two.communication_s == pytest.approx(2 * one.communication_s)
-
-
-@pytest.mark.ranks(2)
-def test_what_a_potential_sends_on_paper_is_what_ranks_send():
-    subject, comm = atoms(), unisono.world()
-    pos = subject.batch[0][0]
-    part = GraphPartition.morton(pos, 2)
-    parts = split_potential(
-        subject.model.potential.model, part, adapter=subject.model.potential.adapter, comm=comm
-    )
-    subject.model.read(parts, pos)  # makes the plan
-    with trace() as told:
-        subject.loss(subject.model.read(parts, pos)).backward()
-    share = sys.modules["unisono.plan.profile"]._atom_shares(subject, subject.model)(2, 1)
-    sent = [(one.op, one.sent) for one in told.events if one.op != "all_gather_ints"]
-    load = part.stats(subject.model.edges(pos)).edges_per_rank
-    if comm.rank == load.index(max(load)):
-        assert [(one.verb, one.bytes) for one in share.sent] == sent
+    found = spatial(replace(work, buckets=()), cluster, 2)
+    assert isinstance(found, Prediction)
+    # Two ranks share the longer side: half of the reach to each, forward and back.
+    nbytes = 2 * (reach / 2) * 2 * height * 4 * 4
+    assert found.communication_s == pytest.approx(nbytes / 1e9)
+    too_many = spatial(work, replace(cluster, ranks_per_node=1024), 2)
+    assert isinstance(too_many, Impossible)

@@ -23,7 +23,8 @@ from unisono.comm import world
 from unisono.data_parallel import DataParallel, DataParallelOptimizer
 from unisono.graph_parallel import GraphPartition, GraphPlan
 from unisono.graph_parallel import copy as copy_region
-from unisono.nn import distribute, full_state_dict
+from unisono.nn import full_state_dict
+from unisono.nn import split as split_network
 from unisono.train import Checkpoint
 
 STEPS, ROWS = 3, 5
@@ -132,7 +133,7 @@ def test_strips_of_images_inside_of_data_parallel_equal_one_process(kind, tmp_pa
     expected = one_process(x, y)
     mesh = Mesh(data=2, space=2)
     strips = Partition([1, 1, 2, 1], comm=mesh.comm("space"))
-    split = distribute(convolutions(), strips)
+    split = split_network(convolutions(), strips, blocks=True)
     if kind == "fsdp2":
         fully_shard(split, mesh=mesh.device_mesh["data"])
     optimizer = torch.optim.SGD(split.parameters(), 0.1, momentum=0.9)
@@ -156,7 +157,7 @@ def test_strips_of_images_inside_of_data_parallel_equal_one_process(kind, tmp_pa
     checkpoint.restore(model=plain, partial=True)
     for name, value in plain.state_dict().items():
         assert torch.allclose(value, expected[name], atol=1e-10), name
-    restored = distribute(convolutions(), strips)
+    restored = split_network(convolutions(), strips, blocks=True)
     again = torch.optim.SGD(restored.parameters(), 0.1, momentum=0.9)
     checkpoint.restore(model=restored, optimizer=again)
     for name, value in full_state_dict(restored).items():

@@ -21,7 +21,7 @@ examples:
   unisono plan --model cnn                     predict for this machine
   unisono plan --model train.py:make --ranks 1024 --nodes 128 --link 10GB/s --plot scaling.png
 
-MODEL is mlp, cnn, transformer, graph, potential, bayes, or file.py:function: a function without
+MODEL is mlp, cnn, transformer, graph, bayes, or file.py:function: a function without
 arguments that returns a model and the batch of one rank.
 """
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from unisono.nn import functional
 from unisono.nn.agreement import structure_check
-from unisono.nn.distribute import distribute
 from unisono.nn.gradients import clip_grad_norm_
 from unisono.nn.layers.conv import (
     DistributedChannelConv1d,
@@ -72,9 +71,9 @@ from unisono.nn.layers.pooling import (
 )
 from unisono.nn.layers.upsampling import DistributedUpsample, Interpolate
 from unisono.nn.module import Module
-from unisono.nn.paper import plan_report
 from unisono.nn.split_tensors import Split, SplitModule, split, split_rule
 from unisono.nn.state import Shard, check_replicas, full_state_dict, no_sync, state_dict_mode
+from unisono.removed import removed_name
 
 __all__ = [
     "AllGather",
@@ -132,13 +131,16 @@ __all__ = [
     "SumReduce",
     "check_replicas",
     "clip_grad_norm_",
-    "distribute",
     "full_state_dict",
     "functional",
     "no_sync",
-    "plan_report",
     "split",
     "split_rule",
     "state_dict_mode",
     "structure_check",
 ]
+
+
+def __getattr__(name: str) -> object:
+    """Raise for a name that is gone, with what to write instead."""
+    raise removed_name(f"{__name__}.{name}")

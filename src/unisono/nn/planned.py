@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
 from inspect import signature
@@ -17,7 +17,6 @@ from typing import Any, ClassVar, Generic, TypeVar
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 
 from unisono.comm import Communicator
 from unisono.errors import PartitionError, UnisonoError, an
@@ -33,6 +32,7 @@ from unisono.nn.agreement import (
     report_equal_blocks,
 )
 from unisono.nn.module import Module
+from unisono.nn.precision import NARROW
 from unisono.nn.split_tensors.tensor import Split
 from unisono.operators import attach
 from unisono.operators.halo import HaloExchange, HaloOnGroup
@@ -42,11 +42,9 @@ from unisono.topology import Partition
 from unisono.topology.decompose import split_cuts
 from unisono.topology.halo import Axis, HaloPlan, plan_windows
 from unisono.topology.window import copied
-from unisono.torch_private import transforms_active
 
 P = TypeVar("P")
 KEPT_PLANS = 8
-_NARROW = (torch.float16, torch.bfloat16)
 
 
 class PlannedModule(Module, Generic[P]):
@@ -244,50 +242,6 @@ class ScaledGradient(torch.autograd.Function):
         return grad * ctx.factor, None
 
 
-def wide(x: Tensor) -> Tensor:
-    """Return 16-bit values as float32: sums and statistics need the digits."""
-    return x.float() if x.dtype in _NARROW else x
-
-
-def sum_dtype(x: Tensor) -> torch.dtype | None:
-    """Return the dtype to sum a tensor in: float32 for 16 bits, whose means are finite then."""
-    return torch.float32 if x.dtype in _NARROW else None
-
-
-def as_autocast(x: Tensor, function: Callable[..., Tensor], *args: object) -> Tensor:
-    """Return a tensor in the dtype in which torch calls a function under autocast, if it is on.
-
-    Which functions keep float32 differs between kinds of devices, so torch itself is asked, once.
-    """
-    kind = x.device.type
-    if x.is_meta or not x.is_floating_point() or not torch.is_autocast_enabled(kind):
-        return x
-    return x.to(_autocast_dtype(function, args, x.dtype, kind, torch.get_autocast_dtype(kind)))
-
-
-@cache
-def _autocast_dtype(
-    function: Callable[..., Tensor],
-    args: tuple[object, ...],
-    dtype: torch.dtype,
-    kind: str,
-    _: torch.dtype,
-) -> torch.dtype:
-    return function(torch.ones(1, 1, dtype=dtype, device=kind), *args).dtype
-
-
-def is_plain(x: object) -> bool:
-    """Whether nothing but ordinary autograd looks on: no autocast, no transform, no tracing."""
-    return (
-        isinstance(x, Tensor)
-        and x.is_floating_point()
-        and (x.is_meta or not torch.is_autocast_enabled(x.device.type))
-        and not torch.compiler.is_compiling()
-        and not transforms_active()
-        and forward_ad._current_level < 0
-    )
-
-
 def check_dims(layer: str, P: Partition, least: int, most: int | None = None) -> None:
     """Raise unless a partition `(N, C, ...)` has a number of dims that a layer can take."""
     if P.dim >= least and (most is None or P.dim <= most):
@@ -343,6 +297,6 @@ def collect_products(x: Tensor, plan: FanPlan) -> Tensor:
         plan: made for the dtype of the factors; under autocast, products have another.
     """
     device = x.device.type
-    if plan.dtype in (torch.float32, *_NARROW) and torch.is_autocast_enabled(device):
+    if plan.dtype in (torch.float32, *NARROW) and torch.is_autocast_enabled(device):
         plan = replace(plan, dtype=torch.get_autocast_dtype(device))
     return collect(x.to(plan.dtype), plan)

@@ -1,8 +1,7 @@
-"""Scale on paper: what a training step would cost on a machine that is not here.
+"""Predict what a training step costs on another machine.
 
 A latency-bandwidth model of the links, measured times of the model on one core, and one formula for
-each way to split. Everything but `profile` (and the parts of samples that its workload is asked for
-later) and `calibrate` is arithmetic.
+each way to split. Everything but `profile` and `calibrate` is arithmetic.
 """
 
 from __future__ import annotations
@@ -16,9 +15,10 @@ from unisono.plan.calibration import (
 from unisono.plan.cluster import Cluster, Link
 from unisono.plan.prediction import Impossible, Prediction
 from unisono.plan.profile import profile
-from unisono.plan.subject import GraphInput, Potential, Subject, load_subject
+from unisono.plan.subject import GraphInput, Subject, load_subject
 from unisono.plan.ways import Curve, compare, scaling
 from unisono.plan.workload import Workload
+from unisono.removed import removed_name
 
 __all__ = [
     "Calibration",
@@ -27,7 +27,6 @@ __all__ = [
     "GraphInput",
     "Impossible",
     "Link",
-    "Potential",
     "Prediction",
     "Subject",
     "Workload",
@@ -39,3 +38,8 @@ __all__ = [
     "read_calibration",
     "scaling",
 ]
+
+
+def __getattr__(name: str) -> object:
+    """Raise for a name that is gone, with what to write instead."""
+    raise removed_name(f"{__name__}.{name}")

@@ -1,4 +1,4 @@
-"""Measuring a model on one core: times of its passes, its layers, what it keeps and sends."""
+"""Measure a model on one core: times of its passes, its layers, and what it keeps."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
 from functools import lru_cache
 from typing import Any, cast
 
@@ -18,14 +17,10 @@ from torch import Tensor, nn
 from unisono.bayes import OutputUpdater, Sequential
 from unisono.data_parallel.bucket import plan_buckets
 from unisono.data_parallel.engine import NETWORK_MB
-from unisono.errors import PartitionError
-from unisono.graph_parallel import GraphPartition, GraphPlan, GraphStats
-from unisono.graph_parallel.potential import SplitPotential
-from unisono.nn import plan_report
-from unisono.nn.paper import Notes, Rehearsal, Sent, on_paper
-from unisono.plan.subject import GraphInput, Potential, Subject
-from unisono.plan.workload import Layer, Pace, SentBucket, Share, Workload, fit_pace
-from unisono.topology.decompose import flat_index
+from unisono.graph_parallel import GraphPartition, GraphStats
+from unisono.plan.subject import GraphInput, Subject
+from unisono.plan.workload import Layer, Pace, Sent, SentBucket, Share, Workload, fit_pace
+from unisono.topology.window import per_dim
 
 _ROUNDS = 7
 _ROUND_S = 0.12
@@ -47,8 +42,7 @@ def profile(subject: Subject) -> Workload:
     sizes = sorted({max(1, whole // 4), max(1, whole // 2), whole})
     with one_thread():
         times = _measure([step_of(subject, samples) for samples in sizes])
-        is_whole = isinstance(subject.model, (Sequential, Potential))  # nothing looks inside
-        layers = [] if is_whole else _measured_layers(subject)
+        layers = [] if isinstance(subject.model, Sequential) else _measured_layers(subject)
     forward, backward, update = zip(*times, strict=True)
     common: dict[str, Any] = {
         "name": subject.name,
@@ -61,9 +55,7 @@ def profile(subject: Subject) -> Workload:
     parameters = _trained(subject.model)
     kept = _kept_bytes(subject.model, lambda: subject.loss(subject.model(*subject.batch))) / whole
     graph = None
-    if isinstance(subject.model, Potential):
-        graph = _atom_shares(subject, subject.model)
-    elif subject.graph is not None:
+    if subject.graph is not None:
         graph = _graph_shares(subject.graph, common["forward"], common["backward"], kept)
     return Workload(
         **common,
@@ -72,7 +64,6 @@ def profile(subject: Subject) -> Workload:
         activation_bytes=kept,
         buckets=_sent_buckets(subject.model, layers),
         layers=layers,
-        space=_space_shares(subject),
         graph=graph,
         item_bytes=parameters[0].element_size() if parameters else 4,
     )
@@ -191,86 +182,7 @@ def _bayesian_sizes(model: Sequential) -> dict[str, Any]:
     }
 
 
-# -- a part of each sample: one rank of a team, played in this process ---------------------------
-
-
-def played(
-    subject: Subject, parts: tuple[int, ...], rank: int, samples: int | None = None
-) -> Callable[[], Tensor]:
-    """Return the forward and loss of one rank of a team, which waits for nobody.
-
-    Args:
-        subject: model and batch.
-        parts: ranks along each dim of the input; of a potential, the ranks that share its atoms.
-        rank: of the team.
-        samples: of the team; default: all of the batch.
-    """
-    model = cast("nn.Module", subject.model)
-    if not isinstance(model, Potential):
-        part = Rehearsal(model, [x[:samples] for x in subject.batch], parts, rank)
-        return lambda: subject.loss(part.forward())
-    pos = subject.batch[0][0]
-    partition = GraphPartition.morton(pos, parts[0])
-    comm = on_paper(range(parts[0]), rank, pos.device)
-    whole = model.potential
-    mine = _PlayedPotential(whole.model, partition, adapter=whole.adapter, comm=comm)
-    mine.plan = GraphPlan(partition, model.edges(pos), comm=comm)
-    mine.train(model.training)
-    return lambda: subject.loss(model.read(mine, pos))
-
-
-def _space_shares(subject: Subject) -> Callable[[tuple[int, ...], int], Share]:
-    """Return a function that measures the busiest rank of a grid over the spatial dims."""
-    model = cast("nn.Module", subject.model)
-
-    @lru_cache(64)
-    def measured(shape: tuple[int, ...], rank: int) -> Share:
-        sizes = sorted({max(1, subject.samples // 2), subject.samples})
-        return _share(model, sizes, [played(subject, shape, rank, n) for n in sizes])
-
-    @lru_cache(256)
-    def asked(grid: tuple[int, ...], samples: int) -> Share:
-        shape = (1, 1, *grid)
-        # The rank in the middle: it has neighbours on all sides, and the larger block.
-        busiest = flat_index(shape, tuple((parts - 1) // 2 for parts in shape))
-        inputs = [torch.empty(samples, *x.shape[1:], dtype=x.dtype, device="meta")
-                  for x in subject.batch]  # fmt: skip
-        try:
-            own = plan_report(model, inputs, shape, ranks=[busiest]).ranks[busiest]
-        except PartitionError as error:
-            asked, *found = (line.strip() for line in str(error).splitlines())
-            reason = ": ".join([asked, *(line.removeprefix("found: ") for line in found[:1])])
-            return Share(refusal=reason)
-        except Exception as error:  # of the user's own forward, on tensors without data
-            return Share(
-                refusal=f"forward on tensors without data: {type(error).__name__}: {error}"
-            )
-        return replace(measured(shape, busiest), sent=own.sent)
-
-    return asked
-
-
-def _atom_shares(subject: Subject, model: Potential) -> Callable[[int, float], Share]:
-    """Return a function that measures the rank with most edges of a potential that is split."""
-    pos = subject.batch[0][0]
-
-    @lru_cache(64)
-    def measured(ranks: int) -> Share:
-        if 2 * ranks > len(pos):
-            return Share(refusal=f"{ranks} ranks for {len(pos)} atoms")
-        load = GraphPartition.morton(pos, ranks).stats(model.edges(pos)).edges_per_rank
-        part = played(subject, (ranks,), load.index(max(load)))
-        notes = Notes()
-        with notes.taken():
-            part().backward()
-        return replace(_share(model, [1], [part]), sent=tuple(notes.sent))
-
-    def asked(ranks: int, samples: float) -> Share:
-        # A sample is a system, and the team computes one after the other.
-        one = measured(ranks)
-        return replace(one, sent=[*one.sent] * max(1, round(samples)))
-
-    return asked
+# -- a graph that is cut: the rank with most edges ----------------------------------------------
 
 
 def _graph_shares(
@@ -299,7 +211,7 @@ def _graph_shares(
         stats = stats_of(ranks)
         part, rows = stats.edge_imbalance / ranks, max(stats.halo_per_rank)
         nbytes = round(rows * graph.row_bytes * samples)
-        fetched = Sent("forward", "", "exchange", nbytes, min(ranks - 1, _NEIGHBOURS))
+        fetched = Sent("exchange", nbytes, min(ranks - 1, _NEIGHBOURS))
         return Share(
             passes=Pace(
                 fixed_s=forward.fixed_s + backward.fixed_s,
@@ -312,30 +224,6 @@ def _graph_shares(
         )
 
     return asked
-
-
-class _PlayedPotential(SplitPotential):
-    """A potential of ranks that are not there: nobody can be asked for a plan, so it has one."""
-
-    def _plan_for(self, edges: Tensor) -> GraphPlan:
-        return super()._plan_for(edges) if self.plan is None else self.plan
-
-
-def _share(
-    model: nn.Module, sizes: Sequence[int], forwards: Sequence[Callable[[], Tensor]]
-) -> Share:
-    """Return the measured passes of a rank over its part of so many samples."""
-
-    def passes(forward: Callable[[], Tensor]) -> Step:
-        return _timed(lambda: forward().backward(), model.zero_grad)
-
-    with one_thread():
-        times = _measure([passes(forward) for forward in forwards])
-    kept = _kept_bytes(model, forwards[-1])
-    return Share(
-        passes=fit_pace(sizes, [seconds for seconds, _ in times]),
-        activation_bytes=kept / sizes[-1],
-    )
 
 
 def _trained(model: nn.Module) -> list[nn.Parameter]:
@@ -399,9 +287,21 @@ def _measured_layers(subject: Subject) -> list[Layer]:
             share=share / total,
             input_shape=shapes[module][0],
             output_shape=shapes[module][1],
+            reach=_reach(module),
         )
         for module, share in shares.items()
     ]
+
+
+def _reach(module: nn.Module) -> tuple[int, ...]:
+    """Return how many points beyond a block a layer reads along each spatial dim, in all."""
+    count = next((n for n in (1, 2, 3) if type(module).__name__.endswith(f"{n}d")), 0)
+    if not count or not hasattr(module, "kernel_size"):
+        return ()
+    names = ("kernel_size", "stride", "dilation")
+    kernel, stride, dilation = (per_dim(getattr(module, n, 1), count, n) for n in names)
+    reads = zip(kernel, stride, dilation, strict=True)
+    return tuple(max(0, d * (k - 1) + 1 - s) for k, s, d in reads)
 
 
 def _median_share(times: Sequence[float], whole: Sequence[float]) -> float:

@@ -19,9 +19,6 @@ from torch.optim import SGD, Optimizer
 from unisono import bayes
 from unisono.bayes import Sequential
 from unisono.errors import PlatformError
-from unisono.graph_parallel import Adapter, GraphPartition, Piece, radius_graph, split_potential
-from unisono.graph_parallel.potential import SplitPotential
-from unisono.nn.paper import on_paper
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,48 +62,6 @@ class Subject:
     def samples(self) -> int:
         """Samples of the batch."""
         return self.batch[0].shape[0]
-
-
-class Potential(nn.Module):
-    """A potential as a model to plan: positions in, energies and forces of whole systems out.
-
-    A sample is a system. Ranks share one as `unisono.graph_parallel.split_potential` does it.
-
-    Args:
-        model: a MACE, a SchNet, or any with an `adapter`.
-        numbers: atomic numbers `[N]`.
-        cell: rows are the vectors of the cell; None: nothing repeats.
-        adapter: how the model is called, if it is not known.
-    """
-
-    def __init__(
-        self,
-        model: nn.Module,
-        numbers: Tensor,
-        *,
-        cell: Tensor | None = None,
-        adapter: Adapter | None = None,
-    ) -> None:
-        super().__init__()
-        alone = GraphPartition.contiguous(len(numbers), 1)
-        self.potential = split_potential(
-            model, alone, adapter=adapter, comm=on_paper([0], 0, numbers.device)
-        )
-        self.numbers, self.cell = numbers, cell
-
-    def forward(self, pos: Tensor) -> Tensor:
-        """Return energy and forces of each system, `[B, 1 + 3 N]`, of positions `[B, N, 3]`."""
-        return torch.stack([self.read(self.potential, each) for each in pos])
-
-    def read(self, potential: SplitPotential, pos: Tensor) -> Tensor:
-        """Return what a potential, split or not, says of one system."""
-        found = potential(pos, self.numbers, cell=self.cell)
-        return torch.cat([found.energy.reshape(1), found.forces.flatten()])
-
-    def edges(self, pos: Tensor) -> Tensor:
-        """Return all edges of a system."""
-        reach = self.potential.adapter.cutoff(self.potential.model)
-        return radius_graph(pos, reach, cell=self.cell).edge_index
 
 
 def load_subject(word: str) -> Subject:
@@ -307,45 +262,6 @@ def graph() -> Subject:
     )
 
 
-class Atoms(nn.Module):
-    """Energies of atoms from two rounds of messages that distances weigh, as SchNet's are."""
-
-    def __init__(self, width: int = 64) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(10, width)
-        self.filters = nn.ModuleList(_perceptron(16, width) for _ in range(2))
-        self.updates = nn.ModuleList(_perceptron(width, width) for _ in range(2))
-        self.last = nn.Linear(width, 1)
-
-    def energies(self, piece: Piece) -> Tensor:
-        """Return the energy of each own atom."""
-        x = self.embedding(piece.numbers[: piece.own])
-        source, target = piece.edge_index
-        length = piece.vectors.norm(dim=1, keepdim=True)
-        waves = torch.exp(-4 * (length - torch.linspace(0, 2, 16)).square())
-        for weigh, update in zip(self.filters, self.updates, strict=True):
-            sent = piece.extend(x)[source] * weigh(waves) * (2 - length).square()
-            x = x + update(torch.zeros_like(x).index_add(0, target, sent))
-        return self.last(x)
-
-
-def _perceptron(inputs: int, width: int) -> nn.Module:
-    return nn.Sequential(nn.Linear(inputs, width), nn.SiLU(), nn.Linear(width, width))
-
-
-def potential() -> Subject:
-    """Return a potential on 1,000 atoms, trained on energy and forces."""
-    corners = torch.cartesian_prod(*[torch.arange(10.0)] * 3)
-    pos = corners + 0.1 * torch.randn(corners.shape)
-    model = Potential(
-        Atoms(),
-        torch.arange(len(pos)) % 3,
-        cell=10 * torch.eye(3),
-        adapter=Adapter(Atoms.energies, cutoff=lambda _: 2.0),
-    )
-    return Subject(name="potential", model=model, batch=(pos[None],))
-
-
 def bayesian() -> Subject:
     """Return a net of means and variances, 256-512-512-10."""
     model = bayes.Sequential(
@@ -368,7 +284,6 @@ PRESETS = {
     "cnn": cnn,
     "transformer": transformer,
     "graph": graph,
-    "potential": potential,
     "bayes": bayesian,
 }
 """By the name that `--model` takes."""

@@ -16,9 +16,7 @@ from typing import Any
 
 from unisono.errors import PlatformError
 from unisono.expect import expect_int
-from unisono.nn.paper import Sent
 from unisono.plan.cluster import (
-    NO_SUM,
     Cluster,
     Link,
     Sum,
@@ -29,7 +27,7 @@ from unisono.plan.cluster import (
     exchange,
 )
 from unisono.plan.prediction import Cost, Impossible, Prediction, remaining, waiting
-from unisono.plan.workload import Share, Workload
+from unisono.plan.workload import Layer, Pace, Sent, Share, Workload
 from unisono.topology.decompose import factorisations
 
 GLOBAL_SKIP, BATCHES_TO_WAIT = 4, 1
@@ -177,24 +175,58 @@ def replica_memory(workload: Workload, batch: float) -> float:
 def spatial(
     workload: Workload, cluster: Cluster, batch: float, team: int | None = None
 ) -> Cost | str:
-    """Predict `unisono.nn.split`: blocks of each sample, and what its layers send.
+    """Predict `unisono.nn.split`: blocks of each sample, with halos for what reads around a point.
 
-    Whether the model can be split, and what is sent then, is what `plan_report` says.
+    A layer that reads `reach` points beyond its block gets them from its neighbours, in forward,
+    and sends their gradients back. Normalisations over the cut dims add two small sums.
     """
     size = _team_size(cluster, team)
-    space = next((layer.input_shape[1:] for layer in workload.layers), ())
-    if workload.space is None or not space:
-        return "the input has no spatial dims, or no model is there to ask"
+    layers = workload.layers
+    space = layers[0].input_shape[1:] if layers else ()
+    if not any(layer.reach for layer in layers) or not space:
+        return "the input has no spatial dims, or no layer that reads them"
     grid = grid_of(size, space)
-    share = workload.whole
-    if size > 1:
-        share = workload.space(grid, max(1, round(batch * size)))
-    if share.refusal:
-        return share.refusal
+    tight = next((n for n, parts in zip(space, grid, strict=True) if n < parts), None)
+    if tight is not None:
+        return f"{tight} points for {max(grid)} ranks"
+    share = workload.whole if size == 1 else space_share(workload, grid, batch * size)
     note = f"teams of {size} as {'x'.join(map(str, grid))}"
-    # The team's own sum is among what its ranks send; teams are data-parallel to each other.
-    gradients = cluster.all_reduce(workload.sent_bytes) if cluster.ranks > size else NO_SUM
+    gradients = cluster.all_reduce(workload.sent_bytes)
     return _shared(workload, cluster, batch * size, size, share, gradients, note)
+
+
+def space_share(workload: Workload, grid: Sequence[int], samples: float) -> Share:
+    """Return what the busiest rank of a grid over the spatial dims computes and sends."""
+    passes, (_, *space) = workload.whole.passes, workload.layers[0].input_shape
+    part = math.prod(-(-n // parts) / n for n, parts in zip(space, grid, strict=True))
+    sent: list[Sent] = []
+    for layer in workload.layers:
+        sent += _halos(layer, grid, samples * workload.item_bytes)
+        if "BatchNorm" in layer.kind or "GroupNorm" in layer.kind:
+            nbytes = 2 * layer.input_shape[0] * workload.item_bytes
+            sent += [Sent("all_reduce", nbytes, math.prod(grid))] * 2
+    return Share(
+        passes=Pace(fixed_s=passes.fixed_s, sample_s=part * passes.sample_s),
+        activation_bytes=part * workload.activation_bytes,
+        sent=sent,
+    )
+
+
+def _halos(layer: Layer, grid: Sequence[int], point_bytes: float) -> list[Sent]:
+    """Return the messages of one layer in forward, and those of its gradients."""
+    channels, *sizes = layer.input_shape or (0,)
+    if len(sizes) != len(grid) or len(layer.reach) != len(grid):
+        return []
+    block = [-(-n // parts) for n, parts in zip(sizes, grid, strict=True)]
+    sent: list[Sent] = []
+    for dim, (parts, reach) in enumerate(zip(grid, layer.reach, strict=True)):
+        if parts == 1 or not reach:
+            continue
+        across = math.prod(n for d, n in enumerate(block) if d != dim)
+        sides = min(parts - 1, 2)
+        nbytes = round(reach * sides / 2 * channels * across * point_bytes)
+        sent += [Sent("exchange", nbytes, sides)] * 2
+    return sent
 
 
 def _shared(
@@ -223,11 +255,8 @@ def _shared(
 
 def _seconds(one: Sent, link: Link) -> float:
     """Return how long a call takes, from the bytes that one rank sends."""
-    if one.verb in ("exchange", "all_to_all"):
-        return exchange(one.bytes, one.ranks - (one.verb == "all_to_all"), link)
-    if one.verb == "all_reduce":
-        return all_reduce(one.bytes, one.ranks, link)
-    return all_gather(one.bytes * one.ranks, one.ranks, link)
+    kind = exchange if one.verb == "exchange" else all_reduce
+    return kind(one.bytes, one.ranks, link)
 
 
 @_way("tensor (features)")

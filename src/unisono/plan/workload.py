@@ -9,8 +9,6 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from unisono.nn.paper import Sent
-
 
 @dataclass(frozen=True, kw_only=True)
 class Pace:
@@ -35,6 +33,8 @@ class Layer:
     """Of the time of the whole."""
     input_shape: tuple[int, ...]
     output_shape: tuple[int, ...]
+    reach: tuple[int, ...] = ()
+    """Points beyond a block that it reads along each spatial dim, on both sides together."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,6 +46,17 @@ class SentBucket:
     """Share of backward after which the last of them is there."""
     needed: float
     """Share of the next forward after which the first of their parameters is used."""
+
+
+@dataclass(frozen=True)
+class Sent:
+    """One call of a verb by one rank."""
+
+    verb: str
+    """`exchange` or `all_reduce`."""
+    bytes: int
+    ranks: int
+    """Ranks that take part; of an exchange, those that it sends to."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,9 +94,6 @@ class Workload:
     buckets: Sequence[SentBucket]
     """In the order in which they travel."""
     layers: Sequence[Layer] = ()
-    space: Callable[[tuple[int, ...], int], Share] | None = None
-    """`space(grid, samples)`: what happens when the spatial dims of so many samples are cut over a
-    grid of ranks; what is sent includes the sum of gradients over them."""
     graph: Callable[[int, float], Share] | None = None
     """`graph(ranks, samples)`: what happens when the graphs, or the atoms, of so many samples are
     cut over ranks; without the sum of gradients."""

@@ -22,6 +22,13 @@ WRAPS: tuple[Kind, Kind] = ("wrap left", "wrap right")
 
 PADDING_MODES: tuple[str, ...] = ("zeros", "reflect", "replicate", "circular")
 """What may stand outside the tensor."""
+PAD_MODES = {
+    "constant": "zeros",
+    "reflect": "reflect",
+    "replicate": "replicate",
+    "circular": "circular",
+}
+"""torch's modes of padding -> ours."""
 
 
 class Segment(NamedTuple):

@@ -25,8 +25,8 @@ from unisono.errors import PartitionError, explain
 from unisono.nn.agreement import Table
 from unisono.nn.layers.conv import choose
 from unisono.nn.layers.linear import SubLinear
-from unisono.nn.layers.upsampling import Taps
 from unisono.nn.parameters import Holding
+from unisono.nn.split_tensors.resampling import Taps
 from unisono.operators import attach
 from unisono.topology import Partition
 from unisono.topology.halo import Box

@@ -15,15 +15,7 @@ from unisono.nn.planned import PlannedModule, index_in
 from unisono.topology import Partition, halo
 from unisono.topology.decompose import split_cuts
 from unisono.topology.halo import Axis, HaloPlan
-from unisono.topology.window import check_window, copied, window
-
-PAD_MODES = {
-    "constant": "zeros",
-    "reflect": "reflect",
-    "replicate": "replicate",
-    "circular": "circular",
-}
-"""torch's modes of padding -> ours."""
+from unisono.topology.window import PAD_MODES, check_window, copied, window
 
 
 class _Windowed(PlannedModule[HaloPlan]):

@@ -30,7 +30,8 @@ from unisono.nn.parameters import (
     nothing,
     part,
 )
-from unisono.nn.planned import balanced_in, check_sizes, collect_products, is_plain, recut
+from unisono.nn.planned import balanced_in, check_sizes, collect_products, recut
+from unisono.nn.precision import is_plain
 from unisono.nn.state import HoldingModule
 from unisono.operators import AllGather, ReduceScatter
 from unisono.operators.gather import BlockPlan

@@ -19,7 +19,8 @@ from unisono.comm import Communicator
 from unisono.errors import PartitionError, UnisonoError
 from unisono.expect import expect_choice
 from unisono.nn.agreement import Table
-from unisono.nn.planned import PlannedModule, check_dims, sum_dtype, wide
+from unisono.nn.planned import PlannedModule, check_dims
+from unisono.nn.precision import sum_dtype, wide
 from unisono.nn.split_tensors.pointwise import label_weights
 from unisono.operators import sum_to_replicated
 from unisono.topology import Partition

@@ -27,7 +27,8 @@ from unisono.nn.parameters import (
     part,
     summed_gradients,
 )
-from unisono.nn.planned import balanced_in, check_dims, check_sizes, index_in, recut, wide
+from unisono.nn.planned import balanced_in, check_dims, check_sizes, index_in, recut
+from unisono.nn.precision import wide
 from unisono.nn.split_tensors.norms import Over, by_groups, normalized, rms_normed, track
 from unisono.nn.state import HoldingModule, current_state_mode
 from unisono.operators.halo import HaloExchange, HaloOnGroup

@@ -21,7 +21,7 @@ from torch.nn import functional as F
 from unisono.comm import Communicator
 from unisono.comm.perform import Pending
 from unisono.nn.agreement import Cuts
-from unisono.nn.planned import is_plain
+from unisono.nn.precision import is_plain
 from unisono.operators.halo import (
     HaloAdd,
     HaloExchange,

@@ -47,13 +47,19 @@ class SplitModule(nn.Module):
     """For whoever updates parameters late: all are read when the forward begins."""
 
     def __init__(
-        self, module: nn.Module, partition: Partition, strict: bool, attention: str = "auto"
+        self,
+        module: nn.Module,
+        partition: Partition,
+        strict: bool,
+        attention: str = "auto",
+        blocks: bool = False,
     ) -> None:
         super().__init__()
         self.module = module
         self.partition = partition
         self.strict = strict
         self.attention = attention
+        self.blocks = blocks
         self._gathered: Counter[Gathered] = Counter()
         self._is_compared = False
         self._unsummed: dict[nn.Parameter, Tensor] | None = None
@@ -68,7 +74,8 @@ class SplitModule(nn.Module):
         what they hold before anything else is done. Collective over the partition. torch.compile
         leaves it out, and compiled modules inside run as they are written.
         """
-        return self._run(*args, **kwargs)
+        result = self._run(*args, **kwargs)
+        return mapped(lambda x: x.local, result) if self.blocks else result
 
     @torch.compiler.disable
     def _run(self, *args: Any, **kwargs: Any) -> Any:
@@ -243,7 +250,12 @@ class SplitModule(nn.Module):
 
 
 def split(
-    module: nn.Module, partition: Partition, *, strict: bool = False, attention: str = "auto"
+    module: nn.Module,
+    partition: Partition,
+    *,
+    strict: bool = False,
+    attention: str = "auto",
+    blocks: bool = False,
 ) -> SplitModule:
     """Return a network that runs unchanged on an input of which each rank holds a block.
 
@@ -261,6 +273,8 @@ def split(
             `"gathered"` has all keys and values on every rank. `"auto"`: ulysses where the heads
             divide by the ranks and no mask has a row per query, else gathered up to 64 MB of keys
             and values, else ring. What cannot serve is refused, unless it is `"auto"`.
+        blocks: return plain tensors: this rank's block of what is still cut, and the whole of what
+            is not. The layers and losses of `unisono.nn` take them as they are.
 
     Returns:
         A module. `net(x_own)` takes this rank's block; `y.whole()`, `y.local` and `y.cuts` are
@@ -283,7 +297,7 @@ def split(
     expect("module", module, nn.Module, "a torch.nn.Module")
     expect("partition", partition, Partition, "Partition([1, 1, 2, 1])")
     expect_choice("attention", attention, ("auto", "gathered", "ulysses", "ring"))
-    return SplitModule(module, partition, strict, attention)
+    return SplitModule(module, partition, strict, attention, blocks)
 
 
 def module_of(net: nn.Module, error: BaseException) -> str:

@@ -14,7 +14,7 @@ from torch import Tensor
 from unisono.comm import Communicator
 from unisono.errors import UnisonoError
 from unisono.nn.parameters import summed_gradients
-from unisono.nn.planned import as_autocast, is_plain, wide
+from unisono.nn.precision import as_autocast, is_plain, wide
 from unisono.nn.split_tensors.blocks import fitted
 from unisono.nn.split_tensors.reductions import added
 from unisono.nn.split_tensors.tensor import (

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from unisono.nn.planned import sum_dtype
+from unisono.nn.precision import sum_dtype
 from unisono.nn.split_tensors.blocks import Layout, fitted, layout_of, pointwise
 from unisono.nn.split_tensors.reductions import added, reduced
 from unisono.nn.split_tensors.tensor import (

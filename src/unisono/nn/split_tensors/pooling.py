@@ -18,7 +18,7 @@ from torch.nn import functional as F
 from unisono import torch_private as private
 from unisono.accelerator import copied_once
 from unisono.comm import Communicator
-from unisono.nn.planned import is_plain
+from unisono.nn.precision import is_plain
 from unisono.operators.halo import HaloExchange, HaloOnGroup
 from unisono.topology import halo
 from unisono.topology.window import output_length, pool_counts

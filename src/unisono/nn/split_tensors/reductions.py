@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from unisono.expect import is_integer
-from unisono.nn.planned import as_autocast, sum_dtype, wide
+from unisono.nn.precision import as_autocast, sum_dtype, wide
 from unisono.nn.split_tensors.tensor import (
     Cut,
     NoRule,

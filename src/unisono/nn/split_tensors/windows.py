@@ -13,8 +13,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from unisono.comm.groups import when_forgotten
-from unisono.nn.layers.halo import PAD_MODES
-from unisono.nn.layers.upsampling import MODES, Taps, taps_of
 from unisono.nn.split_tensors.blocks import balanced, span, window
 from unisono.nn.split_tensors.convolution import (
     ConvSettings,
@@ -24,6 +22,7 @@ from unisono.nn.split_tensors.convolution import (
     transposed_plan,
 )
 from unisono.nn.split_tensors.pooling import PoolNumbers, PoolPlan, pool_plan
+from unisono.nn.split_tensors.resampling import MODES, Taps, taps_of
 from unisono.nn.split_tensors.tensor import (
     Cut,
     Cuts,
@@ -42,6 +41,7 @@ from unisono.topology import HaloPlan, halo
 from unisono.topology.decompose import split_sizes
 from unisono.topology.resample import Resampling
 from unisono.topology.window import (
+    PAD_MODES,
     check_pool,
     check_window,
     output_length,

@@ -1,4 +1,4 @@
-"""Ordinary networks, split, with own blocks in and out: the weights, losses and names of one."""
+"""Ordinary networks, split, with blocks in and out: the weights, losses and names of one."""
 
 from __future__ import annotations
 
@@ -18,7 +18,6 @@ from unisono.nn import (
     DistributedMSELoss,
     Split,
     check_replicas,
-    distribute,
     full_state_dict,
     no_sync,
     split,
@@ -26,6 +25,11 @@ from unisono.nn import (
 from unisono.topology import Partition
 
 ROWS = [1, 1, 2, 1]
+
+
+def split_copy(net, partition):
+    """Return a split copy of a network, with blocks as results."""
+    return split(copy.deepcopy(net), partition, blocks=True)
 
 
 def conv(channels=1):
@@ -59,14 +63,12 @@ def data(step, batch=4):
 @pytest.mark.ranks([1, 2, 3, 4], timeout=90)
 def test_a_split_network_trains_as_one_process_does():
     size = unisono.world().size
-    torch.manual_seed(unisono.world().rank)  # rank 0's weights count
+    torch.manual_seed(0)
     P = Partition([1, 1, 2, 2] if size == 4 else [1, 1, size, 1])
     plain = conv_net().double()
     state = torch.get_rng_state()
-    net = distribute(plain, P)
+    net = split_copy(plain, P)
     assert torch.equal(torch.get_rng_state(), state)
-    for tensor in plain.state_dict().values():
-        tensor.copy_(unisono.world().broadcast(tensor, 0))
     assert list(net.state_dict()) == list(plain.state_dict())
     ours = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
     theirs = torch.optim.SGD(plain.parameters(), lr=0.1, momentum=0.9)
@@ -138,7 +140,7 @@ def test_every_parameter_gets_the_gradient_of_one_process(name):
     P = Partition([1, 1, unisono.world().size, 1])
     torch.manual_seed(1)
     plain = NETS[name]().double()
-    net = distribute(plain, P)
+    net = split_copy(plain, P)
 
     def backward(batch):
         generator = torch.Generator().manual_seed(batch)
@@ -175,7 +177,7 @@ def test_own_blocks_go_to_layers_and_losses_of_the_same_partition():
     P = Partition(ROWS)
     torch.manual_seed(0)
     plain = conv(2)
-    net, pool, loss = distribute(plain, P), DistributedMaxPool2d(P, 2), DistributedMSELoss(P)
+    net, pool, loss = split_copy(plain, P), DistributedMaxPool2d(P, 2), DistributedMSELoss(P)
     x = torch.randn(2, 2, 8, 8, generator=torch.Generator().manual_seed(0))
     y = net(x[P.local_slices(x.shape)])
     assert type(y) is torch.Tensor
@@ -193,10 +195,10 @@ def test_own_blocks_go_to_layers_and_losses_of_the_same_partition():
 def test_dropout_differs_where_points_differ_and_agrees_where_ranks_hold_the_same():
     comm, P = unisono.world(), Partition([1, 1, 2])
     torch.manual_seed(comm.rank)  # what else ranks draw does not matter
-    first, second = comm.all_gather(distribute(nn.Dropout(0.5), P)(torch.ones(1, 1, 64)))[0:2]
+    first, second = comm.all_gather(split_copy(nn.Dropout(0.5), P)(torch.ones(1, 1, 64)))[0:2]
     assert not torch.equal(first, second)
     whole = nn.Sequential(nn.AdaptiveAvgPool1d(1), nn.Flatten(), nn.Dropout(0.5), nn.RReLU())
-    assert comm.all_equal(distribute(whole, P)(-torch.ones(4, 64, 8)))
+    assert comm.all_equal(split_copy(whole, P)(-torch.ones(4, 64, 8)))
 
 
 @pytest.mark.ranks(2)
@@ -208,7 +210,7 @@ def test_a_split_network_is_checkpointed_compiled_and_copied():
     plain = nn.Sequential(conv(), nn.ReLU(), nn.Flatten(), nn.Linear(64, 2), nn.Tanh())
     plain(x).sum().backward()
     wanted = [p.grad for p in plain.parameters()]
-    net = distribute(plain, P)
+    net = split_copy(plain, P)
     for run in (
         lambda: checkpoint(copy.deepcopy(net), own, use_reentrant=False),
         lambda: torch.compile(copy.deepcopy(net), backend="eager")(own),
@@ -222,12 +224,5 @@ def test_a_split_network_is_checkpointed_compiled_and_copied():
     for p, q in zip(net.parameters(), wanted, strict=True):
         torch.testing.assert_close(p.grad, q)
     plain.eval()
-    assert not distribute(plain, P).module[0].training
+    assert not split_copy(plain, P).module[0].training
     assert not any(isinstance(part, Split) for part in (net(own),))
-
-
-def test_wrong_arguments_say_what_to_type():
-    with pytest.raises(PartitionError, match=r"HINT: .*Partition\(\[1, 1, 2, 1\]\)"):
-        distribute(conv(), [1, 1, 2, 1])
-    with pytest.raises(PartitionError, match="a list"):
-        distribute([conv()], Partition([1, 1, 1, 1]))
