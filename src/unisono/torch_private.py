@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
+import sys
 import threading
 from collections.abc import Callable, MutableMapping, Sequence
 from datetime import timedelta
@@ -214,6 +215,16 @@ _key: Any = _lookup("torch:_C.DispatchKey", _SPLIT)
 
 
 _key: Any = _lookup("torch:_C.DispatchKey", _SPLIT)
+
+
+def functions_that_pass_on() -> list[type[torch.autograd.Function]]:
+    """Return the functions, of what is loaded, through which modules pass tensors unchanged."""
+    places = {
+        "torch.nn.modules._functions": "BackwardHookFunction",
+        "torch.distributed.fsdp._fully_shard._fsdp_param_group": "RegisterPostBackwardFunction",
+    }
+    loaded = [(sys.modules.get(module), name) for module, name in places.items()]
+    return [getattr(module, name) for module, name in loaded if hasattr(module, name)]
 
 
 @functools.cache

@@ -11,12 +11,13 @@ import torch
 from torch import nn
 
 from unisono import Partition
+from unisono.errors import UnisonoError
 from unisono.nn import Split, split, split_rule
 
 ROWS = [1, 1, 2, 1]
 
 
-def made() -> nn.Module:
+def made() -> nn.Sequential:
     torch.manual_seed(0)
     return nn.Sequential(nn.Conv2d(2, 3, 3, padding=1), nn.ReLU(), nn.Conv2d(3, 2, 1)).double()
 
@@ -95,14 +96,73 @@ def test_a_large_gather_is_warned_of_once_a_forward():
 
 
 @pytest.mark.ranks(2)
-def test_hooks_and_copies_of_a_split_network():
+def test_copies_of_a_split_network_and_of_split_tensors():
     partition, x = Partition(ROWS), torch.randn(1, 2, 6, 5, dtype=torch.float64)
-    net, shapes = made(), []
-    net[1].register_forward_hook(lambda *call: shapes.append(call[2].shape))
-    parts = split(net, partition)
+    parts = split(made(), partition)
     y = parts(block_of(x, partition))
-    assert shapes == [(1, 3, 6, 5)]
-    again = pickle.loads(pickle.dumps(split(made(), partition).module))
-    torch.testing.assert_close(split(again, partition)(block_of(x, partition)).whole(), y.whole())
-    twin = copy.deepcopy(parts.module)
-    torch.testing.assert_close(split(twin, partition)(block_of(x, partition)).whole(), y.whole())
+    for again in (pickle.loads(pickle.dumps(parts)), copy.deepcopy(parts)):
+        torch.testing.assert_close(again(block_of(x, partition)).whole(), y.whole())
+    twin = copy.deepcopy(y.detach())
+    twin += 1
+    torch.testing.assert_close(twin.whole(), y.whole() + 1)
+    with pytest.raises(UnisonoError, match="pickled"):
+        pickle.dumps(y)
+
+
+def with_hooks(net: nn.Sequential, seen: list[object]) -> nn.Sequential:
+    """Return a network whose hooks note shapes, and double an output and a gradient."""
+    net[1].register_forward_pre_hook(lambda module, args: seen.append(args[0].shape))
+    net[1].register_forward_hook(lambda module, args, y: y * 2)
+
+    def doubled(module, inner, outer):
+        seen.append([inner[0].shape, outer[0].shape])
+        return (inner[0] * 2,)
+
+    net[1].register_full_backward_hook(doubled)
+    net[2].register_full_backward_pre_hook(lambda module, outer: seen.append(outer[0].shape))
+    return net
+
+
+@pytest.mark.ranks(2)
+def test_hooks_of_modules_see_what_they_see_in_one_process():
+    partition, x = Partition(ROWS), torch.randn(1, 2, 6, 5, dtype=torch.float64)
+    expected: list[object] = []
+    noted: list[object] = []
+    plain, net = with_hooks(made(), expected), with_hooks(made(), noted)
+    whole, block = x.clone().requires_grad_(), block_of(x, partition).requires_grad_()
+    plain(whole).square().sum().backward()
+    parts = split(net, partition)
+    parts.register_full_backward_hook(lambda module, inner, outer: noted.append(outer[0].shape))
+    parts(block).square().sum().backward()
+    assert noted.pop() == x.shape
+    assert noted == expected
+    torch.testing.assert_close(block.grad, whole.grad[partition.local_slices(x.shape)])
+    torch.testing.assert_close(net[0].weight.grad, plain[0].weight.grad)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("whole_too", [False, True])
+def test_inner_layers_may_be_sharded_by_fsdp(whole_too):
+    from torch.distributed.fsdp import fully_shard
+
+    partition, x = Partition(ROWS), torch.randn(1, 2, 6, 5, dtype=torch.float64)
+    plain, net = made(), made()
+    fully_shard(net[0])
+    if whole_too:
+        fully_shard(net)
+    parts, block = split(net, partition), block_of(x, partition).requires_grad_()
+    y = parts(block)
+    y.square().mean().backward()
+    plain(x).square().mean().backward()
+    torch.testing.assert_close(y.whole(), plain(x))
+    torch.testing.assert_close(net[0].weight.grad.full_tensor(), plain[0].weight.grad)
+
+
+@pytest.mark.ranks(2)
+def test_functional_call_of_a_split_network():
+    partition, x = Partition(ROWS), torch.randn(1, 2, 6, 5, dtype=torch.float64)
+    net = split(made(), partition)
+    doubled = {key: p.detach() * 2 for key, p in net.named_parameters()}
+    y = torch.func.functional_call(net, doubled, (block_of(x, partition),))
+    plain = {key.removeprefix("module."): p for key, p in doubled.items()}
+    torch.testing.assert_close(y.whole(), torch.func.functional_call(made(), plain, (x,)))

@@ -21,6 +21,7 @@ from unisono.errors import CollectiveMismatch, UnisonoError, explain
 from unisono.expect import expect, expect_choice
 from unisono.nn.agreement import current_mode
 from unisono.nn.parameters import summed_gradients
+from unisono.nn.split_tensors.functions import prepare_hooks
 from unisono.nn.split_tensors.tensor import (
     Cut,
     Gathered,
@@ -80,6 +81,7 @@ class SplitModule(nn.Module):
     @torch.compiler.disable
     def _run(self, *args: Any, **kwargs: Any) -> Any:
         self._refuse_lazy()
+        prepare_hooks()
         run = Run(self.partition, self.module, self.strict, self.attention)
         first, others = self._told_apart(args, kwargs)
         checked = current_mode() != "off"
@@ -213,7 +215,8 @@ class SplitModule(nn.Module):
         if not torch.is_grad_enabled():
             return
         axes = frozenset(axis for cut in cuts for axis in cut.axes)
-        for bucket in _buckets(p for p in self.module.parameters() if p.requires_grad):
+        trained = [p for p in self.module.parameters() if p.requires_grad]
+        for bucket in _buckets(p for p in trained if not _is_sharded(p)):
             if self._unsummed is None:
                 copies = summed_gradients(run.comm, *bucket)
             else:
@@ -327,14 +330,20 @@ def _described(values: Any, path: str = "") -> list[str]:
     return [f"{path}: {values!r}" if is_plain else f"{path}: {type(values).__name__}"]
 
 
+def _is_sharded(x: Tensor) -> bool:
+    """Whether ranks hold parts of it: a DTensor, as of FSDP; to import its class takes long."""
+    return any(not placement.is_replicate() for placement in getattr(x, "placements", ()))
+
+
 def _bits(x: Tensor) -> int:
-    """Return a number that differs if the bits of a tensor do."""
-    to_local = getattr(x, "to_local", None)  # a DTensor; to import its class takes long
-    local: Tensor = x if to_local is None else to_local()
-    is_made = not isinstance(x, (UninitializedParameter, UninitializedBuffer))
-    if not is_made or local.layout != torch.strided:
+    """Return a number that differs if the bits of a tensor do; 0 for what ranks hold parts of."""
+    if _is_sharded(x):
         return 0
-    return digest(local) % 2**32
+    x = x.to_local() if hasattr(x, "placements") else x  # type: ignore[attr-defined]
+    is_made = not isinstance(x, (UninitializedParameter, UninitializedBuffer))
+    if not is_made or x.layout != torch.strided:
+        return 0
+    return digest(x) % 2**32
 
 
 def _digest(lines: list[str]) -> int:

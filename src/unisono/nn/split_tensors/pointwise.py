@@ -60,7 +60,7 @@ def _slope_of_block(func: Callable[..., Any], x: Split) -> Tensor | None:
 
 
 @rule("requires_grad.get", "requires_grad.set", "requires_grad_", "grad.set",
-      "grad_fn.get", "is_leaf.get", "_version.get", "retain_grad")  # fmt: skip
+      "is_leaf.get", "_base.get", "_version.get", "retain_grad")  # fmt: skip
 def _of_block(func: Callable[..., Any], x: Split, *args: Any, **kwargs: Any) -> Any:
     result = func(x.local, *mapped(_block, args), **kwargs)
     return x if result is x.local else result

@@ -47,7 +47,7 @@ _plainly = private.no_subclass
 Rule = Callable[..., Any]
 RULES: dict[str, Rule] = {}
 """Name of a torch function or method -> rule; `name.get` is an attribute."""
-_OWN_RULES: dict[Callable[..., Any], Rule] = {}
+_USER_RULES: dict[Callable[..., Any], Rule] = {}
 """Rules of the user's, by function."""
 
 
@@ -267,6 +267,14 @@ class Split(Tensor):
             return f"Split(whole on every rank: {self.local!r})"
         with _plainly():
             return f"Split({list(self.shape)}, cut {cuts}, own block {list(self.local.shape)})"
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise UnisonoError.because(
+            "a split tensor to be pickled",
+            "it belongs to ranks that are connected now; a file has no ranks",
+            None,
+            "x.whole() for all of it, x.local for the block of this rank",
+        )
 
     @classmethod
     def __torch_function__(
@@ -642,10 +650,10 @@ def _known(func: Callable[..., Any]) -> _Function:
     name = _name_of(func)
     room = getattr(func, "__module__", None)
     is_torch = room is None or str(room).startswith("torch")
-    how = _OWN_RULES.get(func) or RULES.get(name)
+    how = _USER_RULES.get(func) or RULES.get(name)
     if how is None and is_torch and not name.startswith("__") and is_pointwise_name(name):
         how = RULES["add"]
-    is_previewed = is_torch and func not in _OWN_RULES and name not in NOT_PREVIEWED
+    is_previewed = is_torch and func not in _USER_RULES and name not in NOT_PREVIEWED
     if name.endswith((".get", ".set")):
         is_previewed = is_previewed and name in _VIEWS
     is_pointwise = how is RULES["add"] and name not in ("detach", "conj", "real", "imag", *_VIEWS)
@@ -672,46 +680,10 @@ def is_pointwise_name(name: str) -> bool:
     return bool(ops) and all(is_pointwise_operator(op) and not op.is_view for op in ops)
 
 
-def split_rule(function: Callable[..., Any], how: Rule | str | None = None) -> Any:
-    """Give a torch function, or one of your own, a rule for split tensors.
-
-    Args:
-        function: a function of torch, one that calls `torch.overrides.handle_torch_function`, or
-            an `autograd.Function`, which is called as `function.apply` from then on.
-        how: `"pointwise"` for a function whose result at a point needs its arguments there only,
-            or the rule: called as `how(function, *args, **kwargs)` with `Split` arguments, it
-            returns a `Split` (`Split(local, x.cuts, x.run)`) or a replicated tensor. Without it,
-            this is a decorator.
-
-    >>> from unisono.nn import split_rule
-    >>> split_rule(torch.special.expit, "pointwise")
-    """
-    if how is None:
-        return lambda given: (split_rule(function, given), given)[1]
-    if isinstance(how, str):
-        if how != "pointwise":
-            raise ValueError(f"split_rule(how={how!r}): 'pointwise', or a function")
-        how = RULES["add"]
-    if isinstance(function, type) and issubclass(function, torch.autograd.Function):
-        _rule_of_apply(function, how)
-        return None
-    _OWN_RULES[function] = how
+def set_user_rule(function: Callable[..., Any], how: Rule) -> None:
+    """Make `how` the rule of a function, before any other."""
+    _USER_RULES[function] = how
     _FUNCTIONS.clear()
-    return None
-
-
-def _rule_of_apply(function: type[torch.autograd.Function], how: Rule) -> None:
-    """Let an autograd.Function look for split tensors, which torch's own `apply` does not."""
-    apply = function.apply
-
-    @functools.wraps(apply)
-    def with_rule(*args: Any) -> Any:
-        if next(splits_in(args), None) is None:
-            return apply(*args)
-        with _plainly():
-            return by_rule(how, apply, function.__name__, args, {})
-
-    function.apply = staticmethod(with_rule)
 
 
 def _name_of(func: Callable[..., Any]) -> str:
