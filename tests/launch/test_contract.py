@@ -7,8 +7,8 @@ import sys
 import pytest
 from tests.launch.contract import CASES, ELASTIC_CASES, Place
 
-LOCAL = Place("cpu", has_agents=False)
-MPI = Place("mpi")
+LOCAL = Place("cpu", has_agents=False, result_mb=800)
+MPI = Place("mpi", result_mb=800)
 NEEDS_OWN_STACK = {"hangs]", "exits]", "SIGSEGV]"}
 """Cases that show stacks: those of a fork begin with frames of ours, and take long under load."""
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import subprocess
@@ -35,6 +34,12 @@ PYTHON = """#!/bin/sh
 [ -e "$0.real" ] && exec {real} "$@"
 WARM_PYTHON={warm} exec {warm} "$@"
 """
+HEALTH = {
+    "health_check_period_ms": 1000,
+    "health_check_failure_threshold": 5,
+    "health_check_timeout_ms": 60_000,
+}
+"""A node that is killed refuses these calls at once; one that is only slow has a minute."""
 NEEDS_OWN_STACK = {"exits", "hangs", "SIGSEGV"}
 """How ranks end whose stacks are shown: forks have frames of the interpreter that forked them."""
 
@@ -59,7 +64,7 @@ def cluster(tmp_path_factory, warm_python):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(tempfile, "tempdir", None)
         patch.setenv("PYTHONPATH", search_path.rstrip(os.pathsep))
-        options = {"num_cpus": 2, "include_dashboard": False}
+        options = {"num_cpus": 2, "include_dashboard": False, "_system_config": HEALTH}
         made = Cluster(initialize_head=True, head_node_args=options)
         made.add_node(num_cpus=2)
     made.real_python = folder / "python.real"
@@ -76,33 +81,25 @@ def hygiene():
 
 @pytest.fixture
 def on_ray(cluster, monkeypatch):
+    """The cluster, for runs of a process that is no driver; they leave nothing in it."""
     monkeypatch.setenv("RAY_ADDRESS", cluster.address)
     yield cluster
-    assert_nothing_left(cluster.address)
+    wait_until(lambda: is_empty(cluster.global_state), 15)
 
 
-QUESTION = """
-import json, sys
-import ray
-from ray.util import list_named_actors, placement_group_table
-ray.init(address=sys.argv[1], log_to_driver=False, logging_level="ERROR")
-groups = [g["state"] for g in placement_group_table().values()]
-print(json.dumps([list_named_actors(all_namespaces=True), groups, ray.available_resources()]))
-"""
+@pytest.fixture(scope="module")
+def driver(cluster):
+    """This process as a driver until the last test: that costs a second, and four workers."""
+    session = ray_place.Session.enter({"address": cluster.address}, 1, 60.0)
+    yield
+    session.leave()
 
 
-def assert_nothing_left(address):
-    """No actor lives, no placement group is there, all CPUs are free."""
-
-    def is_empty():
-        words = [sys.executable, "-c", QUESTION, address]
-        done = subprocess.run(words, capture_output=True, text=True, check=True)
-        actors, groups, free = json.loads(
-            next(line for line in done.stdout.splitlines() if line.startswith("[["))
-        )
-        return not actors and set(groups) <= {"REMOVED"} and free.get("CPU") == 4.0
-
-    wait_until(is_empty, 15)
+def is_empty(state):
+    """Whether no actor lives, no placement group is there, and all CPUs are free."""
+    actors = state.actor_table(None, actor_state_name="ALIVE")
+    groups = {group["state"] for group in state.placement_group_table().values()}
+    return not actors and groups <= {"REMOVED"} and state.available_resources().get("CPU") == 4.0
 
 
 def of_this_process():
@@ -129,30 +126,6 @@ def test_ranks_on_two_nodes_return_values_and_leave_this_process_as_it_was(on_ra
     assert of_this_process() == before
 
 
-@pytest.mark.parametrize(
-    "case", [*CASES.values(), *ELASTIC_CASES.values()], ids=[*CASES, *ELASTIC_CASES]
-)
-def test_the_contract_of_places(on_ray, case, tmp_path, request):
-    if any(request.node.callspec.id.endswith(f"_{how}") for how in NEEDS_OWN_STACK):
-        on_ray.real_python.touch()
-    try:
-        case(Place("ray"), tmp_path)
-    finally:
-        on_ray.real_python.unlink(missing_ok=True)
-
-
-def test_another_attempt_has_actors_of_its_own(on_ray):
-    def work():
-        comm = unisono.world()
-        if comm.rank == 1 and unisono.restart_count() == 0:
-            raise KeyError("learning_rate")
-        comm.barrier()
-        return unisono.restart_count()
-
-    results = unisono.run(work, on="ray", ranks=2, nodes=2, logs=QUIET, max_restarts=1)
-    assert list(results) == [1, 1]
-
-
 def sleep_for_ever(folder):
     """Leave the number of this process and of its agent, and be there until the end."""
     comm = unisono.world()
@@ -169,21 +142,6 @@ def processes(folder, ranks):
     paths = [folder / f"rank-{rank}" for rank in range(ranks)]
     wait_until(lambda: all(path.exists() for path in paths))
     return [tuple(map(int, path.read_text().split())) for path in paths]
-
-
-def test_a_node_that_leaves_is_a_rank_that_died(on_ray, tmp_path, has_ended):
-    node = on_ray.add_node(num_cpus=2)
-    try:
-        job = unisono.submit(sleep_for_ever, str(tmp_path), on="ray", ranks=6, logs=QUIET)
-        pids = processes(tmp_path, 6)
-    finally:
-        begin = time.monotonic()
-        on_ray.remove_node(node, allow_graceful=False)
-    wait_until(lambda: job.done(), 60)
-    assert time.monotonic() - begin < 2 * AT_ONCE_S
-    with pytest.raises(RankFailed, match="was lost"):
-        job.result()
-    assert all(has_ended(pid) for pair in pids for pid in pair)
 
 
 def test_runs_of_one_process_share_ray_and_one_that_waits_for_room_can_be_cancelled(
@@ -221,18 +179,63 @@ def test_a_ray_that_the_user_has_initialised_is_used_and_left(on_ray):
         ray.shutdown()
 
 
-def test_more_than_the_cluster_has_is_refused_at_once(on_ray):
-    with pytest.raises(PlatformError) as caught:
-        unisono.run(lambda: None, on="ray", ranks=6, nodes=3, logs=QUIET)
-    assert "6 ranks with 1 CPU each on 3 nodes" in str(caught.value)
-    assert "CPU: 6 x 1 = 6 needed, it has 2 + 2" in str(caught.value)
-
-
 def test_a_cluster_that_is_not_there_is_named():
     pytest.importorskip("ray")
     platform = unisono.Platform(device="ray", ranks=2, ray_init={"address": "127.0.0.1:1"})
     with pytest.raises(PlatformError, match=r"at 127\.0\.0\.1:1\s+found: ConnectionRefusedError"):
         unisono.run(lambda: None, on=platform, logs=QUIET)
+
+
+@pytest.mark.parametrize(
+    "case", [*CASES.values(), *ELASTIC_CASES.values()], ids=[*CASES, *ELASTIC_CASES]
+)
+def test_the_contract_of_places(on_ray, driver, case, tmp_path, request):
+    if any(request.node.callspec.id.endswith(f"_{how}") for how in NEEDS_OWN_STACK):
+        on_ray.real_python.touch()
+    try:
+        case(Place("ray"), tmp_path)
+    finally:
+        on_ray.real_python.unlink(missing_ok=True)
+
+
+def test_another_attempt_has_actors_of_its_own(on_ray, driver):
+    def work():
+        comm = unisono.world()
+        if comm.rank == 1 and unisono.restart_count() == 0:
+            raise KeyError("learning_rate")
+        comm.barrier()
+        return unisono.restart_count()
+
+    results = unisono.run(work, on="ray", ranks=2, nodes=2, logs=QUIET, max_restarts=1)
+    assert list(results) == [1, 1]
+
+
+def test_a_node_that_leaves_is_a_rank_that_died_and_is_not_waited_for(
+    on_ray, driver, tmp_path, has_ended
+):
+    node = on_ray.add_node(num_cpus=2)
+    try:
+        job = unisono.submit(sleep_for_ever, str(tmp_path), on="ray", ranks=6, logs=QUIET)
+        pids = processes(tmp_path, 6)
+        waiting = unisono.submit(os.getpid, on="ray", ranks=6, nodes=3, logs=QUIET)
+        wait_until(lambda: waiting.status() == "running")
+    finally:
+        begin = time.monotonic()
+        on_ray.remove_node(node, allow_graceful=False)
+    wait_until(lambda: job.done(), 60)
+    assert time.monotonic() - begin < 2 * AT_ONCE_S
+    with pytest.raises(RankFailed, match="was lost"):
+        job.result()
+    assert all(has_ended(pid) for pair in pids for pid in pair)
+    with pytest.raises(PlatformError, match=r"CPU: 6 x 1 = 6 needed, it has 2 \+ 2"):
+        waiting.result(60)
+
+
+def test_more_than_the_cluster_has_is_refused_at_once(on_ray, driver):
+    with pytest.raises(PlatformError) as caught:
+        unisono.run(lambda: None, on="ray", ranks=6, nodes=3, logs=QUIET)
+    assert "6 ranks with 1 CPU each on 3 nodes" in str(caught.value)
+    assert "CPU: 6 x 1 = 6 needed, it has 2 + 2" in str(caught.value)
 
 
 def test_ctrl_c_ends_ranks_on_a_local_ray_that_the_run_has_started(tmp_path):
@@ -315,8 +318,7 @@ def test_what_a_ray_cluster_lacks_is_told_with_the_arithmetic(fields, nodes, wor
     assert sum(bundle["CPU"] for bundle in demand.bundles) == demand.size * fields["need"]["CPU"]
 
 
-@pytest.mark.parametrize("victim", ["rank", "actor"])
-def test_elastic_ranks_that_die_are_replaced(on_ray, tmp_path, victim):
+def test_the_first_actor_of_an_elastic_run_is_replaced(on_ray, driver, tmp_path):
     def train():
         torch.manual_seed(0)
         model = torch.nn.Linear(4, 2)
@@ -327,7 +329,7 @@ def test_elastic_ranks_that_die_are_replaced(on_ray, tmp_path, victim):
             step(lambda batch: model(batch[0]).square().mean())
             if os.environ.get("RANK") == "0" and step.number == 2 and not has_died.exists():
                 has_died.touch()
-                os.kill(os.getppid() if victim == "actor" else os.getpid(), signal.SIGKILL)
+                os.kill(os.getppid(), signal.SIGKILL)
                 time.sleep(10.0)
             is_waiting = "RANK" in os.environ and run.members < 2
             time.sleep(0.3 if is_waiting else 0.0)

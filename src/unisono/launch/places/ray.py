@@ -37,6 +37,8 @@ _ASK_S = 0.05
 """Seconds between two looks at a placement group that is not there yet."""
 _TELL_S = 2.0
 """After so long the user learns that the run waits for room."""
+_COUNT_S = 1.0
+"""Seconds between two looks at the nodes while a run waits for room: some may have died."""
 _KNOCK_S = 10.0
 _CLOSE_S = 10.0
 _LAST_WORDS_S = 0.25
@@ -309,7 +311,7 @@ class RayRanks(AgentRanks):
         self._ended: deque[tuple[int, int, BaseException | None]] = deque()
         self._group: Any = None
         self._invitation = ""
-        self._began = time.monotonic()
+        self._began = self._counted_at = time.monotonic()
         self._is_told = False
         cpus = max(os.cpu_count() or 1, plan.ranks * platform.cpus_per_rank)
         self._session = Session.enter(platform.ray_init or {}, cpus, plan.start_timeout_s)
@@ -339,9 +341,7 @@ class RayRanks(AgentRanks):
         """Ask for room; the actors are started when it is there."""
         from ray.util.placement_group import placement_group
 
-        totals = [node["Resources"] for node in self._nodes()]
-        if not self._demand.has_room(totals):
-            raise self._demand.refusal(totals, "has")
+        self._check_cluster()
         strategy = "PACK" if self._demand.nodes is None else "STRICT_SPREAD"
         name = f"unisono-{self._plan.run_id}"
         self._group = placement_group(self._demand.bundles, strategy=strategy, name=name)
@@ -371,6 +371,13 @@ class RayRanks(AgentRanks):
         self._group = None
         self._leave()
 
+    def _check_cluster(self) -> None:
+        """Raise if the nodes that are alive are too few or too small, whatever is in use."""
+        totals = [node["Resources"] for node in self._nodes()]
+        if not self._demand.has_room(totals):
+            raise self._demand.refusal(totals, "has")
+        self._counted_at = time.monotonic()
+
     def _leave(self) -> None:
         session, self._session = self._session, None
         if session is not None:
@@ -394,7 +401,10 @@ class RayRanks(AgentRanks):
             )
         table = placement_group_table(self._group)
         if table["state"] != "CREATED":
-            waited_s = time.monotonic() - self._began
+            now = time.monotonic()
+            waited_s = now - self._began
+            if now > self._counted_at + _COUNT_S:
+                self._check_cluster()  # else a run would wait for a node that has died meanwhile
             if waited_s > _SHARE_OF_START * self._plan.start_timeout_s:
                 raise self._demand.refusal([self._ray.available_resources()], "has free")
             if waited_s > _TELL_S and not self._is_told:
