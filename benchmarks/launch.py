@@ -33,8 +33,8 @@ from unisono.errors import RankFailed
 from unisono.launch.attempts import rank_job
 from unisono.launch.logs import Console
 from unisono.launch.places.agents import AgentRanks
-from unisono.launch.plan import RunPlan
 from unisono.launch.pool.payload import dump_call
+from unisono.launch.pool.protocol import RunPlan
 from unisono.launch.request import checked_request
 from unisono.launch.supervisor import Supervisor
 
@@ -297,13 +297,13 @@ def warm_memory() -> Row:
 
 AGENTS = """
 import os, selectors, socket, sys, time
-from unisono.launch.channel import Broken, Channel, dial
+from unisono.launch.channel import Broken, ControlChannel, dial
 from unisono.launch.places.agent import INVITATION, Invitation
-from unisono.launch.plan import own_versions
+from unisono.launch.pool.protocol import own_versions
 from unisono.launch.pool.protocol import RankState
 
 def be(rank, told):
-    channel = Channel()
+    channel = ControlChannel()
     channel.attach(dial(channel, bytes.fromhex(told.key), told.addresses, told.port, 60.0))
     hello = {"host": socket.gethostname(), "node": "", "versions": own_versions()}
     channel.send({"rank": rank, **hello})

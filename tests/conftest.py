@@ -227,9 +227,12 @@ def interpreter() -> Iterator[Interpreter]:
     warm.close()
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture
 def warm_python(interpreter: Interpreter) -> str:
-    """`interpreter.python`, for tests of which loading torch is no part."""
+    """`interpreter.python`, for tests of which loading torch is no part.
+
+    Not one for the session: where its start takes longer than one test may, the next one tries.
+    """
     return interpreter.python
 
 

@@ -385,9 +385,9 @@ def test_a_script_runs_under_unisono_run(forked_python, tmp_path):
 
 
 @pytest.fixture(scope="module")
-def under_mpiexec(mpiexec, warm_python, tmp_path_factory):
+def under_mpiexec(mpiexec, interpreter, tmp_path_factory):
     """What each rank of one MPI job said of each backend."""
-    words = [mpiexec, "-n", "2", warm_python, "train.py", "mpi", "auto"]
+    words = [mpiexec, "-n", "2", interpreter.python, "train.py", "mpi", "auto"]
     return launched(tmp_path_factory.mktemp("mpi"), *words)
 
 

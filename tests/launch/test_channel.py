@@ -20,7 +20,7 @@ from unisono.launch.channel import (
     MAGIC,
     WINDOW_BYTES,
     Broken,
-    Channel,
+    ControlChannel,
     Listener,
     dial,
     new_key,
@@ -34,8 +34,8 @@ class Pair:
 
     def __init__(self):
         self.listener = Listener(KEY)
-        self.client = Channel()
-        self.server: Channel | None = None
+        self.client = ControlChannel()
+        self.server: ControlChannel | None = None
         self.connect()
 
     def connect(self, port=None):
@@ -225,7 +225,7 @@ def test_strangers_are_dropped_with_one_line_each_and_others_come_in(pair, monke
 
     def with_another_key():
         try:
-            dial(Channel(), new_key(), ["127.0.0.1"], port, 5.0)
+            dial(ControlChannel(), new_key(), ["127.0.0.1"], port, 5.0)
         except OSError as error:
             outcome.append(str(error))
 
@@ -269,7 +269,7 @@ def test_a_server_without_the_key_gets_nothing(tmp_path):
 
         thread = threading.Thread(target=pretend)
         thread.start()
-        channel = Channel()
+        channel = ControlChannel()
         channel.send("secret")
         with pytest.raises(OSError, match="another key"):
             dial(channel, KEY, ["127.0.0.1"], door.getsockname()[1], 5.0)
@@ -283,16 +283,16 @@ def test_a_port_where_no_process_listens_is_told_from_one_that_does_not_answer()
     with socket.create_server(("127.0.0.1", 0)) as door:
         port = door.getsockname()[1]
     with pytest.raises(ConnectionRefusedError):
-        dial(Channel(), KEY, ["127.0.0.1"], port, 1.0)
+        dial(ControlChannel(), KEY, ["127.0.0.1"], port, 1.0)
 
 
 AGENTS = """
 import selectors, sys, threading
-from unisono.launch.channel import Channel, dial, Broken
+from unisono.launch.channel import ControlChannel, dial, Broken
 key, port, count = bytes.fromhex(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
 selector = selectors.DefaultSelector()
 for number in range(count):
-    channel = Channel()
+    channel = ControlChannel()
     channel.attach(dial(channel, key, ["127.0.0.1"], port, 30.0))
     channel.send({"hello": number})
     selector.register(channel, selectors.EVENT_READ)

@@ -45,7 +45,7 @@ NEEDS_OWN_STACK = {"exits", "hangs", "SIGSEGV"}
 
 
 @pytest.fixture(scope="module")
-def cluster(tmp_path_factory, warm_python):
+def cluster(tmp_path_factory, interpreter):
     """A cluster with two nodes of two CPUs, which this process has not joined.
 
     Actors start their ranks as forks of the warm interpreter: loading torch is no part of a test.
@@ -58,7 +58,7 @@ def cluster(tmp_path_factory, warm_python):
         pytest.skip("no ray here")
     folder = tmp_path_factory.mktemp("ray")
     (folder / "sitecustomize.py").write_text(OTHER_PYTHON)
-    (folder / "python").write_text(PYTHON.format(real=sys.executable, warm=warm_python))
+    (folder / "python").write_text(PYTHON.format(real=sys.executable, warm=interpreter.python))
     (folder / "python").chmod(0o755)
     search_path = f"{folder}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"
     with pytest.MonkeyPatch.context() as patch:
@@ -67,7 +67,7 @@ def cluster(tmp_path_factory, warm_python):
         options = {"num_cpus": 2, "include_dashboard": False, "_system_config": HEALTH}
         made = Cluster(initialize_head=True, head_node_args=options)
         made.add_node(num_cpus=2)
-    made.real_python = folder / "python.real"
+    made.real_python, made.search_path = folder / "python.real", search_path
     try:
         yield made
     finally:
@@ -238,13 +238,12 @@ def test_more_than_the_cluster_has_is_refused_at_once(on_ray, driver):
     assert "CPU: 6 x 1 = 6 needed, it has 2 + 2" in str(caught.value)
 
 
-def test_ctrl_c_ends_ranks_on_a_local_ray_that_the_run_has_started(tmp_path):
-    pytest.importorskip("ray")
+def test_ctrl_c_ends_ranks_on_a_local_ray_that_the_run_has_started(cluster, warm_python, tmp_path):
     script = tmp_path / "train.py"
     script.write_text(TRAIN)
-    words = [sys.executable, script]
+    words, env = [warm_python, script], {**os.environ, "PYTHONPATH": cluster.search_path}
     pipe, errors = subprocess.PIPE, subprocess.STDOUT
-    with subprocess.Popen(words, stdout=pipe, stderr=errors, text=True) as program:
+    with subprocess.Popen(words, stdout=pipe, stderr=errors, text=True, env=env) as program:
         try:
             assert program.stdout is not None
             line = next(line for line in program.stdout if "has begun" in line)
@@ -316,27 +315,3 @@ def test_what_a_ray_cluster_lacks_is_told_with_the_arithmetic(fields, nodes, wor
     if words is not None:
         assert words in str(demand.refusal(nodes, "has"))
     assert sum(bundle["CPU"] for bundle in demand.bundles) == demand.size * fields["need"]["CPU"]
-
-
-def test_the_first_actor_of_an_elastic_run_is_replaced(on_ray, driver, tmp_path):
-    def train():
-        torch.manual_seed(0)
-        model = torch.nn.Linear(4, 2)
-        optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
-        data, has_died = torch.arange(64.0).reshape(16, 4), tmp_path / "has-died"
-        run = unisono.train.elastic(model, optimizer, data, batch_size=8, shards=4, steps=60)
-        for step in run:
-            step(lambda batch: model(batch[0]).square().mean())
-            if os.environ.get("RANK") == "0" and step.number == 2 and not has_died.exists():
-                has_died.touch()
-                os.kill(os.getppid(), signal.SIGKILL)
-                time.sleep(10.0)
-            is_waiting = "RANK" in os.environ and run.members < 2
-            time.sleep(0.3 if is_waiting else 0.0)
-        return model.weight.flatten().tolist(), run.members
-
-    results = unisono.run(train, on="ray", ranks=2, elastic=True, logs=QUIET, timeout_s=120)
-    (tmp_path / "has-died").touch()
-    alone, _ = train()
-    assert [weights for weights, _ in results] == [alone] * 2
-    assert results[0][1] == 2

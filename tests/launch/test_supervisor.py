@@ -9,8 +9,8 @@ import pytest
 
 from unisono.launch import Platform, attempts
 from unisono.launch.attempts import Attempts, Progress
-from unisono.launch.plan import RunPlan as Plan
 from unisono.launch.pool.protocol import Failed, RankState
+from unisono.launch.pool.protocol import RunPlan as Plan
 from unisono.launch.supervisor import COLLECT_S, Ranks, Supervisor
 
 FAILED = Failed(summary="ValueError: no", traceback="", pickled=None, is_consequence=False)

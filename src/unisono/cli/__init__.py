@@ -11,7 +11,6 @@ from typing import Any
 import unisono
 from unisono.cli import (
     bench,
-    checkpoint,
     compare,
     completion,
     demo,
@@ -45,7 +44,7 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"unisono {unisono.__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    every = (run, compare, job, demo, recorded, checkpoint, doctor, plan, bench, completion)
+    every = (run, compare, job, demo, recorded, doctor, plan, bench, completion)
     for command in every:
         command.add_parser(commands)
     return parser
@@ -59,10 +58,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     words = _with_dashes(words, parser)
     # What follows the first -- belongs to the user's script or function.
     cut = words.index("--") if "--" in words else len(words)
-    own, forwarded = words[:cut], words[cut + 1 :]
-    args, unknown = parser.parse_known_args(own)
+    ours, forwarded = words[:cut], words[cut + 1 :]
+    args, unknown = parser.parse_known_args(ours)
     if unknown:
-        parser.error(_explanation(args, unknown, own, parser))
+        parser.error(_explanation(args, unknown, ours, parser))
     args.forwarded = forwarded
     debug = getattr(args, "debug", False)
     return exit_code_of(lambda: args.execute(args), name=words[0], debug=debug)
@@ -70,20 +69,20 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _check_command(words: list[str], parser: argparse.ArgumentParser) -> None:
     """End with a hint where a command, or an action of one, does not exist."""
-    known, typed = subcommands(parser), [parser.prog]
+    commands, typed = subcommands(parser), [parser.prog]
     for word in words:
-        if word.startswith("-") or not known:
+        if word.startswith("-") or not commands:
             return
-        if word not in known:
-            near = next(iter(difflib.get_close_matches(word, known, n=1)), None)
+        if word not in commands:
+            near = next(iter(difflib.get_close_matches(word, commands, n=1)), None)
             gone = REMOVED.get(" ".join([*typed, word]))
             hint = gone or (f"did you mean {' '.join([*typed, near])}?" if near else "")
             parser.error(
-                f"no command {' '.join([*typed, word])}; there are {', '.join(known)}"
+                f"no command {' '.join([*typed, word])}; there are {', '.join(commands)}"
                 + (f"\nHINT: {hint}" if hint else "")
             )
         typed.append(word)
-        known = subcommands(known[word])
+        commands = subcommands(commands[word])
 
 
 def _with_dashes(words: list[str], parser: argparse.ArgumentParser) -> list[str]:

@@ -79,11 +79,11 @@ def choose(names: list[str], known: list[str]) -> list[str]:
     """Return the benchmarks that `names` mean; a folder's name means all in it, none means all."""
     chosen: list[str] = []
     for name in names or known:
-        wanted = name.removesuffix(".py").removeprefix("benchmarks/")
-        found = [k for k in known if k == wanted or k.startswith(f"{wanted}/")]
-        if not found:
-            raise unknown_name("bench", "benchmarks", wanted, known)
-        chosen += [k for k in found if k not in chosen]
+        required = name.removesuffix(".py").removeprefix("benchmarks/")
+        match = [k for k in known if k == required or k.startswith(f"{required}/")]
+        if not match:
+            raise unknown_name("bench", "benchmarks", required, known)
+        chosen += [k for k in match if k not in chosen]
     return chosen
 
 

@@ -50,7 +50,7 @@ def execute(args: argparse.Namespace) -> int:
         function = functools.partial(targets.run_script, path, args.forwarded)
     else:
         function = targets.named_call(args.target, *parse_words(args.forwarded))
-    found = compare(
+    comparison = compare(
         function,
         ranks=ranks,
         on=args.on,
@@ -59,7 +59,7 @@ def execute(args: argparse.Namespace) -> int:
         name=Path(args.target).name,
         is_script=is_script,
     )
-    print(found)
+    print(comparison)
     if args.record is not None:
-        print(f"unisono: report in {near(found.record(args.record))}", file=sys.stderr)
-    return OK if found.is_equal else FAILED
+        print(f"unisono: report in {near(comparison.record(args.record))}", file=sys.stderr)
+    return OK if comparison.is_equal else FAILED

@@ -77,8 +77,8 @@ def execute(args: argparse.Namespace) -> int:
     words = ["--ranks", str(args.ranks or 2)]
     if args.name == DIGITS:
         if args.ranks == 1:
-            found = "one rank, to be compared with one"
-            raise PlatformError.because("unisono demo --ranks 1", found, hint="--ranks 2")
+            results = "one rank, to be compared with one"
+            raise PlatformError.because("unisono demo --ranks 1", results, hint="--ranks 2")
         if importlib.util.find_spec("sklearn") is None:
             raise MissingExtra.of("examples", "unisono demo trains on the digits of scikit-learn")
         words = [] if args.ranks is None else words
@@ -118,7 +118,7 @@ def _command() -> str:
     from unisono.train.recording.launching import near
 
     own = Path(sys.executable).with_name("unisono")
-    found = shutil.which("unisono")
-    if not own.is_file() or (found is not None and Path(found).resolve() == own.resolve()):
+    results = shutil.which("unisono")
+    if not own.is_file() or (results is not None and Path(results).resolve() == own.resolve()):
         return "unisono"
     return str(near(own))

@@ -205,8 +205,8 @@ def check_torch() -> Finding:
     import torch.distributed as dist
 
     if not dist.is_available():
-        found = f"{torch.__version__} without torch.distributed"
-        return "FAIL", found, f"{_PIP} torch, from pytorch.org"
+        finding = f"{torch.__version__} without torch.distributed"
+        return "FAIL", finding, f"{_PIP} torch, from pytorch.org"
     from unisono import torch_private
 
     untested, missing = torch_private.untested(), torch_private.missing()
@@ -242,10 +242,12 @@ def check_backends() -> Finding:
     states = {name: dist.is_backend_available(name) for name in ("gloo", own)}
     words = {name: "ok" if there else "not in this torch" for name, there in states.items()}
     words |= transports.available()
-    found = ", ".join(name if word == "ok" else f"{name} ({word})" for name, word in words.items())
+    finding = ", ".join(
+        name if word == "ok" else f"{name} ({word})" for name, word in words.items()
+    )
     if not states["gloo"]:
-        return "FAIL", found, f"{_PIP} torch: its wheels have gloo"
-    return "ok", found
+        return "FAIL", finding, f"{_PIP} torch: its wheels have gloo"
+    return "ok", finding
 
 
 @check("core", CHECKS)
@@ -286,13 +288,15 @@ def check_cores() -> Finding:
 
     cores, quota = usable_cores(), cgroup_quota()
     limit = "" if quota is None else f", control group allows {quota:g}"
-    found = f"{cores} usable of {os.cpu_count()}{limit}"
+    finding = f"{cores} usable of {os.cpu_count()}{limit}"
     if "OMP_NUM_THREADS" in os.environ:
-        found += f"; OMP_NUM_THREADS={os.environ['OMP_NUM_THREADS']} sets the threads of each rank"
+        finding += (
+            f"; OMP_NUM_THREADS={os.environ['OMP_NUM_THREADS']} sets the threads of each rank"
+        )
     if cores == 1:
         fix = "ranks share one core: correct, but not faster; taskset -p $$ shows what limits them"
-        return "warn", found, fix
-    return "ok", found
+        return "warn", finding, fix
+    return "ok", finding
 
 
 @check("/dev/shm", CHECKS)
@@ -304,18 +308,18 @@ def check_shared_memory() -> Finding:
         fix = "mount -t tmpfs tmpfs /dev/shm, or UNISONO_BACKEND=gloo"
         return "warn", f"{error.strerror}", fix
     free_mb = space.f_bavail * space.f_frsize / 2**20
-    found = f"{free_mb:,.0f} MB free of {space.f_blocks * space.f_frsize / 2**20:,.0f} MB"
+    finding = f"{free_mb:,.0f} MB free of {space.f_blocks * space.f_frsize / 2**20:,.0f} MB"
     if free_mb < MIN_SHM_MB:
-        return "warn", found, "docker run --shm-size=1g, or UNISONO_BACKEND=gloo"
+        return "warn", finding, "docker run --shm-size=1g, or UNISONO_BACKEND=gloo"
     from unisono.launch.pool.cleanup import unused_memory
 
     kinds = [f"{SHM}/{start}*" for start in ("unisono-", "mpich_shm_")]
-    left = {kind: unused_memory(SHM.glob(Path(kind).name)) for kind in kinds}
-    if count := sum(map(len, left.values())):
-        found += f"; {count} file{'' if count == 1 else 's'} of processes that were killed"
-        fix = f"rm {' '.join(kind for kind in kinds if left[kind])} once none of your ranks runs"
-        return "warn", found, fix
-    return "ok", found
+    unused = {kind: unused_memory(SHM.glob(Path(kind).name)) for kind in kinds}
+    if count := sum(map(len, unused.values())):
+        finding += f"; {count} file{'' if count == 1 else 's'} of processes that were killed"
+        fix = f"rm {' '.join(kind for kind in kinds if unused[kind])} once none of your ranks runs"
+        return "warn", finding, fix
+    return "ok", finding
 
 
 @check("host name", CHECKS)
@@ -330,8 +334,8 @@ def check_host_name() -> Finding:
     except OSError as error:
         fix = f"add '127.0.1.1 {name}' to /etc/hosts; not needed on a single host"
         return "warn", f"{name} does not resolve ({error}); interfaces: {at}", fix
-    found = f"{name} is {', '.join(sorted(map(str, addresses)))}; interfaces: {at}"
-    return "ok", found
+    finding = f"{name} is {', '.join(sorted(map(str, addresses)))}; interfaces: {at}"
+    return "ok", finding
 
 
 @check("loopback", CHECKS)
@@ -348,8 +352,8 @@ def check_loopback() -> Finding:
 def check_launchers() -> Finding:
     """Which other launchers are installed."""
     programs = ("mpiexec", "srun", "sbatch", "torchrun", "ssh", "ray")
-    found = [name for name in programs if shutil.which(name)]
-    return "ok" if found else "skip", ", ".join(found) or "none on PATH"
+    finding = [name for name in programs if shutil.which(name)]
+    return "ok" if finding else "skip", ", ".join(finding) or "none on PATH"
 
 
 @check("mpi", CHECKS)
@@ -362,18 +366,18 @@ def check_mpi() -> Finding:
     try:
         mpiexec = find_mpiexec(Platform(device="mpi"))
     except PlatformError as error:
-        found = str(error).splitlines()[1].strip().removeprefix("found: ")
+        finding = str(error).splitlines()[1].strip().removeprefix("found: ")
         if "MPIEXEC" in os.environ:
-            return "warn", found, "unset MPIEXEC, or MPIEXEC=/path/of/an/mpiexec"
-        return "skip", found, 'pip install "unisono[mpi]" mpich, if you need --on mpi'
-    found = f"{mpiexec.version} at {mpiexec.path}"
+            return "warn", finding, "unset MPIEXEC, or MPIEXEC=/path/of/an/mpiexec"
+        return "skip", finding, 'pip install "unisono[mpi]" mpich, if you need --on mpi'
+    finding = f"{mpiexec.version} at {mpiexec.path}"
     if (why := unavailable()) is not None:
-        return "ok", f'{found}; backend="mpi" is not available: {why}'
+        return "ok", f'{finding}; backend="mpi" is not available: {why}'
     theirs = "openmpi" if "Open MPI" in _library_of_mpi4py() else "mpich"
     if theirs != mpiexec.flavour:
-        found += f", but mpi4py uses {theirs}"
-        return "warn", found, "MPIEXEC=... with the mpiexec of that MPI"
-    return "ok", f"{found}; mpi4py uses the same"
+        finding += f", but mpi4py uses {theirs}"
+        return "warn", finding, "MPIEXEC=... with the mpiexec of that MPI"
+    return "ok", f"{finding}; mpi4py uses the same"
 
 
 def _library_of_mpi4py() -> str:
@@ -396,14 +400,14 @@ def check_slurm() -> Finding:
         fix = "apt install slurm-client, or a login node of the cluster"
         return "FAIL", f"no {', '.join(missing)}", fix
     try:
-        known = cluster.partitions(timeout_s=10.0)
+        usual = cluster.partitions(timeout_s=10.0)
     except PlatformError as error:
         words = [line.strip() for line in str(error).splitlines() if "HINT:" not in line]
-        found = f"programs are installed, but no cluster answers ({words[-1]})"
+        finding = f"programs are installed, but no cluster answers ({words[-1]})"
         fix = "set SLURM_CONF=/path/of/slurm.conf; scontrol ping shows whether the cluster is up"
-        return "warn", found, fix
+        return "warn", finding, fix
     names = [
-        f"{p.name}{' (default)' if p.is_default else ''}: {p.nodes} nodes, {p.limit}" for p in known
+        f"{p.name}{' (default)' if p.is_default else ''}: {p.nodes} nodes, {p.limit}" for p in usual
     ]
     return "ok", "; ".join(names)
 
@@ -417,13 +421,13 @@ def check_preemption() -> Finding:
     may_requeue = settings.get("JobRequeue", "1") == "1"
     preempts = settings.get("PreemptMode", "OFF") != "OFF"
     sends = "preempt_send_user_signal" in settings.get("SlurmctldParameters", "")
-    found = f"requeue {'allowed' if may_requeue else 'off'}, pre-emption " + (
+    finding = f"requeue {'allowed' if may_requeue else 'off'}, pre-emption " + (
         "off" if not preempts else "by USR2" if sends else "by TERM"
     )
     if not may_requeue:
         fix = "jobs ask for it themselves (--requeue); ask the administrators for JobRequeue=1"
-        return "warn", found, fix
-    return "ok", found
+        return "warn", finding, fix
+    return "ok", finding
 
 
 @check("shared", SLURM_CHECKS)
@@ -453,9 +457,9 @@ def check_extras() -> Finding:
     """Which extras of unisono are installed."""
     there = {extra: importlib.util.find_spec(name) is not None for extra, name in _EXTRAS.items()}
     missing = [extra for extra, is_there in there.items() if not is_there]
-    found = ", ".join(extra for extra, is_there in there.items() if is_there) or "none"
+    finding = ", ".join(extra for extra, is_there in there.items() if is_there) or "none"
     fix = f'pip install "unisono[{",".join(missing)}]" if you need them' if missing else ""
-    return "ok", found, fix
+    return "ok", finding, fix
 
 
 @check("settings", CHECKS)
@@ -464,15 +468,15 @@ def check_settings() -> Finding:
     from unisono.launch.settings import read_configuration
 
     configuration = read_configuration()
-    found = [f"{n}={s.value!r} ({s.source})" for n, s in configuration.settings.items()]
+    finding = [f"{n}={s.value!r} ({s.source})" for n, s in configuration.settings.items()]
     if forced := os.environ.get("UNISONO_FORCE_ON"):
-        found.append(f"every device becomes {forced} (UNISONO_FORCE_ON)")
+        finding.append(f"every device becomes {forced} (UNISONO_FORCE_ON)")
     if configuration.path is not None:
-        found.insert(0, f"file {configuration.path.absolute()}")
+        finding.insert(0, f"file {configuration.path.absolute()}")
     if configuration.profiles:
         names = ", ".join(configuration.profiles)
-        found.append(f"profiles {names} ({configuration.path})")
-    return "ok", "; ".join(found) or "defaults only"
+        finding.append(f"profiles {names} ({configuration.path})")
+    return "ok", "; ".join(finding) or "defaults only"
 
 
 def _run_at(place: str) -> Finding:
@@ -502,9 +506,9 @@ def _summed(on: str | Platform, ranks: int) -> Results[float]:
     results = run(_self_test, on=on, ranks=ranks, timeout_s=120, logs=Logs(console="none"))
     right = [ranks * (ranks + 1) / 2] * ranks
     if list(results) != right:
-        found = f"{list(results)} instead of {right}"
-        hint = "UNISONO_BACKEND=gloo or shm, whichever was not used, and report this"
-        raise PlatformError.because(f"a sum over ranks on {on}", found, hint=hint)
+        finding = f"{list(results)} instead of {right}"
+        hint = "UNISONO_BACKEND=gloo or shm, the one that was not used, and report this"
+        raise PlatformError.because(f"a sum over ranks on {on}", finding, hint=hint)
     return results
 
 

@@ -102,7 +102,7 @@ def exit_code_of(command: Callable[[], int], *, name: str = "run", debug: bool =
     """Run `command`, typed as `name`; return its exit code, or the one its exception means."""
     try:
         code = command()
-        print(end="", flush=True)  # here, where nobody has to see the error of a closed pipe
+        print(end="", flush=True)  # here, where the error of a closed pipe is caught
         return code
     except BrokenPipeError:
         if not _is_unread(sys.stdout):

@@ -115,19 +115,19 @@ def _check(args: argparse.Namespace) -> None:
     from unisono.plan.report import check_picture
 
     ranks, nodes, team = args.ranks, args.nodes, args.team
-    asked = f"--ranks {ranks} --nodes {nodes}"
+    call = f"--ranks {ranks} --nodes {nodes}"
     for name in ("ranks", "nodes", "cores", "team", "max_ranks"):
         count, option = getattr(args, name), f"--{name.replace('_', '-')}"
         if count is not None and count < 1:
             _refuse(f"{option} {count}", "at least one is needed", f"{option} 8")
     if nodes > 1 and args.link is None:
-        _refuse(asked, "no bandwidth between nodes", "--link 10GB/s --latency 2us")
+        _refuse(call, "no bandwidth between nodes", "--link 10GB/s --latency 2us")
     if nodes > 1 and ranks is None:
-        _refuse(asked, "no number of ranks", f"--ranks {8 * nodes}")
+        _refuse(call, "no number of ranks", f"--ranks {8 * nodes}")
     if ranks is not None and ranks % nodes:
         found, fits = "nodes must have equal numbers of ranks", nodes * (ranks // nodes + 1)
         arithmetic = f"{ranks} = {nodes} * {ranks // nodes} + {ranks % nodes}"
-        _refuse(asked, found, f"--ranks {fits}", arithmetic)
+        _refuse(call, found, f"--ranks {fits}", arithmetic)
     if ranks is not None and team is not None and ranks % team:
         found, fits = "teams must have equal numbers of ranks", math.gcd(ranks, team)
         arithmetic = f"{ranks} = {team} * {ranks // team} + {ranks % team}"

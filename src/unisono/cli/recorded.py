@@ -1,4 +1,4 @@
-"""`unisono report` and `unisono trace`: what recorded runs and traced collectives have left."""
+"""`unisono report`, `trace` and `checkpoint`: what runs have left on the disk."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from unisono.errors import PlatformError
 
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Add both commands to the command line."""
+    """Add these commands to the command line."""
     report = commands.add_parser(
         "report",
         help="build and open the report of a recorded run",
@@ -38,6 +38,17 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     trace.add_argument("--chrome", type=Path, metavar="OUT", help="merge all events into a file")
     trace.add_argument("--json", action="store_true", help="print the events as JSON")
     trace.set_defaults(execute=_trace)
+    checkpoint = commands.add_parser(
+        "checkpoint",
+        help="convert checkpoints of earlier versions",
+        description="Work on directories of unisono.train.Checkpoint.",
+    )
+    actions = checkpoint.add_subparsers(title="actions", metavar="ACTION", required=True)
+    words = "copy checkpoints into the format of this version"
+    action = actions.add_parser("convert", help=words, description=f"{words.capitalize()}.")
+    action.add_argument("old", type=Path, help="a directory of checkpoints")
+    action.add_argument("new", type=Path, help="the directory to write, new or empty")
+    action.set_defaults(execute=_convert)
 
 
 def _report(args: argparse.Namespace) -> int:
@@ -79,16 +90,16 @@ def _trace(args: argparse.Namespace) -> int:
 def _files(path: Path) -> list[Path]:
     """Return the trace files that `path` means."""
     if path.is_dir():
-        found = sorted(p for p in path.glob("*trace*.json*") if p.is_file())
+        paths = sorted(p for p in path.glob("*trace*.json*") if p.is_file())
     else:
-        found = [path] if path.exists() else sorted(path.parent.glob(f"{path.name}.rank*"))
-    if not found:
+        paths = [path] if path.exists() else sorted(path.parent.glob(f"{path.name}.rank*"))
+    if not paths:
         raise PlatformError.because(
             f"unisono trace {path}",
             "no trace there",
             hint="UNISONO_TRACE=trace.json unisono run ... writes one",
         )
-    return found
+    return paths
 
 
 def _load(path: Path) -> list[dict[str, Any]]:
@@ -101,3 +112,11 @@ def _load(path: Path) -> list[dict[str, Any]]:
             f"a file that is not a trace of collectives ({type(error).__name__}: {error})",
             hint="give the file that UNISONO_TRACE=FILE or comm.trace(FILE) wrote",
         ) from error
+
+
+def _convert(args: argparse.Namespace) -> int:
+    from unisono.train.checkpoint import convert
+
+    for path in convert(args.old, args.new):
+        print(path)
+    return OK

@@ -24,7 +24,7 @@ from unisono.compat.serving import AS_CPU, call_served, notice, serving
 from unisono.errors import PlatformError
 
 if TYPE_CHECKING:
-    from unisono.launch.request import Request
+    from unisono.launch.request import RunRequest
 
 _EXAMPLES = """\
 examples:
@@ -229,7 +229,7 @@ def _starts_its_own_ranks(args: argparse.Namespace) -> bool:
 
 def _request(
     args: argparse.Namespace, function: Callable[[], object], *, is_script: bool
-) -> Request:
+) -> RunRequest:
     """Check what the command line asks for."""
     from unisono.launch import Logs
     from unisono.launch.elastic.settings import Chaos
@@ -282,7 +282,7 @@ def _fields(args: argparse.Namespace) -> dict[str, Any]:
     return fields
 
 
-def _check_uses(fields: Mapping[str, Any], request: Request) -> None:
+def _check_uses(fields: Mapping[str, Any], request: RunRequest) -> None:
     """Raise for a field that the place does not take; files may have it for other places.
 
     In an existing world, or with UNISONO_FORCE_ON, the place is not the user's choice.
@@ -299,7 +299,7 @@ def _check_uses(fields: Mapping[str, Any], request: Request) -> None:
         )
 
 
-def _show(args: argparse.Namespace, request: Request) -> int:
+def _show(args: argparse.Namespace, request: RunRequest) -> int:
     """Print the ranks and what the scheduler says of them; start nothing."""
     from unisono.launch.api import describe_request
 
@@ -314,7 +314,7 @@ def _show(args: argparse.Namespace, request: Request) -> int:
     return 0
 
 
-def _note_missing_gpus(args: argparse.Namespace, request: Request) -> None:
+def _note_missing_gpus(args: argparse.Namespace, request: RunRequest) -> None:
     """Say so if `--gpus` only counts ranks, because they run on cores."""
     if args.gpus is not None and request.place == "cpu":
         text = f"--gpus {args.gpus} only counts ranks: they run on cpu, without a GPU"
@@ -399,8 +399,8 @@ def _count(number: int, noun: str) -> str:
 
 
 def _recording(
-    args: argparse.Namespace, request: Request
-) -> contextlib.AbstractContextManager[tuple[Request, Path | None]]:
+    args: argparse.Namespace, request: RunRequest
+) -> contextlib.AbstractContextManager[tuple[RunRequest, Path | None]]:
     """Return a block in which ranks record, if that is asked for."""
     if args.record is None:
         return contextlib.nullcontext((request, None))

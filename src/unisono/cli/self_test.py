@@ -45,7 +45,7 @@ def movements(comm: Communicator) -> list[Tensor]:
     block = torch.arange(3.0 * (rank + 1), device=comm.device).view(-1, 3)
     gathered = comm.gather(block, 0)
     after, before = (rank + 1) % size, (rank - 1) % size
-    wanted = {before: torch.empty(before + 1, 3, device=comm.device)}
+    expected = {before: torch.empty(before + 1, 3, device=comm.device)}
     results = [
         comm.broadcast(block if rank == last else None, last, like=((size, 3), block.dtype)),
         comm.all_gather(block),
@@ -54,7 +54,7 @@ def movements(comm: Communicator) -> list[Tensor]:
         comm.all_to_all(torch.arange(float(size), device=comm.device) + 10 * rank),
     ]
     if size > 1:
-        results += comm.exchange({after: block}, wanted).values()
+        results += comm.exchange({after: block}, expected).values()
     comm.barrier()
     return results
 
@@ -110,7 +110,7 @@ PROGRAMS: dict[str, Program] = {
 }
 
 
-class Outcome(NamedTuple):
+class CheckOutcome(NamedTuple):
     """How a program went on one rank."""
 
     wrong: str
@@ -120,7 +120,7 @@ class Outcome(NamedTuple):
     total_s: float
 
 
-def on_rank() -> tuple[str, dict[str, Outcome]]:
+def on_rank() -> tuple[str, dict[str, CheckOutcome]]:
     """Return what this rank's device is, and how each program went."""
     comm = unisono.world()
     bytes_of = accelerator.memory(comm.device)
@@ -128,7 +128,7 @@ def on_rank() -> tuple[str, dict[str, Outcome]]:
         "" if bytes_of is None else f", {bytes_of[0] / 2**30:.1f} of {bytes_of[1] / 2**30:.1f} GiB"
     )
     device = f"{comm.device} ({accelerator.name(comm.device)}{room} free), {comm.backend}"
-    outcomes: dict[str, Outcome] = {}
+    outcomes: dict[str, CheckOutcome] = {}
     for name, program in PROGRAMS.items():
         began = time.perf_counter()
         results = program(comm)
@@ -136,15 +136,15 @@ def on_rank() -> tuple[str, dict[str, Outcome]]:
         there = [x.cpu() for x in results]
         total_s = time.perf_counter() - began
         here = program(comm.with_device("cpu"))
-        outcomes[name] = Outcome(difference(here, there), host_s, total_s)
+        outcomes[name] = CheckOutcome(difference(here, there), host_s, total_s)
     return device, outcomes
 
 
 def difference(here: list[Tensor], there: list[Tensor]) -> str:
     """Say where results of the device are not those of the CPU; nothing if they are."""
-    for i, (wanted, got) in enumerate(zip(here, there, strict=True)):
+    for i, (requested, got) in enumerate(zip(here, there, strict=True)):
         try:  # a GPU may multiply with fewer digits
-            torch.testing.assert_close(got, wanted, rtol=1e-2, atol=1e-3)
+            torch.testing.assert_close(got, requested, rtol=1e-2, atol=1e-3)
         except AssertionError as error:
             return f"result {i}: {' '.join(str(error).split())}"
     return ""

@@ -75,21 +75,21 @@ def find_source(module: str, asked: str) -> Path | None:
 def _neighbours(name: str, path: Sequence[str] | None) -> str:
     """Name the modules beside one that is not there, the most alike first."""
     package, dot, _ = name.rpartition(".")
-    found = pkgutil.iter_modules([str(Path.cwd())] if path is None else path)
-    names = nearest_first(name, sorted(f"{package}{dot}{module.name}" for module in found))
+    modules = pkgutil.iter_modules([str(Path.cwd())] if path is None else path)
+    names = nearest_first(name, sorted(f"{package}{dot}{module.name}" for module in modules))
     return f"modules there: {', '.join(names[:8])}" if names else ""
 
 
 def _spec(name: str, path: Sequence[str] | None) -> importlib.machinery.ModuleSpec | None:
     """Ask the finders of this interpreter for a module; the working directory comes first."""
     if path is None:
-        found = importlib.machinery.PathFinder.find_spec(name, [str(Path.cwd())])
-        if found is not None:
-            return found
+        spec = importlib.machinery.PathFinder.find_spec(name, [str(Path.cwd())])
+        if spec is not None:
+            return spec
     for finder in sys.meta_path:
         find = getattr(finder, "find_spec", None)
-        if find is not None and (found := find(name, path)) is not None:
-            return found
+        if find is not None and (spec := find(name, path)) is not None:
+            return spec
     return None
 
 
@@ -101,11 +101,11 @@ def _check(
     kwargs: Mapping[str, object],
 ) -> None:
     """Raise `PlatformError` if the file has no such function, or it cannot be called so."""
-    asked = f"unisono run {target}"
+    call = f"unisono run {target}"
     try:
         tree = ast.parse(source.read_bytes(), str(source))
     except (SyntaxError, ValueError) as error:
-        raise PlatformError.because(asked, f"{source.name} is not Python: {error}") from None
+        raise PlatformError.because(call, f"{source.name} is not Python: {error}") from None
     names = _names(tree)
     first, _, rest = function.partition(".")
     if first not in names and None not in names:
@@ -116,7 +116,7 @@ def _check(
         ]
         near = difflib.get_close_matches(function, functions, n=1)
         raise PlatformError.because(
-            asked,
+            call,
             f"no {function!r} in {source}; it has {', '.join(functions[:8]) or 'no function'}",
             None,
             f"did you mean {target.rpartition(':')[0]}:{near[0]}?" if near else None,
@@ -124,7 +124,7 @@ def _check(
     node = names.get(first)
     if isinstance(node, ast.AsyncFunctionDef):
         raise PlatformError.because(
-            asked,
+            call,
             f"{function} is a coroutine function: calling it runs nothing",
             None,
             "a function that calls asyncio.run",
@@ -137,32 +137,32 @@ def _check(
         except TypeError as error:
             text = str(signature).replace("=Ellipsis", "=...")
             raise PlatformError.because(
-                f"{asked} calls {function}{text}",
+                f"{call} calls {function}{text}",
                 f"{len(args)} positional arguments and keywords {sorted(kwargs)}",
                 str(error),
-                f"{asked} -- 3 lr=0.1, with the arguments of the function behind --",
+                f"{call} -- 3 lr=0.1, with the arguments of the function behind --",
             ) from None
 
 
 def _names(tree: ast.Module) -> dict[str | None, ast.AST]:
     """Return what a module defines at its top, also under conditions; None if there may be more."""
-    found: dict[str | None, ast.AST] = {}
+    names: dict[str | None, ast.AST] = {}
     todo: list[ast.AST] = list(reversed(tree.body))
     while todo:
         node = todo.pop()
         if isinstance(node, _CALLED):
-            found[None if node.name == "__getattr__" else node.name] = node
+            names[None if node.name == "__getattr__" else node.name] = node
         elif isinstance(node, (ast.Import, ast.ImportFrom)):
             for alias in node.names:
                 name = alias.asname or alias.name.partition(".")[0]
-                found[None if name == "*" else name] = node
+                names[None if name == "*" else name] = node
         else:
             for child in ast.walk(node):
                 if isinstance(child, ast.Name) and isinstance(child.ctx, ast.Store):
-                    found[child.id] = child
+                    names[child.id] = child
                 elif isinstance(child, (*_CALLED, ast.Import, ast.ImportFrom)):
                     todo.append(child)
-    return found
+    return names
 
 
 def _signature(arguments: ast.arguments) -> inspect.Signature:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from unisono.errors import PlatformError
-from unisono.launch.attempts import Run, job_directory, telling
+from unisono.launch.attempts import LauncherAttempts, job_directory, telling
 from unisono.launch.in_process import run_here, run_in_process, run_inline
 from unisono.launch.job import Job, LocalJob
 from unisono.launch.logs import IO, Logs
@@ -23,7 +23,7 @@ from unisono.launch.pool.payload import dump_call
 from unisono.launch.pool.stacks import own_frames_hidden
 from unisono.launch.request import (
     RESERVED,
-    Request,
+    RunRequest,
     check_call,
     checked_request,
     choose_convention,
@@ -99,11 +99,11 @@ def run(
         >>> list(unisono.run(lambda: unisono.world().rank, on="cpu", ranks=2))
         [0, 1]
     """
-    given = {name: value for name, value in locals().items() if name in RESERVED}
+    options = {name: value for name, value in locals().items() if name in RESERVED}
     with own_frames_hidden():
-        check_call(fn, args, kwargs, given)
-        del given["record"], given["watch"]
-        request = checked_request(fn, args, kwargs, **given)
+        check_call(fn, args, kwargs, options)
+        del options["record"], options["watch"]
+        request = checked_request(fn, args, kwargs, **options)
         if not record and not watch:
             return execute(request)
         # Records live above this layer; only who asks for one has to load them.
@@ -112,7 +112,7 @@ def run(
         return recording.run_recorded(request, name, watch=bool(watch))
 
 
-def execute(request: Request) -> Results[Any]:
+def execute(request: RunRequest) -> Results[Any]:
     """Run a checked request to its end, and tell the platform's own functions of it."""
     if request.joins_world:
         return run_here(request)
@@ -129,7 +129,7 @@ def execute(request: Request) -> Results[Any]:
             get_server()  # which loads torch while the call is packed, if it has just been started
         call = dump_call(request.fn, request.args, request.kwargs)
         with signals_of_launcher(), job_directory(request) as job_dir:
-            return Run(request, call, job_dir).results()
+            return LauncherAttempts(request, call, job_dir).results()
 
 
 def submit(
@@ -160,11 +160,11 @@ def submit(
         >>> list(job.result())
         [0, 1]
     """
-    given = {name: value for name, value in locals().items() if name in RESERVED}
-    check_call(fn, args, kwargs, given)
+    options = {name: value for name, value in locals().items() if name in RESERVED}
+    check_call(fn, args, kwargs, options)
     if not isinstance(logs, Logs):
-        given["logs"] = Logs(dir=logs, console="none")
-    return submit_request(checked_request(fn, args, kwargs, **given))
+        options["logs"] = Logs(dir=logs, console="none")
+    return submit_request(checked_request(fn, args, kwargs, **options))
 
 
 def submit_array(
@@ -183,11 +183,11 @@ def submit_array(
     if not isinstance(logs := options.get("logs"), Logs):
         options["logs"] = Logs(dir=logs, console="none")
     names = set(options) & set(RESERVED) - {"record", "watch"}
-    given: dict[str, Any] = {"on": on, **{name: options.pop(name) for name in names}}
-    requests: list[Request] = []
+    run_options: dict[str, Any] = {"on": on, **{name: options.pop(name) for name in names}}
+    requests: list[RunRequest] = []
     for value in values:
-        check_call(fn, (value, *args), options, given)
-        requests.append(checked_request(fn, (value, *args), options, **given))
+        check_call(fn, (value, *args), options, run_options)
+        requests.append(checked_request(fn, (value, *args), options, **run_options))
     name = function_name(fn)
     if not requests:
         raise PlatformError.because(f"submit_array({name}, ...)", "no value", None, "[1, 2, 3]")
@@ -203,12 +203,12 @@ def submit_array(
     return [*slurm.submit_array(requests)]
 
 
-def submit_request(request: Request) -> Job:
+def submit_request(request: RunRequest) -> Job:
     """Start a checked request in the background."""
     if is_in_world() or request.place == "inline":
         raise PlatformError.because(
             f"unisono.submit({request.name}, ...)",
-            "a run in this very process, which leaves nobody to hold the handle",
+            "a run in this very process, which would end before there is a handle",
             None,
             "unisono.run",
         )
@@ -245,12 +245,12 @@ def dry_run(
         >>> print(dry_run(print, on="cpu", ranks=2).splitlines()[0].strip())
         rank  node              device
     """
-    given = {name: value for name, value in locals().items() if name in RESERVED}
-    check_call(fn, args, kwargs, given)
-    return describe_request(checked_request(fn, args, kwargs, **given))
+    options = {name: value for name, value in locals().items() if name in RESERVED}
+    check_call(fn, args, kwargs, options)
+    return describe_request(checked_request(fn, args, kwargs, **options))
 
 
-def describe_request(request: Request) -> str:
+def describe_request(request: RunRequest) -> str:
     """Return what a checked request would start."""
     table = request.platform.rank_table()
     if request.place != "slurm":

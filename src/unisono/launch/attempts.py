@@ -1,7 +1,7 @@
 """A run as a series of attempts: a new one after a failure, or when the function asks for it.
 
-`Attempts` is that series wherever it is run: in the launcher (`Run`), or in task 0 of a
-cluster's job (`places/slurm/task.py`). What came of it is in its `Progress`.
+`Attempts` is that series wherever it is run: in the launcher (`LauncherAttempts`), or in task 0
+of a cluster's job (`places/slurm/task.py`). What came of it is in its `Progress`.
 """
 
 from __future__ import annotations
@@ -26,15 +26,13 @@ from unisono.launch.elastic.settings import Elastic
 from unisono.launch.logs import SHOW_ALL_UP_TO, Console, stdin_rank, tail, warn
 from unisono.launch.places.local import LocalRanks
 from unisono.launch.places.rendezvous import address_of_job
-from unisono.launch.plan import RunPlan
 from unisono.launch.platform import Device, Platform
 from unisono.launch.pool import cleanup, verdict
 from unisono.launch.pool.payload import Parcel
-from unisono.launch.pool.protocol import Job as RankJob
-from unisono.launch.pool.protocol import RankState
+from unisono.launch.pool.protocol import RankJob, RankState, RunPlan
 from unisono.launch.pool.surroundings import Surroundings, common_variables
 from unisono.launch.pool.verdict import Ending
-from unisono.launch.request import Request
+from unisono.launch.request import RunRequest
 from unisono.launch.results import Results
 from unisono.launch.supervisor import Policy, Ranks, Supervisor
 
@@ -56,7 +54,7 @@ class Progress:
     causes: list[str] = field(default_factory=list)
     """One line for each attempt that failed."""
     announced: list[str] = field(default_factory=list)
-    """One line for each attempt that follows a failed one; whoever waits shows them."""
+    """One line for each attempt that follows a failed one, for the process that waits to show."""
     ending: Ending | None = None
     """How the last attempt ended; None as long as the run goes on."""
     message: str = ""
@@ -65,11 +63,11 @@ class Progress:
     @classmethod
     def read(cls, directory: Path) -> Progress:
         """Return how far the job in `directory` has got."""
-        found = job_files.read_json(directory / PROGRESS)
-        if not found:
+        fields = job_files.read_json(directory / PROGRESS)
+        if not fields:
             return cls()
-        ending = found.pop("ending")
-        return cls(**found, ending=ending and Ending(**ending))
+        ending = fields.pop("ending")
+        return cls(**fields, ending=ending and Ending(**ending))
 
     def write(self, directory: Path) -> None:
         """Keep it."""
@@ -107,14 +105,14 @@ class Attempts(ABC):
 
     @abstractmethod
     def is_cancelled(self) -> bool:
-        """Whether somebody wants the series to end."""
+        """Whether the series has been cancelled."""
 
     @abstractmethod
     def note(self, state: str) -> None:
         """Note how it stands now, and tell others."""
 
     def is_taken_away(self, *, is_requeue: bool) -> bool:
-        """Whether somebody else has decided what comes next."""
+        """Whether the scheduler has decided what comes next."""
         del is_requeue
         return False
 
@@ -188,7 +186,7 @@ class Attempts(ABC):
 
 
 def pause_s(failures: int) -> float:
-    """Return the seconds before the attempt that follows so many failed ones: 1, 2, 4, ...
+    """Return the seconds before the attempt after this number of failed ones: 1, 2, 4, ...
 
     >>> [pause_s(failures) for failures in (1, 2, 9)]
     [1.0, 2.0, 30.0]
@@ -196,7 +194,7 @@ def pause_s(failures: int) -> float:
     return min(LONGEST_PAUSE_S, 2.0 ** (failures - 1))
 
 
-class Run(Attempts):
+class LauncherAttempts(Attempts):
     """The attempts of a run whose launcher stays: what was asked, and how to reach it.
 
     Args:
@@ -208,7 +206,7 @@ class Run(Attempts):
 
     def __init__(
         self,
-        request: Request,
+        request: RunRequest,
         call: Parcel,
         job_dir: Path,
         on_state: Callable[[str], None] | None = None,
@@ -329,7 +327,7 @@ class Run(Attempts):
         )
 
     def is_cancelled(self) -> bool:
-        """Whether somebody wants the run to end."""
+        """Whether the run has been cancelled."""
         return self._cancelled.is_set()
 
     def note(self, state: str) -> None:
@@ -416,7 +414,7 @@ def results_of(
     )
 
 
-def plan_of(request: Request) -> RunPlan:
+def plan_of(request: RunRequest) -> RunPlan:
     """Return the plain facts of what was asked."""
     platform, elastic = request.platform, request.elastic
     return RunPlan.of(
@@ -427,8 +425,8 @@ def plan_of(request: Request) -> RunPlan:
     )
 
 
-def rank_job(request: Request, call: Parcel, variables: Mapping[str, str]) -> RankJob:
-    """Return what ranks are told; functions that belong to the launcher do not travel.
+def rank_job(request: RunRequest, call: Parcel, variables: Mapping[str, str]) -> RankJob:
+    """Return the job of ranks; functions that belong to the launcher do not travel.
 
     Args:
         request: what was asked.
@@ -453,18 +451,18 @@ def rank_job(request: Request, call: Parcel, variables: Mapping[str, str]) -> Ra
     )
 
 
-def parent_of(request: Request) -> Path:
+def parent_of(request: RunRequest) -> Path:
     """Return where directories are that stay, or that hosts share: not in the temporary one."""
     return Path(request.logs.dir or request.platform.console_logs).absolute()
 
 
-def is_kept(request: Request) -> bool:
+def is_kept(request: RunRequest) -> bool:
     """Whether the directory of a run stays when it has succeeded."""
     return request.logs.dir is not None or request.platform.kind is Device.SLURM
 
 
 @contextmanager
-def job_directory(request: Request) -> Iterator[Path]:
+def job_directory(request: RunRequest) -> Iterator[Path]:
     """Yield the private directory of the run; one that is not kept stays after a failure."""
     if is_kept(request):
         yield job_files.make_directory(parent_of(request), request.name)

@@ -92,7 +92,7 @@ def _digest(key: bytes, counter: int, head: bytes, body: bytes) -> bytes:
     return mac.digest()
 
 
-class Channel:
+class ControlChannel:
     """Messages both ways, in order and each once, whatever happens to connections.
 
     The socket does not block: `receive` takes what has come, `flush` sends what the socket takes.
@@ -185,8 +185,8 @@ class Channel:
             return
         with suppress(OSError):
             while self._outgoing or self._fill():
-                taken = connection.socket.send(self._outgoing)
-                del self._outgoing[:taken]
+                sent = connection.socket.send(self._outgoing)
+                del self._outgoing[:sent]
 
     def receive(self) -> list[Any]:
         """Return the messages that have come; raise `Broken` when the connection has ended.
@@ -324,7 +324,7 @@ class Listener:
 
     Attributes:
         port: where it listens.
-        strangers: one line for each connection that was dropped, until somebody takes them.
+        strangers: one line for each connection that was dropped, until they are taken.
     """
 
     def __init__(self, key: bytes, address: str = "127.0.0.1") -> None:
@@ -336,7 +336,7 @@ class Listener:
         self.port: int = self._door.getsockname()[1]
         self.strangers: list[str] = []
         self._guests: deque[_Guest] = deque()
-        self._channels: dict[bytes, Channel] = {}
+        self._channels: dict[bytes, ControlChannel] = {}
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._door, selectors.EVENT_READ, None)
 
@@ -348,9 +348,9 @@ class Listener:
         """Return when `turn` must be called at the latest; None: not before something comes."""
         return max(0.0, self._guests[0].until - time.monotonic()) if self._guests else None
 
-    def turn(self) -> list[Channel]:
+    def turn(self) -> list[ControlChannel]:
         """Answer those who have come; return channels that are new, or have a new connection."""
-        arrived: list[Channel] = []
+        arrived: list[ControlChannel] = []
         for key, _ in self._selector.select(0):
             if key.data is None:
                 self._accept()
@@ -360,7 +360,7 @@ class Listener:
             self._drop(self._guests[0], f"said nothing for {GREETING_S:g} s")
         return arrived
 
-    def forget(self, channel: Channel) -> None:
+    def forget(self, channel: ControlChannel) -> None:
         """Take no new connection of a channel."""
         self._channels.pop(channel.identity, None)
 
@@ -389,7 +389,7 @@ class Listener:
             with suppress(OSError):
                 connection.send(MAGIC + nonce)
 
-    def _hear(self, guest: _Guest) -> Channel | None:
+    def _hear(self, guest: _Guest) -> ControlChannel | None:
         """Read the answer of a guest; return its channel once it has proved itself."""
         try:
             data = guest.socket.recv(_ANSWER_BYTES - len(guest.received))
@@ -403,28 +403,28 @@ class Listener:
         if not data or len(guest.received) < _ANSWER_BYTES:
             return None
         answer = bytes(guest.received)
-        told, proof = answer[:-_PROOF_BYTES], answer[-_PROOF_BYTES:]
-        if not hmac.compare_digest(_proof(self._key, b"client", guest.nonce, told), proof):
+        state, proof = answer[:-_PROOF_BYTES], answer[-_PROOF_BYTES:]
+        if not hmac.compare_digest(_proof(self._key, b"client", guest.nonce, state), proof):
             self._drop(guest, "does not know the key of this run")
             return None
-        identity = told[_NONCE_BYTES : _NONCE_BYTES + _IDENTITY_BYTES]
-        (received,) = _COUNT.unpack_from(told, _NONCE_BYTES + _IDENTITY_BYTES)
+        identity = state[_NONCE_BYTES : _NONCE_BYTES + _IDENTITY_BYTES]
+        (received,) = _COUNT.unpack_from(state, _NONCE_BYTES + _IDENTITY_BYTES)
         if identity not in self._channels:
             if received:
                 self._drop(guest, "goes on with a channel that is not of this run")
                 return None
-            self._channels[identity] = Channel()
+            self._channels[identity] = ControlChannel()
         channel = self._channels[identity]
         count = _COUNT.pack(channel.received)
         self._guests.remove(guest)
         self._selector.unregister(guest.socket)
         with suppress(OSError):  # then its first use says so
-            guest.socket.send(count + _proof(self._key, b"server", guest.nonce, told, count))
+            guest.socket.send(count + _proof(self._key, b"server", guest.nonce, state, count))
         channel.attach(
             Connection(
                 guest.socket,
-                send_key=_proof(self._key, b"down", guest.nonce, told),
-                receive_key=_proof(self._key, b"up", guest.nonce, told),
+                send_key=_proof(self._key, b"down", guest.nonce, state),
+                receive_key=_proof(self._key, b"up", guest.nonce, state),
                 received=received,
             )
         )
@@ -441,7 +441,7 @@ class Listener:
 
 
 def dial(
-    channel: Channel, key: bytes, addresses: Sequence[str], port: int, timeout_s: float
+    channel: ControlChannel, key: bytes, addresses: Sequence[str], port: int, timeout_s: float
 ) -> Connection:
     """Return a connection for a channel, by the first address that answers; blocks.
 
@@ -465,23 +465,23 @@ def dial(
     raise refused[0] if len(refused) == len(errors) and refused else errors[-1]
 
 
-def _greet(connection: socket.socket, channel: Channel, key: bytes) -> Connection:
+def _greet(connection: socket.socket, channel: ControlChannel, key: bytes) -> Connection:
     greeting = _exactly(connection, len(MAGIC) + _NONCE_BYTES)
     if not greeting.startswith(MAGIC):
         raise OSError("another greeting")
     nonce = greeting[len(MAGIC) :]
-    told = secrets.token_bytes(_NONCE_BYTES) + channel.identity + _COUNT.pack(channel.received)
-    connection.sendall(told + _proof(key, b"client", nonce, told))
+    state = secrets.token_bytes(_NONCE_BYTES) + channel.identity + _COUNT.pack(channel.received)
+    connection.sendall(state + _proof(key, b"client", nonce, state))
     answer = _exactly(connection, _COUNT.size + _PROOF_BYTES)
     count, proof = answer[: _COUNT.size], answer[_COUNT.size :]
-    if not hmac.compare_digest(_proof(key, b"server", nonce, told, count), proof):
+    if not hmac.compare_digest(_proof(key, b"server", nonce, state, count), proof):
         raise OSError("another key")
     connection.setblocking(False)
     _watch_network(connection)
     return Connection(
         connection,
-        send_key=_proof(key, b"up", nonce, told),
-        receive_key=_proof(key, b"down", nonce, told),
+        send_key=_proof(key, b"up", nonce, state),
+        receive_key=_proof(key, b"down", nonce, state),
         received=_COUNT.unpack(count)[0],
     )
 

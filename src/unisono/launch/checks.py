@@ -70,8 +70,8 @@ def _check_hosts(platform: Platform, spelling: Spelling) -> None:
     hosts, nodes = list(platform.hosts), platform.n_nodes
     strange = next((h for h in hosts if h.startswith("-") or h.split() != [h]), None)
     twice = next((host for host, count in Counter(hosts).items() if count > 1), None)
-    asked: dict[str, object] = {"device": platform.kind.value, "hosts": hosts}
-    for is_wrong, found, hint in (
+    fields: dict[str, object] = {"device": platform.kind.value, "hosts": hosts}
+    for is_wrong, finding, hint in (
         (
             platform.kind is not Device.MPI,
             f"{platform.kind.value} takes no hosts: mpi does",
@@ -90,7 +90,7 @@ def _check_hosts(platform: Platform, spelling: Spelling) -> None:
         (nodes != len(hosts), f"{nodes} nodes != {len(hosts)} hosts", "leave nodes out"),
     ):
         if is_wrong:
-            raise PlatformError.because(spelling.platform(**asked), found, hint=hint)
+            raise PlatformError.because(spelling.platform(**fields), finding, hint=hint)
 
 
 def _check_sizes(platform: Platform, spelling: Spelling) -> None:
@@ -134,25 +134,25 @@ def _check_sizes(platform: Platform, spelling: Spelling) -> None:
 
 
 def _check_groups(platform: Platform, groups: Sequence[Sequence[int]], spelling: Spelling) -> None:
-    size, found, arithmetic = platform.world_size, "", None
+    size, finding, arithmetic = platform.world_size, "", None
     groups_of: dict[int, list[int]] = {rank: [] for rank in range(size)}
     for number, group in enumerate(groups):
         if not group:
-            found = found or f"group {number} is empty"
+            finding = finding or f"group {number} is empty"
         for rank in group:
             if KINDS["seed"].fits(rank) and rank in groups_of:
                 groups_of[rank].append(number)
-            elif not found:
-                found = f"rank {rank!r} in group {number}"
+            elif not finding:
+                finding = f"rank {rank!r} in group {number}"
                 arithmetic = f"ranks of a world of {size} are 0 to {size - 1}"
     for rank, numbers in groups_of.items():
-        if len(numbers) != 1 and not found:
-            found = f"rank {rank} is in {'' if numbers else 'no group'}"
-            found += " and ".join(f"group {number}" for number in numbers)
-    if found:
+        if len(numbers) != 1 and not finding:
+            finding = f"rank {rank} is in {'' if numbers else 'no group'}"
+            finding += " and ".join(f"group {number}" for number in numbers)
+    if finding:
         raise PlatformError.because(
             f"{spelling.platform(ipc_groups=groups)} with {size} ranks",
-            found,
+            finding,
             arithmetic,
             "disjoint lists of ranks that cover all of them, or [] for one group of all",
         )

@@ -82,7 +82,7 @@ def enter_world(
         report_fd: pipe to the launcher.
         shared_fds: files in memory that the ranks of this host share.
         orders: where orders for a member of an elastic job arrive.
-        at_first_use: whether to leave the two groups to whoever first asks for the world, or to the
+        at_first_use: whether to leave the two groups to the first use of the world, or to the
             script's own `init_process_group`; then this is not collective.
     """
     device = platform.torch_device(environment.local_rank)
@@ -140,12 +140,12 @@ def own_group(groups: list[list[int]]) -> dist.ProcessGroup | None:
     if not groups:
         return dist.group.WORLD
     comm = world()
-    own: dist.ProcessGroup | None = None
+    group_of_rank: dist.ProcessGroup | None = None
     for ranks in groups:
         member = comm.sub(ranks)
         if member is not None:
-            own = member.process_group()
-    return own
+            group_of_rank = member.process_group()
+    return group_of_rank
 
 
 @contextmanager

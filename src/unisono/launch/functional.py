@@ -83,8 +83,8 @@ def average_params_grads(
 def _agreed_gradients(weights: list[nn.Parameter], comm: Communicator) -> list[Tensor]:
     """Return the gradients that any rank has; a rank without one gets zeros."""
     kinds = [0 if p.grad is None else 2 if p.grad.is_sparse else 1 for p in weights]
-    mine = torch.tensor(kinds, dtype=torch.int32)
-    anywhere = comm.with_device("cpu").all_reduce(mine, op="max").tolist()
+    codes = torch.tensor(kinds, dtype=torch.int32)
+    anywhere = comm.with_device("cpu").all_reduce(codes, op="max").tolist()
     if 2 in anywhere:  # on any rank: all of them raise
         raise PlatformError.because(
             "average_params_grads(..., grads=True)",
@@ -193,7 +193,7 @@ def get_dataset_sampler(
     if isinstance(dataset, IterableDataset):
         raise PlatformError.because(
             f"get_dataset_sampler({type(dataset).__name__}, ...)",
-            "an IterableDataset, which nobody can sample from",
+            "an IterableDataset, from which no sampler can draw",
             None,
             "skip records by rank inside its __iter__",
         )

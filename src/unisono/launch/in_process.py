@@ -1,6 +1,6 @@
 """Running in this very process: as a rank of the world it is in, or as a world of one.
 
-A process that somebody else started as a rank joins that world and starts nothing. So one script
+A process that another launcher started as a rank joins that world and starts nothing. So one script
 works under plain python, `unisono run`, torchrun, mpiexec and srun. Return values are shared as
 plain data only; nothing that comes from another rank is unpickled.
 """
@@ -39,7 +39,7 @@ from unisono.launch.context import (
 from unisono.launch.job_files import check_ours
 from unisono.launch.platform import Device, Platform
 from unisono.launch.pool.stacks import hide_own_frames, site_of
-from unisono.launch.request import Request, choose_convention
+from unisono.launch.request import RunRequest, choose_convention
 from unisono.launch.results import Elsewhere, Results
 from unisono.launch.stopping import deadline
 
@@ -53,8 +53,8 @@ _ALONE = {
     "WORLD_SIZE": "1",
     "LOCAL_WORLD_SIZE": "1",
     "MASTER_ADDR": "127.0.0.1",
-    "MASTER_PORT": "0",  # whoever listens there gets a free port
-    "UNISONO_DETECT": "0",  # still nobody's rank
+    "MASTER_PORT": "0",  # a server that listens there gets a free port
+    "UNISONO_DETECT": "0",  # still not a rank
 }
 """With these a script can initialise torch.distributed in a process on its own."""
 MEET_S = 300.0
@@ -94,8 +94,8 @@ def _start_in_step(environment: Environment) -> None:
     from unisono.comm.lifecycle import start_world
     from unisono.launch.places.rendezvous import meet
 
-    own = ("SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_RESTART_COUNT")
-    name = "slurm-" + ".".join(os.environ.get(variable, "0") for variable in own)
+    variables = ("SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_RESTART_COUNT")
+    name = "slurm-" + ".".join(os.environ.get(variable, "0") for variable in variables)
     if environment.job_dir is not None:
         directory = environment.job_dir / name
     elif environment.nodes == 1:
@@ -133,7 +133,7 @@ def _show_own_errors_only() -> None:
     sys.excepthook = show
 
 
-def run_here(request: Request) -> Results[Any]:
+def run_here(request: RunRequest) -> Results[Any]:
     """Call the function on this rank of the world it is in; collective over that world."""
     from unisono.comm.health import streams
     from unisono.comm.health.failures import post_failure
@@ -175,11 +175,11 @@ def run_here(request: Request) -> Results[Any]:
     )
 
 
-def run_inline(request: Request) -> Results[Any]:
+def run_inline(request: RunRequest) -> Results[Any]:
     """Call the function here; `requeue` in it calls it again."""
-    own = {"UNISONO_RESTART": "0", **(_ALONE if request.is_script else {})}
-    before = {name: os.environ[name] for name in own if name in os.environ}
-    os.environ |= own
+    variables = {"UNISONO_RESTART": "0", **(_ALONE if request.is_script else {})}
+    before = {name: os.environ[name] for name in variables if name in os.environ}
+    os.environ |= variables
     begin = time.perf_counter()
     try:
         for attempt in range(request.platform.max_requeues + 1):
@@ -199,14 +199,14 @@ def run_inline(request: Request) -> Results[Any]:
             )
     finally:
         stopping.forget_request()
-        for name in own:
+        for name in variables:
             os.environ.pop(name, None)
         os.environ |= before
     limit = request.platform.max_requeues
     raise RankFailed(f"the function asked to be started again more than max_requeues={limit} times")
 
 
-def run_in_process(request: Request) -> Results[Any]:
+def run_in_process(request: RunRequest) -> Results[Any]:
     """Run a request for one rank in this process; exceptions pass as they are."""
     begin = time.perf_counter()
     with _as_rank(request.platform, rank=0, local_rank=0, node=0) as place:
@@ -256,11 +256,11 @@ def _as_rank(platform: Platform, *, rank: int, local_rank: int, node: int) -> It
     """Make this process a rank for the length of the block."""
     from unisono.comm.lifecycle import open_store, stop_world
 
-    known = here()
+    previous = here()
     with generators_kept(), ExitStack() as at_end:
         at_end.callback(os.environ.update, dict(os.environ))
         at_end.callback(os.environ.clear)
-        at_end.callback(set_here, known)
+        at_end.callback(set_here, previous)
         at_end.callback(stop_world)
         for name in (RANK_PID, "MASTER_ADDR", "MASTER_PORT", "UNISONO_DETECT"):
             os.environ.pop(name, None)
@@ -291,7 +291,7 @@ def _as_rank(platform: Platform, *, rank: int, local_rank: int, node: int) -> It
         yield enter_world(environment, platform, store=store, name="in-process")
 
 
-def _unused(request: Request, comm: Communicator) -> list[str]:
+def _unused(request: RunRequest, comm: Communicator) -> list[str]:
     """Return what was asked for and is not so in this world."""
     platform, nodes = request.platform, request.platform.n_nodes
     kinds = [platform.accelerator or comm.device.type] if is_accelerator(comm.device) else []
@@ -305,17 +305,17 @@ def _unused(request: Request, comm: Communicator) -> list[str]:
     return words
 
 
-def _place(comm: Communicator, request: Request) -> Here:
-    """Return what the task is told of this rank: what our launcher knows, else the world itself.
+def _place(comm: Communicator, request: RunRequest) -> Here:
+    """Return what the task gets to know of this rank: from our launcher, else from the world.
 
     Collective over the world where groups of the platform are made.
     """
-    known = here()
-    if known is not None:
-        group, groups = known.group, known.platform.ipc_groups
+    launched = here()
+    if launched is not None:
+        group, groups = launched.group, launched.platform.ipc_groups
         if group is None and groups is not None:  # a script made the world, and we found it
             group = own_group(groups)
-        return replace(known, platform=request.platform, group=group)
+        return replace(launched, platform=request.platform, group=group)
     return Here(
         rank=comm.rank,
         local_rank=detect().local_rank,
@@ -363,7 +363,7 @@ def _gather_bytes(comm: Communicator, data: bytes) -> list[bytes]:
     """Return the bytes of every rank; collective over `comm`."""
     import torch
 
-    mine = torch.frombuffer(bytearray(data), dtype=torch.uint8).to(comm.device)
+    local = torch.frombuffer(bytearray(data), dtype=torch.uint8).to(comm.device)
     sizes = [size for (size,) in comm.all_gather_ints([len(data)])]
-    joined = comm.all_gather(mine, sizes=sizes).cpu()
+    joined = comm.all_gather(local, sizes=sizes).cpu()
     return [part.numpy().tobytes() for part in joined.split(sizes)]

@@ -18,11 +18,11 @@ from typing import Any, Literal, NamedTuple, overload
 
 from unisono.errors import JobCancelled, PlatformError, RankFailed, RankTimeout
 from unisono.expect import expect_int
-from unisono.launch.attempts import Run, job_directory, telling
+from unisono.launch.attempts import LauncherAttempts, job_directory, telling
 from unisono.launch.logs import LogReader
 from unisono.launch.pool.payload import dump_call
 from unisono.launch.pool.stacks import own_frames_hidden
-from unisono.launch.request import Request
+from unisono.launch.request import RunRequest
 from unisono.launch.results import Results
 
 __all__ = ["Job"]
@@ -33,7 +33,7 @@ POLL_S = 0.1
 """Seconds between two looks at a log."""
 
 
-class State(NamedTuple):
+class JobState(NamedTuple):
     """How a job stands."""
 
     name: str
@@ -130,7 +130,7 @@ class Job(ABC):
         Args:
             rank: which rank.
             follow: whether to wait for more.
-            tail: only so many lines from the end.
+            tail: number of lines from the end.
         """
         expect_int("rank", rank, 0, self.ranks, error=PlatformError)
         if follow:
@@ -154,7 +154,7 @@ class Job(ABC):
             time.sleep(POLL_S)
 
     @abstractmethod
-    def _look(self) -> State:
+    def _look(self) -> JobState:
         """Return how it stands."""
 
     @abstractmethod
@@ -168,13 +168,13 @@ class Job(ABC):
 class LocalJob(Job):
     """A run that a thread of this process supervises; its ranks end with this process."""
 
-    def __init__(self, request: Request) -> None:
+    def __init__(self, request: RunRequest) -> None:
         """Start a checked request in the background."""
         call = dump_call(request.fn, request.args, request.kwargs)
         self._state, self._reason = "pending", ""
         with ExitStack() as stack:  # which removes the directory of a run that is refused
             self.dir = stack.enter_context(job_directory(request))
-            self._launch = Run(request, call, self.dir, self._note)
+            self._launch = LauncherAttempts(request, call, self.dir, self._note)
             self._stack = stack.pop_all()
         self.id = self.dir.name
         self.ranks = request.ranks
@@ -204,19 +204,12 @@ class LocalJob(Job):
             raise PlatformError.because(f"job {self.id} with {ranks} ranks", "it has ended")
         self._launch.resize(ranks)
 
-    def members(self) -> int:
-        """Return how many ranks train now; for jobs with `elastic=True`."""
-        from unisono.launch.elastic.policy import read_events
-
-        events = read_events(self.dir)
-        return events[-1]["members"] if events else 0
-
     def stacks(self) -> dict[int, str]:
         """Return where every rank stands."""
         return {} if self._ended.is_set() else self._launch.stacks()
 
-    def _look(self) -> State:
-        return State(self._state, max(0, self._launch.progress.attempt), self._reason)
+    def _look(self) -> JobState:
+        return JobState(self._state, max(0, self._launch.progress.attempt), self._reason)
 
     def _results(self) -> Results[Any]:
         if isinstance(self._outcome, Results):

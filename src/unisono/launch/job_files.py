@@ -36,7 +36,7 @@ def make_directory(parent: Path, name: str) -> Path:
 def appearing_whole(path: Path) -> Iterator[Path]:
     """Yield a draft to write; it gets its name at one stroke, or is removed if the block raises.
 
-    So a reader finds the old content or the new one, whoever else writes the same file.
+    So a reader finds the old content or the new one, also if others write the same file.
     """
     draft = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
     try:
@@ -68,15 +68,15 @@ def read_state(directory: Path) -> dict[str, Any]:
 def check_ours(path: Path) -> None:
     """Raise `PlatformError` unless `path` is this user's own, closed to others, and no link."""
     try:
-        found = path.lstat()
+        status = path.lstat()
     except OSError as error:
         raise PlatformError.because(f"{path}", f"{error.strerror}") from error
-    mode = stat.S_IMODE(found.st_mode)
-    if stat.S_ISLNK(found.st_mode) or found.st_uid != os.getuid() or mode & 0o077:
-        kind = "a link" if stat.S_ISLNK(found.st_mode) else f"mode {mode:04o}"
+    mode = stat.S_IMODE(status.st_mode)
+    if stat.S_ISLNK(status.st_mode) or status.st_uid != os.getuid() or mode & 0o077:
+        kind = "a link" if stat.S_ISLNK(status.st_mode) else f"mode {mode:04o}"
         raise PlatformError.because(
             f"{path} holds what a job left",
-            f"{kind}, owner {found.st_uid} (this user is {os.getuid()})",
+            f"{kind}, owner {status.st_uid} (this user is {os.getuid()})",
             None,
             "only a private file of your own is read",
         )
@@ -91,7 +91,7 @@ def read_json(path: Path) -> dict[str, Any] | None:
             return None
         raise
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        content = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):  # replaced at this moment, on a network file system
         return None
-    return found if isinstance(found, dict) else None
+    return content if isinstance(content, dict) else None

@@ -85,9 +85,9 @@ def checked_logs(logs: str | Path | Logs | None, ranks: int, spelling: Spelling 
         )
     console = logs.console
     if isinstance(console, str):
-        known = ("auto", "all", "rank0", "none")
-        if console not in known:
-            listed = ", ".join(map(repr, known))
+        choices = ("auto", "all", "rank0", "none")
+        if console not in choices:
+            listed = ", ".join(map(repr, choices))
             raise PlatformError.because(
                 spelling.run(console=console), hint=f"one of {listed}, or a list of ranks"
             )
@@ -288,8 +288,8 @@ class LogReader:
 
     Args:
         path: the log, which need not be there yet.
-        tail: only so many lines of what is there already.
-        tracebacks: whether to read those, too; whoever raises the error does not need them.
+        tail: number of lines of what is there already.
+        tracebacks: whether to read those, too; not where the error is raised anyway.
 
     Attributes:
         place: how much of it was read.
@@ -311,8 +311,8 @@ class LogReader:
     def new(self) -> Iterator[bytes]:
         """Yield what has come, in pieces."""
         with suppress(FileNotFoundError), self._path.open("rb") as file:
-            found = os.fstat(file.fileno())
-            if self._inode not in (None, found.st_ino) or found.st_size < self.place:
+            status = os.fstat(file.fileno())
+            if self._inode not in (None, status.st_ino) or status.st_size < self.place:
                 # A new log has begun; perhaps more than one, and then some lines are gone.
                 old = self._path.with_name(f"{self._path.name}.old")
                 with suppress(FileNotFoundError), old.open("rb") as before:
@@ -320,7 +320,7 @@ class LogReader:
                         self.place = 0
                     yield from self._pieces(before)
                 self.place = 0
-            self._inode = found.st_ino
+            self._inode = status.st_ino
             yield from self._pieces(file)
 
     def _pieces(self, file: BinaryIO) -> Iterator[bytes]:
@@ -355,7 +355,7 @@ class LogFollower:
         directory: where they are.
         console: where they are shown.
         ranks: whose.
-        tail: only so many lines of what is there already.
+        tail: number of lines of what is there already.
         tracebacks: whether to show those, too.
     """
 

@@ -173,7 +173,7 @@ def check_call(
     """Raise `PlatformError` if `fn(*args, **kwargs)` cannot be called.
 
     Also if a keyword in `of_run`, given to `run` itself, names a parameter of `fn` that is still
-    open: nobody can know which of the two is meant.
+    open: it could be meant for either.
     """
     if not callable(fn):
         raise PlatformError.because(
@@ -275,7 +275,7 @@ _TRACES = frozenset(
 
 
 @dataclass(frozen=True, kw_only=True)
-class Request:
+class RunRequest:
     """A checked request."""
 
     fn: Callable[..., object]
@@ -343,7 +343,7 @@ def checked_request(
     is_script: bool = False,
     convention: Convention | None = None,
     spelling: Spelling = PYTHON,
-) -> Request:
+) -> RunRequest:
     """Return the request, or raise `PlatformError` that says what is wrong with it.
 
     What the caller leaves open comes from `unisono.toml`. The first options are those of `run`.
@@ -356,16 +356,18 @@ def checked_request(
     least = None
     if elastic or isinstance(ranks, (tuple, list)):
         least, ranks = bounds(ranks, elastic, spelling)
-    asked: dict[str, Any] = {"on": on, "ranks": ranks, "nodes": nodes, "timeout_s": timeout_s}
-    asked |= {"max_restarts": max_restarts, "logs": logs}
-    asked = {name: value for name, value in asked.items() if value is not None}
+    requested: dict[str, Any] = {"on": on, "ranks": ranks, "nodes": nodes, "timeout_s": timeout_s}
+    requested |= {"max_restarts": max_restarts, "logs": logs}
+    requested = {name: value for name, value in requested.items() if value is not None}
     fields = dict(fields or {})
     if hosts is not None:
         fields["hosts"] = hosts
     if fields.get("hosts") and nodes == 1 < len(fields["hosts"]):
-        found = f"1 node != {len(fields['hosts'])} hosts"
+        finding = f"1 node != {len(fields['hosts'])} hosts"
         call = spelling.run(nodes=1, hosts=list(fields["hosts"]))
-        raise PlatformError.because(call, found, hint="leave nodes out: it is the number of hosts")
+        raise PlatformError.because(
+            call, finding, hint="leave nodes out: it is the number of hosts"
+        )
     if seed is not None:
         COUNT_OR_ZERO.check("seed", seed, "run", spelling)
         fields["seed"] = seed
@@ -374,13 +376,13 @@ def checked_request(
     if not isinstance(on, Platform):
         configuration, left_open = configuration.at(on), RUN_NAMES
     settings = {n: s.value for n, s in configuration.settings.items() if n in left_open}
-    wanted = {**dict.fromkeys(RUN_NAMES), **settings, **asked}
+    resolved = {**dict.fromkeys(RUN_NAMES), **settings, **requested}
     for name in ("ranks", "nodes", "timeout_s", "max_restarts"):
-        if wanted[name] is not None:
-            KINDS[name].check(name, wanted[name], "run", spelling)
-    sizes = {"ranks": wanted["ranks"], "n_nodes": wanted["nodes"]}
+        if resolved[name] is not None:
+            KINDS[name].check(name, resolved[name], "run", spelling)
+    sizes = {"ranks": resolved["ranks"], "n_nodes": resolved["nodes"]}
     sizes = {name: size for name, size in sizes.items() if size is not None}
-    place, platform = resolve(wanted["on"], {**fields, **sizes}, configuration, spelling)
+    place, platform = resolve(resolved["on"], {**fields, **sizes}, configuration, spelling)
     if check is not None:
         expect("check", check, bool)
         variables = {**(platform.env or {}), "UNISONO_CHECK": str(int(check))}
@@ -399,12 +401,12 @@ def checked_request(
         platform = platform.but(ipc_groups=None, env=variables)
     decided = ""
     if configuration.path is not None:
-        known = {*asked, *fields}
+        explicit = {*requested, *fields}
         if isinstance(on, Platform):
-            known |= {name for name in NAMES if name not in FIELDS or on.is_explicit(name)}
-        decided = configuration.decisions(known)
-    is_endless = wanted["timeout_s"] is not None and math.isinf(wanted["timeout_s"])
-    return Request(
+            explicit |= {name for name in NAMES if name not in FIELDS or on.is_explicit(name)}
+        decided = configuration.decisions(explicit)
+    is_endless = resolved["timeout_s"] is not None and math.isinf(resolved["timeout_s"])
+    return RunRequest(
         fn=fn,
         args=args,
         kwargs=kwargs,
@@ -412,9 +414,9 @@ def checked_request(
         platform=platform,
         ranks=platform.world_size,
         joins_world=joins_world,
-        timeout_s=None if is_endless else wanted["timeout_s"],
-        max_restarts=wanted["max_restarts"] or 0,
-        logs=checked_logs(wanted["logs"], platform.world_size, spelling),
+        timeout_s=None if is_endless else resolved["timeout_s"],
+        max_restarts=resolved["max_restarts"] or 0,
+        logs=checked_logs(resolved["logs"], platform.world_size, spelling),
         is_explicit=ranks is not None or on not in (None, "auto"),
         name=title or function_name(fn),
         is_script=is_script,
@@ -498,8 +500,8 @@ def _from_word(
     if device is Device.GPU:
         defaults["n_gpus_per_node"] = max(1, accelerator.count(None if word == "gpu" else word))
         if given.get("n_gpus_per_node") == 0 and "ranks" not in given:
-            asked = spelling.platform(device=word, n_gpus_per_node=0)
-            raise PlatformError.because(asked, "no rank at all", hint=spelling.options(on="cpu"))
+            call = spelling.platform(device=word, n_gpus_per_node=0)
+            raise PlatformError.because(call, "no rank at all", hint=spelling.options(on="cpu"))
     elif device.value in _DEFAULT_RANKS and not _says_size(given):
         defaults["ranks"] = _DEFAULT_RANKS[device.value]
     return device.value, Platform(**{**defaults, **given, "device": word})
@@ -527,11 +529,13 @@ def known_place(word: object, configuration: Configuration, spelling: Spelling =
         if spelled in PLACES or (spelled not in _INSTEAD and accelerator.is_kind(spelled)):
             return spelled
     near = nearest(str(word), (*places, "auto"))
-    meant = f"did you mean {spelling.options(on=near)}?" if near else spelling.options(on="cpu")
+    suggestion = (
+        f"did you mean {spelling.options(on=near)}?" if near else spelling.options(on="cpu")
+    )
     raise PlatformError.because(
         spelling.run(on=word),
         f"ranks can be started on: {', '.join(map(repr, places))}",
-        hint=_INSTEAD.get(str(word).strip().lower(), meant),
+        hint=_INSTEAD.get(str(word).strip().lower(), suggestion),
     )
 
 

@@ -1,8 +1,8 @@
-"""`ResidentRanks`: ranks that stay and answer, for a caller that is no rank itself.
+"""`ResidentRanks`: ranks that stay and answer, for a caller that is not a rank.
 
 They are a submitted job: supervised, ended with this process, one error if any of them fails. Each
 holds a connection to the caller, over a socket that only this user can reach, with a shared key; it
-waits there, in no collective, for as long as nobody asks. The end of the connection is its end.
+waits there, in no collective, until there is a question. The end of the connection is its end.
 """
 
 from __future__ import annotations

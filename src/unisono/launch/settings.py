@@ -4,7 +4,7 @@ Order: defaults, the file (`[run]`, then a profile), arguments; the later one wi
 `UNISONO_FORCE_ON` alone goes before an argument, so that a GPU script runs on a laptop unchanged
 (`request.py`).
 
-A file may say which program starts ranks, and with which variables. So a file that somebody else
+A file may say which program starts ranks, and with which variables. So a file that another user
 could have written is never used.
 """
 
@@ -81,7 +81,7 @@ class Configuration:
     def decisions(self, given: Collection[str]) -> str:
         """Return a line on what the file decides, but for what the caller has `given`; or "".
 
-        Of a table only the names are told: variables for the ranks may be secrets.
+        Of a table only the names are shown: variables for the ranks may be secrets.
         """
         decided = [
             f"{name}={sorted(s.value) if isinstance(s.value, dict) else s.value!r}"
@@ -116,7 +116,7 @@ def find_file(directory: Path) -> Path | None:
     """Return the nearest file upwards.
 
     The search ends at a directory with `.git`, which is where a project ends, and at the home
-    directory. A file of another user on the way is passed over with a warning: whoever may write
+    directory. A file of another user on the way is passed over with a warning: users who may write
     to `/tmp` or `/scratch` could otherwise have this user run what they like, or nothing at all.
     """
     home: Path | None = None
@@ -138,7 +138,7 @@ def find_file(directory: Path) -> Path | None:
 
 def _strange_owner(path: Path, *opened: os.stat_result) -> int | None:
     """Return who owns the file, or the link to it, if neither this user nor root does."""
-    owners = [found.st_uid for found in (path.lstat(), path.stat(), *opened)]
+    owners = [status.st_uid for status in (path.lstat(), path.stat(), *opened)]
     return next((owner for owner in owners if owner not in (0, os.getuid())), None)
 
 
@@ -153,12 +153,12 @@ def say_once(line: str) -> None:
 
 
 def _read_file(path: Path) -> tuple[dict[str, Any], dict[str, dict[str, Any]]]:
-    """Return the table `[run]` and the profiles of a file that nobody else could have written."""
+    """Return the table `[run]` and the profiles of a file that no other user could have written."""
     try:
         with path.open("rb") as file:
-            found = os.fstat(file.fileno())  # of the very file that is read, whatever is renamed
+            status = os.fstat(file.fileno())  # of the very file that is read, whatever is renamed
             text = file.read().decode("utf-8")
-        owner, mode = _strange_owner(path, found), stat.S_IMODE(found.st_mode)
+        owner, mode = _strange_owner(path, status), stat.S_IMODE(status.st_mode)
         content = {} if owner is not None or mode & 0o022 else tomllib.loads(text)
     except (OSError, ValueError) as error:
         raise PlatformError.because(f"the settings in {path}", f"{error}") from error
@@ -166,7 +166,7 @@ def _read_file(path: Path) -> tuple[dict[str, Any], dict[str, dict[str, Any]]]:
         kind = f"its owner is user {owner}" if owner is not None else f"its mode is {mode:04o}"
         raise PlatformError.because(
             f"the settings in {path}, which may say which programs run in your name",
-            f"{kind}, so somebody else could have written it",
+            f"{kind}, so another user could have written it",
             hint=f"chmod go-w {path}" if owner is None else "a copy of your own",
         )
     content = _table(content, str(path), ("run", "platform"), "tables")

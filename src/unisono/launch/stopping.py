@@ -1,10 +1,10 @@
-"""The ways in which a run is told to end: a stop that all ranks agree on, Ctrl-C, TERM, a deadline.
+"""The ways in which a run is ended: a stop that all ranks agree on, Ctrl-C, TERM, a deadline.
 
 In a rank, a signal only sets a flag. `should_stop` asks all ranks whether one of them has it; the
 function then saves and calls `requeue`. Ctrl-C in the launcher sets it, too; a function that does
 not ask gets a `KeyboardInterrupt`, as it would in a process on its own.
 
-In the launcher, the first Ctrl-C asks whoever supervises the ranks to let them save and end; the
+In the launcher, the first Ctrl-C asks the supervisor of the ranks to let them save and end; the
 second ends them at once. TERM and HUP end them as an error does.
 """
 
@@ -36,7 +36,7 @@ _ALARM = signal.SIGALRM
 _wanted = threading.Event()
 _interrupted = threading.Event()
 _listener: Callable[[], None] | None = None
-"""Who in the launcher is told of the first Ctrl-C, instead of the exception."""
+"""Called in the launcher at the first Ctrl-C, instead of raising the exception."""
 _is_working = False
 """Whether the function runs, which alone an interrupt is for."""
 _calls = 0
@@ -46,12 +46,12 @@ _agreement: Callable[[], bool] | None = None
 
 
 def note_request() -> None:
-    """Remember that somebody wants this rank to stop."""
+    """Remember that this rank is to stop."""
     _wanted.set()
 
 
 def note_interrupt(seconds: float) -> None:
-    """Somebody has interrupted the launcher: end within so many seconds. From any thread.
+    """Note that the launcher was interrupted: end within `seconds`. From any thread.
 
     A function that has asked `should_stop` before will ask again: it is interrupted only if it has
     not done so in half of the time.
@@ -67,7 +67,7 @@ def note_interrupt(seconds: float) -> None:
 
 
 def was_interrupted() -> bool:
-    """Whether somebody has interrupted the launcher."""
+    """Whether the launcher was interrupted."""
     return _interrupted.is_set()
 
 
@@ -92,19 +92,19 @@ def _interrupt_main() -> None:
 
 
 def forget_request() -> None:
-    """Begin anew, as another attempt does in the same process."""
+    """Reset all flags, for another attempt in the same process."""
     global _calls, _agreed
     _wanted.clear()
     _calls, _agreed = 0, False
 
 
 def is_wanted() -> bool:
-    """Whether somebody wants this rank to stop, whatever the others know."""
+    """Whether this rank was asked to stop, whatever the others know."""
     return _wanted.is_set()
 
 
 def agree_by(ask: Callable[[], bool] | None) -> None:
-    """Have `should_stop` ask somebody else than the world; None: the world again."""
+    """Have `should_stop` call `ask` instead of asking the world; None: the world again."""
     global _agreement
     _agreement = ask
 
@@ -130,8 +130,8 @@ def should_stop(*, every: int = 1) -> bool:
         from unisono.launch.in_process import world
 
         comm = world().with_device("cpu")
-        mine = torch.tensor([int(_wanted.is_set())])
-        _agreed = bool(comm.all_reduce(mine, op="max").item())
+        flag = torch.tensor([int(_wanted.is_set())])
+        _agreed = bool(comm.all_reduce(flag, op="max").item())
     return _agreed
 
 
@@ -143,7 +143,7 @@ def requeue() -> None:
     raise Requeue(
         explain(
             "unisono.requeue() asks unisono.run to start this function again",
-            hint="call it inside unisono.run; elsewhere nobody starts the function again",
+            hint="call it inside unisono.run; elsewhere the function is not started again",
         )
     )
 
@@ -168,11 +168,11 @@ def simulate_preemption(*, after_s: float = 0.0, rank: int | None = None) -> Non
         rank: who gets it; None is this rank.
     """
     me = here()
-    mine, report_fd, size = (0, None, 1)
+    this_rank, report_fd, size = (0, None, 1)
     if me is not None:
-        mine, report_fd, size = me.rank, me.report_fd, me.platform.world_size
-    target = mine if rank is None else rank
-    is_me = target == mine
+        this_rank, report_fd, size = me.rank, me.report_fd, me.platform.world_size
+    target = this_rank if rank is None else rank
+    is_me = target == this_rank
     if not is_me and (report_fd is None or not 0 <= target < size):
         raise PlatformError.because(
             f"simulate_preemption(rank={rank})",
@@ -185,7 +185,7 @@ def simulate_preemption(*, after_s: float = 0.0, rank: int | None = None) -> Non
         if not is_me and report_fd is not None:
             tell(report_fd, preempt=target)
         elif report_fd is None:
-            note_request()  # no launcher: nobody has prepared this process for the signal
+            note_request()  # no launcher: this process has no handler for the signal
         else:
             os.kill(os.getpid(), signal.SIGTERM)
 
@@ -206,15 +206,15 @@ class _Terminated(BaseException):
 def signals_of_launcher() -> Iterator[None]:
     """Turn TERM and HUP into an exception inside the block, and obey them after it.
 
-    The first Ctrl-C is told to whoever listens, see `first_told_to`; it is a `KeyboardInterrupt`
-    where nobody does, and the second is one always. Later ones change nothing: all ranks are being
-    killed. Signals that the program handles itself are left alone, and so are all outside the main
-    thread.
+    The first Ctrl-C calls the listener, see `first_told_to`; it is a `KeyboardInterrupt`
+    where there is none, and the second is one always. Later ones change nothing: all ranks are
+    being killed. Signals that the program handles itself are left alone, and so are all outside the
+    main thread.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    taken = [number for number in _ORDERS if signal.getsignal(number) is signal.SIG_DFL]
+    handled = [number for number in _ORDERS if signal.getsignal(number) is signal.SIG_DFL]
     takes_interrupts = signal.getsignal(signal.SIGINT) is signal.default_int_handler
     raised = 0
     was_told = False
@@ -231,7 +231,7 @@ def signals_of_launcher() -> Iterator[None]:
             raised += 1
             raise KeyboardInterrupt
 
-    for number in taken:
+    for number in handled:
         signal.signal(number, raise_it)
     if takes_interrupts:
         signal.signal(signal.SIGINT, interrupt)
@@ -241,7 +241,7 @@ def signals_of_launcher() -> Iterator[None]:
     except _Terminated as order:
         received = order.number
     finally:
-        for number in taken:
+        for number in handled:
             signal.signal(number, signal.SIG_DFL)
         if takes_interrupts:
             signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -280,7 +280,7 @@ def announce(seconds: float) -> None:
 def deadline(timeout_s: float | None, *, rank: int, size: int) -> Iterator[None]:
     """Raise `RankTimeout` in the block if it has not ended after `timeout_s`; None is never.
 
-    For a function in a world that somebody else started: nobody watches from outside. A thread
+    For a function in a world of another launcher, without a supervisor outside. A thread
     waits for the deadline, collects the stacks of all ranks that answer, and interrupts the main
     thread; if that does not come back, the process ends.
 
@@ -292,17 +292,17 @@ def deadline(timeout_s: float | None, *, rank: int, size: int) -> Iterator[None]
     main = threading.main_thread()
     is_main = threading.current_thread() is main
     is_over = threading.Event()
-    found: list[RankTimeout] = []
+    errors: list[RankTimeout] = []
 
     def raise_it(_number: int, _frame: FrameType | None) -> None:
-        if found and not is_over.is_set():
-            raise found.pop()
+        if errors and not is_over.is_set():
+            raise errors.pop()
 
     def wait() -> None:
         if is_over.wait(timeout_s):
             return
         error = _timeout(timeout_s, rank, size)
-        found.append(error)
+        errors.append(error)
         if is_main and not is_over.is_set() and main.ident is not None:
             signal.pthread_kill(main.ident, _ALARM)
         # Collecting stacks has taken a while: the function may have ended meanwhile.

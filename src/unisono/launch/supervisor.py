@@ -14,9 +14,8 @@ from collections.abc import Callable, Sequence
 from operator import attrgetter
 from typing import Any
 
-from unisono.launch.plan import RunPlan
 from unisono.launch.pool.payload import Parcel
-from unisono.launch.pool.protocol import RankState
+from unisono.launch.pool.protocol import RankState, RunPlan
 from unisono.launch.pool.verdict import Ending
 from unisono.launch.stopping import announce, first_told_to
 
@@ -63,14 +62,14 @@ class Policy:
 
 
 class Ranks(ABC):
-    """The ranks of one attempt, as whoever started them knows and reaches them."""
+    """The ranks of one attempt, as their launcher knows and reaches them."""
 
     policy: Policy = Policy()
     """What follows from the end of one."""
     states: list[RankState]
     """What is known of each."""
     has_left = False
-    """Whether nobody is there any more who could tell how ranks stand."""
+    """Whether no process is left that could report on the ranks."""
     exit_code: int | None = None
     """That of the program which started the ranks, if one did."""
 
@@ -88,7 +87,7 @@ class Ranks(ABC):
 
     @abstractmethod
     def interrupt(self, seconds: float) -> None:
-        """Ask all to save and end within so many seconds."""
+        """Ask all to save and end within `seconds`."""
 
     @abstractmethod
     def finish(self) -> None:
@@ -214,8 +213,8 @@ class Supervisor:
 
     def _watch(self) -> None:
         """Follow the ranks until they have returned or left, or there is a reason to stop them."""
-        while (left := self._seconds_left()) != 0.0:
-            self.ranks.wait(left)
+        while (remaining_s := self._seconds_left()) != 0.0:
+            self.ranks.wait(remaining_s)
             while self._questions:
                 self._questions.popleft()()
             self._look()
@@ -236,7 +235,7 @@ class Supervisor:
     def _seconds_left(self) -> float | None:
         """Return the time to the next moment at which something must be done; None: there is none.
 
-        A failure and an interrupt are over as soon as there is nobody left to wait for.
+        A failure and an interrupt are over as soon as all ranks have ended.
         """
         plan = self._plan
         if self._interrupted_until is not None:

@@ -16,9 +16,7 @@ from collections.abc import Callable, Sequence
 import pytest
 
 from unisono.launch.elastic import coordinator as coordinator_module
-from unisono.launch.elastic import follower as follower_module
-from unisono.launch.elastic.coordinator import Coordinator, Member
-from unisono.launch.elastic.follower import Follower
+from unisono.launch.elastic.coordinator import Coordinator, ElasticMember, Follower
 
 STEPS = 2
 SPOILT: tuple[int, int] = (-1, -1)
@@ -81,7 +79,7 @@ class World:
     def thawed(self, data: bytes) -> World:
         """Return that moment, to go on from."""
         inside, followers, own = marshal.loads(data)
-        inside["members"] = {n: Member(**fields) for n, fields in inside["members"].items()}
+        inside["members"] = {n: ElasticMember(**fields) for n, fields in inside["members"].items()}
         world = object.__new__(type(self))
         vars(world).update(own, kinds=self.kinds)
         world.coordinator = object.__new__(self.kinds[0])
@@ -212,7 +210,7 @@ class World:
         known = [] if member is None else self.last_marks(number, member)
         self.coordinator.died(number, *known)
 
-    def last_marks(self, number: int, member: Member) -> list[int]:
+    def last_marks(self, number: int, member: ElasticMember) -> list[int]:
         """Return what is known of the mark of a member that died."""
         return [self.board(number)["marks"][member.place]]
 
@@ -469,7 +467,7 @@ class Unconfirmed(Follower):
 class Unread(World):
     """Knows nothing of the marks of the dead."""
 
-    def last_marks(self, number: int, member: Member) -> list[int]:
+    def last_marks(self, number: int, member: ElasticMember) -> list[int]:
         return []
 
 
@@ -498,8 +496,7 @@ def test_mistakes_in_the_protocol_are_found(world, kinds):
 
 
 def test_marks_from_before_a_change_must_not_count(monkeypatch):
-    for module in (coordinator_module, follower_module):
-        monkeypatch.setattr(module, "mark_of", lambda _epoch, step: 4 * step)
+    monkeypatch.setattr(coordinator_module, "mark_of", lambda _epoch, step: 4 * step)
     with pytest.raises(Broken):
         explore(World(2, 1, 1, 2, follower=Reducing))
 

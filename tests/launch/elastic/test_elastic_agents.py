@@ -17,7 +17,7 @@ from torch import nn
 
 import unisono
 from unisono.errors import RankFailed
-from unisono.launch.attempts import Run
+from unisono.launch.attempts import LauncherAttempts
 from unisono.launch.elastic.policy import read_events
 from unisono.launch.places.agent import INVITATION
 from unisono.launch.places.agents import AgentRanks
@@ -59,7 +59,7 @@ def on_agents(request, forked_python, monkeypatch):
         shown = {"console": self._console, "job_dir": self._job_dir}
         return PlainRanks(self._job, self._plan, self.progress.attempt, **shown)
 
-    monkeypatch.setattr(Run, "ranks", ranks)
+    monkeypatch.setattr(LauncherAttempts, "ranks", ranks)
 
 
 def train(folder: str, victim: str = "", steps: int = 12) -> tuple[str, int]:

@@ -1,24 +1,29 @@
 """Which ranks train, which shards each computes, and the step at which all resume after a change.
 
-A pure state machine: it is told what members say and which have died, and answers with orders. It
-knows nothing of processes, connections or tensors. How a member obeys is in `follower`. As long as
-no member comes or goes, members need no orders: they wait for each other's marks.
+Two pure state machines, without processes, connections or tensors. The `Coordinator` gets what
+members say and which have died, and answers with orders. A `Follower` is one member: it decides by
+the marks of the others and these orders what to do next. As long as no member comes or goes,
+members need no orders: they wait for each other's marks.
 
     running    members run; a death, a newcomer or a surplus member ends this phase
     holding    each member stops and says which step it is at: at once after a death, because the
                step cannot be finished, else before the next step
     boundary   all stand still: the furthest member says which step is next; newcomers get the state
-               of a member; shards are assigned anew
+               of a member; shards are assigned again
 
 A member applies a step when every member has marked its end, and a mark of the end means that this
 member has all it needs to apply the step. So if one living member has applied a step, all others
 can, and do. If none has, the step is begun again; a dead member that had applied it is gone. That
 is safe because members stand still when they say where they are, and the dead write no more.
+
+A step of a member: compute its shards; where there are many sums, wait for those of all, and add up
+its piece of them; where members are on several hosts, wait until all sums have come, and confirm;
+wait until all have come to the end; apply the step.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,7 +37,7 @@ LINE = 64
 PHASES = 4
 """Marks of a step: begun, sums are there, its piece of the result is there, (none), the end."""
 VAIN = 3
-"""So many times in a row members may fail to reach each other at the same step."""
+"""How often in a row members may fail to reach each other at the same step."""
 
 
 def split(count: int, parts: int) -> list[Run]:
@@ -53,7 +58,7 @@ def mark_of(epoch: int, step: int) -> int:
 
 
 @dataclass
-class Member:
+class ElasticMember:
     """What the coordinator knows of one process that trains."""
 
     rank: int
@@ -85,14 +90,14 @@ class Coordinator:
         """Counts changes of members."""
         self.reached = 0
         """The step that the first of the members is at, as far as is known: a change without need
-        waits for the next one. If it comes too late, a step is computed in vain, no more."""
+        waits for the next one. If it comes too late, a step is computed for nothing, no more."""
         self.phase = "boundary"
         """`boundary`, `running`, `holding`, `over` (all have left), or `lost` (all have died)."""
-        self.members: dict[int, Member] = {}
+        self.members: dict[int, ElasticMember] = {}
         self.error: str | None = None
         """What members have done that cannot be right."""
         self.retired: list[int] = []
-        """Members and newcomers that are not wanted any more; whoever asks takes them away."""
+        """Members and newcomers that are surplus; the caller ends them."""
         self._shards = 0
         self._first = 0
         self._newcomers: dict[int, tuple[int, int, str, Any]] = {}
@@ -111,7 +116,7 @@ class Coordinator:
     def late(self, marks: Mapping[int, int]) -> list[int]:
         """Return those for whom others wait, given the marks of members.
 
-        Nobody does if no member has come further than another: then the program may be at
+        None does if no member has come further than another: then the program may be at
         something else.
         """
         if self.phase == "boundary":
@@ -248,7 +253,7 @@ class Coordinator:
             first = min(self._newcomers, key=lambda number: self._newcomers[number][0])
             rank, self.step, host, address = self._newcomers.pop(first)
             self._first = self.step
-            self.members[first] = Member(rank, host, address)
+            self.members[first] = ElasticMember(rank, host, address)
             self._order(first, "found", step=self.step)
         while len(self.members) > self.target:
             number = max(self.members, key=lambda n: self.members[n].rank)
@@ -265,7 +270,7 @@ class Coordinator:
         """Make members of newcomers that have the state."""
         for number in self._loading:
             rank, _, host, address = self._newcomers.pop(number)
-            self.members[number] = Member(rank, host, address)
+            self.members[number] = ElasticMember(rank, host, address)
         self._loading.clear()
 
     def _run(self) -> None:
@@ -311,3 +316,90 @@ class Coordinator:
 
     def _order(self, number: int, kind: str, **rest: Any) -> None:
         self._outbox.append((number, {"kind": kind, **rest}))
+
+
+class Follower:
+    """One member: what it does next.
+
+    Attributes:
+        step: where it is.
+        order: who does what in this epoch; empty before the first one.
+        mark: how far it has come, for others to see.
+        is_held: whether it has to stay where it is.
+        stops_at: the step before which it shall stop, if any.
+        orders: those that it has not obeyed yet.
+        mistake: what is wrong, if others have left.
+    """
+
+    FEW = 2
+    """Up to this number of sums, each member adds up all: that is as quick as to read a result."""
+
+    def __init__(self) -> None:
+        self.step = 0
+        self.order: dict[str, Any] = {}
+        self.mark = 0
+        self.is_held = True
+        self.stops_at: int | None = None
+        self.orders: list[dict[str, Any]] = []
+        self.mistake = ""
+
+    @property
+    def adds_up_alone(self) -> bool:
+        """Whether there is no result that members make together."""
+        return sum(end > first for first, end in self.order["runs"]) <= self.FEW
+
+    @property
+    def is_spread(self) -> bool:
+        """Whether members are on several hosts: then what they leave has to travel."""
+        return len(set(self.order["hosts"])) > 1
+
+    def due(self, marks: Callable[[], Sequence[int]]) -> str:
+        """Return what to do; `marks` gives those of all members, by their places.
+
+        That is `compute`, `reduce`, `confirm`, `commit` or `donate`; `held`, to tell the
+        coordinator so; `mismatch`, to tell that others have left; `wait`, for marks, or for orders
+        if it is held.
+        """
+        while self.orders:
+            if self.orders[0]["step"] > self.step:
+                return "commit"  # all marks were there when others went on
+            order = self.orders.pop(0)
+            kind = order["kind"]
+            if kind == "go":
+                self.order, self.is_held, self.stops_at = order, False, None
+                self.mark = mark_of(order["epoch"], self.step)
+            elif kind == "hold":
+                self.stops_at = order["at"]
+            elif kind == "leave":
+                rank = self.order["ranks"][self.order["place"]]
+                self.mistake = (
+                    f"ranks [{order['rank']}] ended their loop before step {self.step}, "
+                    f"ranks [{rank}] have begun that step"
+                )
+                return "mismatch"
+            elif kind == "donate":
+                return kind
+        if self.is_held:
+            return "wait"
+        if self.stops_at is not None and self.stops_at <= self.step:
+            self.is_held = True
+            return "held"
+        phase = self.mark - mark_of(self.order["epoch"], self.step)
+        if phase == 0:
+            return "compute"
+        if any(mark < self.mark for mark in marks()):
+            return "wait"
+        return {1: "reduce", 2: "confirm"}.get(phase, "commit")
+
+    def is_in_vain(self) -> bool:
+        """Whether an order has come that ends what this member is at."""
+        return any(order["kind"] != "hold" or order["at"] <= self.step for order in self.orders)
+
+    def has_done(self, what: str) -> None:
+        """Come further: `compute`, `reduce` or `confirm` is done. Then others may see the mark."""
+        phase = {"compute": 1, "reduce": 2, "confirm": PHASES}[what]
+        if phase == 1 and self.adds_up_alone:
+            phase = 2
+        if phase == 2 and not self.is_spread:
+            phase = PHASES  # what is left on the board of this host survives its writer
+        self.mark = mark_of(self.order["epoch"], self.step) + phase

@@ -1,7 +1,7 @@
 """The policy of a run whose ranks may die and join: others take the places of those that die.
 
 `ReplacingPolicy` sees to the processes of this run, `ElasticPolicy` to the members of a training
-besides: it carries words and orders between them and the coordinator. Both are told what ranks say,
+besides: it carries words and orders between them and the coordinator. Both get what ranks say,
 wherever these run, by the `Ranks` that they belong to. An exception in a rank's function ends the
 run as ever: it would be raised again by the next rank.
 """
@@ -168,16 +168,16 @@ class ReplacingPolicy(Policy):
         states = self._ranks.states
         if self.is_over or any(state.is_good for state in states):
             return
-        taken = {state.rank for state in states}
-        missing = self.target - len(taken)
+        occupied = {state.rank for state in states}
+        missing = self.target - len(occupied)
         for place in range(self._most):
-            if missing > 0 and place not in taken and place not in self._retired:
+            if missing > 0 and place not in occupied and place not in self._retired:
                 self._has_left.discard(place)
                 missing -= self._ranks.start_rank(place)
 
 
 @dataclass(eq=False)
-class Seat:
+class Candidate:
     """A process that wants to train, or does."""
 
     number: int
@@ -229,7 +229,7 @@ class ElasticPolicy(ReplacingPolicy):
         self._least, self._stall_s, self._job_dir = least, stall_s, job_dir
         self._guests: Guests | None = guests
         self._key = new_key().hex() if is_spread or guests is not None else ""
-        self._seats: dict[int, Seat] = {}
+        self._seats: dict[int, Candidate] = {}
         self._count = 0
         self._facts: dict[str, Any] | None = None
         self._news_at = time.monotonic()
@@ -343,7 +343,7 @@ class ElasticPolicy(ReplacingPolicy):
             self._leave_seat(seat)
             self._deliver()
 
-    def _seat_of(self, memory: str, rank: int) -> Seat | None:
+    def _seat_of(self, memory: str, rank: int) -> Candidate | None:
         seats = self._seats.values()
         return next((s for s in seats if (s.memory, s.rank) == (memory, rank)), None)
 
@@ -352,7 +352,7 @@ class ElasticPolicy(ReplacingPolicy):
         facts: dict[str, Any] = message["facts"]
         others = self._facts = self._facts or facts
         pid, host = message["pid"], message["host"]
-        seat = Seat(self._count, memory, rank, pid, host, is_guest)
+        seat = Candidate(self._count, memory, rank, pid, host, is_guest)
         if facts != others:
             shown = [
                 f"{name}: {facts[name]} here, {others.get(name)} there"
@@ -365,7 +365,7 @@ class ElasticPolicy(ReplacingPolicy):
         self._seats[seat.number] = seat
         self._send(seat, {"kind": "welcome", "host": memory, "key": self._key})
 
-    def _leave_seat(self, seat: Seat) -> None:
+    def _leave_seat(self, seat: Candidate) -> None:
         """Let others do what a process had to do that is gone."""
         del self._seats[seat.number]
         member = self.coordinator.members.get(seat.number)
@@ -391,7 +391,7 @@ class ElasticPolicy(ReplacingPolicy):
                 self._seen_members.add(number)
                 self._note_event("joined", seat.rank)
 
-    def _send(self, seat: Seat, order: dict[str, Any]) -> None:
+    def _send(self, seat: Candidate, order: dict[str, Any]) -> None:
         order = {**order, "pid": seat.pid}
         if seat.is_guest and self._guests is not None:
             self._guests.send(seat.memory, {"rank": seat.rank, "order": order})
@@ -432,8 +432,8 @@ class ElasticPolicy(ReplacingPolicy):
         # A rank that fails leaves its loop, too; then its own error says more.
         self.settle()
         end = time.monotonic() + COLLECT_S
-        while not self._ranks.is_bad() and (left := end - time.monotonic()) > 0:
-            self._ranks.wait(left)
+        while not self._ranks.is_bad() and (remaining_s := end - time.monotonic()) > 0:
+            self._ranks.wait(remaining_s)
         if not self._ranks.is_bad():
             raise CollectiveMismatch.because(
                 "the loops of an elastic training",

@@ -35,18 +35,18 @@ class Chaos:
     def read(cls, text: str) -> Chaos:
         """Read the words of `--chaos`."""
         kinds: dict[str, Callable[[str], Any]] = {"seed": int, "kills": int, "every_s": float}
-        given: dict[str, Any] = {}
+        fields: dict[str, Any] = {}
         try:
             for word in filter(None, text.split(",")):
                 name, _, value = word.partition("=")
-                given[name] = kinds[name](value)
-            chaos = cls(**given)
+                fields[name] = kinds[name](value)
+            chaos = cls(**fields)
             if chaos.kills < 0 or chaos.every_s <= 0:
                 raise ValueError
         except (KeyError, ValueError):
-            known = "seed=, kills= (0 or more), every_s= (more than 0)"
+            words = "seed=, kills= (0 or more), every_s= (more than 0)"
             raise PlatformError.because(
-                f"--chaos {text}", f"known are {known}", None, "--chaos seed=7,kills=20"
+                f"--chaos {text}", f"known are {words}", None, "--chaos seed=7,kills=20"
             ) from None
         return chaos
 
@@ -77,13 +77,13 @@ def bounds(
     """
     if not isinstance(ranks, (tuple, list)):
         return (1 if elastic else None), ranks
-    asked = spelling.run(ranks=ranks)
+    call = spelling.run(ranks=ranks)
     if len(ranks) != 2 or not all(map(COUNT.fits, ranks)) or ranks[0] > ranks[1]:
-        found = "not the fewest and the most ranks, each 1 or more"
-        raise PlatformError.because(asked, found, None, spelling.options(ranks=(2, 8)))
+        finding = "not the fewest and the most ranks, each 1 or more"
+        raise PlatformError.because(call, finding, None, spelling.options(ranks=(2, 8)))
     if elastic is False:
-        found = "elastic=False, so there is one number of ranks"
-        raise PlatformError.because(asked, found, None, spelling.options(ranks=ranks[1]))
+        finding = "elastic=False, so there is one number of ranks"
+        raise PlatformError.because(call, finding, None, spelling.options(ranks=ranks[1]))
     return ranks[0], ranks[1]
 
 
@@ -112,20 +112,20 @@ def checked(
         return None
     if place == "inline":
         return None
-    asked = spelling.run(on=place, elastic=True)
+    call = spelling.run(on=place, elastic=True)
     by_hosts = "unisono run --elastic --invite FILE here and unisono run --join FILE on other hosts"
     if place in ("slurm", "ray"):
         if chaos is not None or invite is not None or join is not None:
             raise PlatformError.because(
-                f"{asked} with --chaos, --invite or --join",
-                "the nodes of the job are all that its ranks come from, and whoever starts it has "
+                f"{call} with --chaos, --invite or --join",
+                "the nodes of the job are all that its ranks come from, and its launcher has "
                 "no process of theirs to kill",
                 None,
                 "kill -9 on a node; the options without on",
             )
     elif place not in ("cpu", "gpu") or platform.n_nodes > 1:
         raise PlatformError.because(
-            asked,
+            call,
             "ranks of MPI end together: mpiexec ends all with the first that dies, and none can "
             "join its world later"
             if place == "mpi"

@@ -2,8 +2,8 @@
 
     UNISONO_AGENT=INVITATION python -m unisono.launch.places.agent
 
-It connects to the supervisor (`agents.py`), is told what to start, and passes on what the rank says
-and prints and how it ends, SIGKILL included. Orders and signals go the other way. It unpickles
+It connects to the supervisor (`agents.py`), gets the rank to start, and passes on what the rank
+says and prints and how it ends, SIGKILL included. Orders and signals go the other way. It unpickles
 nothing of the user's. While the connection is broken the rank goes on; a rank that prints more than
 the network takes has to wait.
 """
@@ -28,14 +28,13 @@ from typing import Any
 
 from unisono.environment import Environment, detect
 from unisono.errors import PlatformError
-from unisono.launch.channel import Broken, Channel, Connection, dial
+from unisono.launch.channel import Broken, Connection, ControlChannel, dial
 from unisono.launch.job_files import check_ours, write_private
-from unisono.launch.plan import RunPlan, own_versions
 from unisono.launch.pool.cleanup import make_temporary_directory, remove_left_directories
 from unisono.launch.pool.client import RankProcess, spawn_rank
 from unisono.launch.pool.monitor import STACKS_S, RankMonitor
 from unisono.launch.pool.payload import nameless_file
-from unisono.launch.pool.protocol import read_available
+from unisono.launch.pool.protocol import RunPlan, own_versions, read_available
 from unisono.launch.pool.surroundings import MISLEADING, common_variables, rank_variables
 from unisono.processes import process_start
 
@@ -93,14 +92,14 @@ class Line:
     """
 
     def __init__(self, invitation: Invitation) -> None:
-        self.channel = Channel()
+        self.channel = ControlChannel()
         self.is_lost = False
         self._invitation = invitation
         self._wake_read, self._wake_write = os.pipe()
         self._found: list[Connection] = []
 
     def connect(self, timeout_s: float) -> None:
-        """Connect for the first time; raises `PlatformError` if nobody answers."""
+        """Connect for the first time; raises `PlatformError` without an answer."""
         connection = self._try_for(timeout_s)
         if connection is None:
             at = ", ".join(f"{name}:{self._invitation.port}" for name in self._invitation.addresses)
@@ -151,15 +150,15 @@ class Line:
     def _try_for(self, timeout_s: float) -> Connection | None:
         """Return a connection; None if there is none in time, or no process listens any more."""
         end, refused_since = time.monotonic() + timeout_s, None
-        told = self._invitation
+        invitation = self._invitation
         while True:
             now = time.monotonic()
             try:
                 return dial(
                     self.channel,
-                    bytes.fromhex(told.key),
-                    told.addresses,
-                    told.port,
+                    bytes.fromhex(invitation.key),
+                    invitation.addresses,
+                    invitation.port,
                     min(_DIAL_S, max(0.1, end - now)),
                 )
             except ConnectionRefusedError:
@@ -256,7 +255,7 @@ class Agent(RankMonitor):
                     raise PlatformError(f"the supervisor hung up: {error}") from None
 
     def _payload(self, path: Path) -> int:
-        """Return the file with all that the rank is told: the supervisor's own, or a copy of it."""
+        """Return the file with the job of the rank: that of the supervisor, or a copy of it."""
         with suppress(OSError, PlatformError):
             check_ours(path)
             self._dir = path.parent
@@ -368,7 +367,7 @@ class Agent(RankMonitor):
             self._rank.order(**order)
 
     def _hear(self) -> bool:
-        """Take the orders that have come; a connection that has ended is made anew."""
+        """Take the orders that have come; a connection that has ended is made again."""
         self._channel.flush()
         try:
             self._orders += self._channel.receive()
@@ -458,13 +457,13 @@ def visit(invitation: Invitation, order: str, timeout_s: float) -> dict[str, Any
     Returns:
         None if it cannot be reached.
     """
-    channel, key = Channel(), bytes.fromhex(invitation.key)
+    channel, key = ControlChannel(), bytes.fromhex(invitation.key)
     try:
         channel.attach(dial(channel, key, invitation.addresses, invitation.port, _DIAL_S))
         channel.send({"order": order})
         end = time.monotonic() + timeout_s
-        while (left := end - time.monotonic()) > 0:
-            if select.select([channel], [], [], left)[0]:
+        while (remaining_s := end - time.monotonic()) > 0:
+            if select.select([channel], [], [], remaining_s)[0]:
                 for answer in channel.receive():
                     return answer
         return {}

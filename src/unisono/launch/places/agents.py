@@ -22,14 +22,21 @@ from pathlib import Path
 from typing import Any
 
 from unisono.errors import PlatformError
-from unisono.launch.channel import Broken, Channel, Listener, new_key
+from unisono.launch.channel import Broken, ControlChannel, Listener, new_key
 from unisono.launch.logs import FAILED, STDIN_VARIABLE, Console, RankLog, RankStream
 from unisono.launch.places.agent import INVITATION, Invitation, chunks_of, mpi_descriptors
-from unisono.launch.plan import RunPlan, own_versions
 from unisono.launch.pool import verdict
 from unisono.launch.pool.monitor import LONGEST_S
 from unisono.launch.pool.payload import Parcel, nameless_file
-from unisono.launch.pool.protocol import Failed, Job, RankState, read_available, write_payload
+from unisono.launch.pool.protocol import (
+    Failed,
+    RankJob,
+    RankState,
+    RunPlan,
+    own_versions,
+    read_available,
+    write_payload,
+)
 from unisono.launch.pool.stacks import ANSWER_S, user_threads
 from unisono.launch.supervisor import Ranks
 from unisono.processes import process_start
@@ -43,7 +50,7 @@ ALL_INTERFACES = "0.0.0.0"
 
 
 def payload_path(job_dir: Path, plan: RunPlan) -> Path:
-    """Return where a run keeps what its ranks are told."""
+    """Return where a run keeps the job of its ranks."""
     return job_dir / f"payload-{plan.run_id}"
 
 
@@ -54,7 +61,7 @@ class Seat:
     state: RankState
     log: RankLog
     streams: list[RankStream]
-    channel: Channel | None = None
+    channel: ControlChannel | None = None
     value: Parcel | None = None
     """What the rank returns, as it comes."""
     value_bytes: int = 0
@@ -78,7 +85,7 @@ class AgentRanks(Ranks):
     """The ranks of one attempt, each with an agent.
 
     Args:
-        job: what ranks are told; None if the directory has the payload already.
+        job: that of the ranks; None if the directory has the payload already.
         plan: the plain facts of the run.
         attempt: number of the attempt.
         console: where output is shown.
@@ -94,7 +101,7 @@ class AgentRanks(Ranks):
 
     def __init__(
         self,
-        job: Job | None,
+        job: RankJob | None,
         plan: RunPlan,
         attempt: int,
         *,
@@ -143,8 +150,8 @@ class AgentRanks(Ranks):
             for rank in range(plan.ranks)
         ]
         self.states = [seat.state for seat in self._seats]
-        self._channels: dict[Channel, Seat | None] = {}
-        self._fds: dict[Channel, int] = {}
+        self._channels: dict[ControlChannel, Seat | None] = {}
+        self._fds: dict[ControlChannel, int] = {}
         self._is_here = address is None
         self._master: Any = None
         self._key = new_key()
@@ -221,7 +228,7 @@ class AgentRanks(Ranks):
         for key, _ in events:
             if key.fileobj is self._listener:
                 self._welcome()
-            elif isinstance(key.data, Channel):
+            elif isinstance(key.data, ControlChannel):
                 self._hear(key.data)
             elif key.fd == self._end_fd:
                 self._selector.unregister(key.fd)
@@ -253,14 +260,14 @@ class AgentRanks(Ranks):
         self._wait_for_agents()
 
     def stacks(self) -> dict[int, str]:
-        asked = [seat for seat in self._seats if not seat.is_over and "running" in seat.state.at]
-        for seat in asked:
+        queried = [seat for seat in self._seats if not seat.is_over and "running" in seat.state.at]
+        for seat in queried:
             seat.stack = None
             seat.send({"stack": True})
         end = time.monotonic() + ANSWER_S
-        while any(seat.stack is None for seat in asked) and time.monotonic() < end:
+        while any(seat.stack is None for seat in queried) and time.monotonic() < end:
             self.wait(max(0.0, end - time.monotonic()))
-        return {seat.state.rank: user_threads(seat.stack) for seat in asked if seat.stack}
+        return {seat.state.rank: user_threads(seat.stack) for seat in queried if seat.stack}
 
     def value(self, rank: int) -> Parcel:
         value = self._seats[rank].value
@@ -305,7 +312,7 @@ class AgentRanks(Ranks):
             print(f"unisono: {line}", file=sys.stderr, flush=True)
         self._listener.strangers.clear()
 
-    def _hear(self, channel: Channel) -> None:
+    def _hear(self, channel: ControlChannel) -> None:
         channel.flush()
         try:
             messages = channel.receive()
@@ -330,20 +337,20 @@ class AgentRanks(Ranks):
             else:
                 self._take(seat, message)
 
-    def visited(self, channel: Channel, order: str) -> None:
+    def visited(self, channel: ControlChannel, order: str) -> None:
         """Answer a process that knows the key but is no agent, such as the handle on a job."""
         channel.send({"refused": order})
 
-    def _seat(self, channel: Channel, hello: dict[str, Any]) -> None:
+    def _seat(self, channel: ControlChannel, hello: dict[str, Any]) -> None:
         """Take in a new agent."""
         seat = self._seats[hello["rank"]]
         self._channels[channel] = seat
         seat.channel = channel
         seat.state.host, seat.state.node = hello["host"], hello["node"]
         if hello["versions"] != own_versions():
-            mine, other = own_versions(), hello["versions"]
+            ours, other = own_versions(), hello["versions"]
             error = PlatformError.because(
-                f"a run of Python {mine[0]} with unisono {mine[1]}",
+                f"a run of Python {ours[0]} with unisono {ours[1]}",
                 f"on {seat.state.place}: Python {other[0]} with unisono {other[1]}",
                 None,
                 "the same environment on all hosts",
@@ -397,25 +404,25 @@ class AgentRanks(Ranks):
         elif "over" in message:
             seat.is_over = True
 
-    def _note(self, seat: Seat, told: RankState) -> None:
+    def _note(self, seat: Seat, reported: RankState) -> None:
         """Note how a rank stands; times are by the clock of this host.
 
         One that is killed after another has failed is not to blame: starters clean up that way.
         """
-        known = seat.state
-        is_killed = told.exit_code in (-signal.SIGKILL, -signal.SIGTERM)
+        state = seat.state
+        is_killed = reported.exit_code in (-signal.SIGKILL, -signal.SIGTERM)
         is_after = any(map(verdict.is_own, self.states)) and not self.policy.replaces
-        if told.state == "died" and is_killed and is_after:
-            told.note("stopped")
-        if told.failed is not None and known.failed is None:
-            seat.log.write(FAILED + told.failed.traceback.encode(errors="replace"))
-        at, now = known.at, time.time()
+        if reported.state == "died" and is_killed and is_after:
+            reported.note("stopped")
+        if reported.failed is not None and state.failed is None:
+            seat.log.write(FAILED + reported.failed.traceback.encode(errors="replace"))
+        at, now = state.at, time.time()
         for name in ("state", "pid", "pid_start", "failed", "exit_code", "peak_mb", "stack"):
-            setattr(known, name, getattr(told, name))
+            setattr(state, name, getattr(reported, name))
         for name in ("standing", "warning", "finishing_s"):
-            setattr(known, name, getattr(told, name))
-        for state in told.at:
-            at.setdefault(state, now)
+            setattr(state, name, getattr(reported, name))
+        for word in reported.at:
+            at.setdefault(word, now)
 
     def _fail(self, seat: Seat, summary: str, *, traceback: str = "", hint: str = "") -> None:
         """Note that a rank has failed which cannot say so itself.
@@ -479,7 +486,7 @@ class AgentRanks(Ranks):
         if at_once:
             seat.send({"signal": "SIGKILL"})
         else:
-            self.states.remove(seat.state)  # it ends as it was told to
+            self.states.remove(seat.state)  # it ends as ordered
             seat.send({"retire": True})
 
     def forget_rank(self, rank: int) -> None:
@@ -493,7 +500,7 @@ class AgentRanks(Ranks):
     def _is_away(seat: Seat) -> bool:
         return seat.lost_at is not None
 
-    def _register(self, channel: Channel) -> None:
+    def _register(self, channel: ControlChannel) -> None:
         """Listen to a channel, and for room to write where it needs some."""
         if not channel.is_connected:
             return
@@ -505,7 +512,7 @@ class AgentRanks(Ranks):
         elif self._selector.get_key(fd).events != events:
             self._selector.modify(fd, events, channel)
 
-    def _unregister(self, channel: Channel) -> None:
+    def _unregister(self, channel: ControlChannel) -> None:
         if (fd := self._fds.pop(channel, None)) is not None:
             self._selector.unregister(fd)
 
@@ -522,9 +529,9 @@ class AgentRanks(Ranks):
             limit_s = self._plan.grace_s + LEAVE_S
         while any(seat.channel is not None and not seat.is_over for seat in self._seats):
             longest = max(seat.state.finishing_s for seat in self._seats)
-            if (left := begin + limit_s + longest - time.monotonic()) <= 0:
+            if (remaining_s := begin + limit_s + longest - time.monotonic()) <= 0:
                 break
-            self.wait(left)
+            self.wait(remaining_s)
         if self._process is not None and all(seat.is_over for seat in self._seats):
             with suppress(subprocess.TimeoutExpired):  # it ends after its agents
                 self.exit_code = self._process.wait(max(0.5, begin + limit_s - time.monotonic()))

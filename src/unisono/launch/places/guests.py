@@ -15,12 +15,12 @@ from pathlib import Path
 from typing import Any
 
 from unisono.errors import PlatformError, RankFailed
-from unisono.launch.channel import Broken, Channel, Listener, new_key
+from unisono.launch.channel import Broken, ControlChannel, Listener, new_key
 from unisono.launch.elastic.policy import ElasticPolicy, ReplacingPolicy
 from unisono.launch.places.agent import CONNECT_S, Invitation, Line
 from unisono.launch.places.agents import HUNG_UP_S
-from unisono.launch.plan import own_versions
 from unisono.launch.pool.monitor import RankMonitor
+from unisono.launch.pool.protocol import own_versions
 from unisono.launch.supervisor import Ranks
 
 
@@ -40,16 +40,16 @@ class Guests:
         self._invitation = Invitation(addresses=[address], port=self._listener.port, key=key.hex())
         self._lost_after_s = lost_after_s
         self._policy: ElasticPolicy
-        self._names: dict[Channel, str] = {}
+        self._names: dict[ControlChannel, str] = {}
         """What tells the memory of a launcher from that of others; "" before its first word."""
         self._ranks: dict[str, set[int]] = {}
-        self._lost_at: dict[Channel, float] = {}
-        self._fds: dict[Channel, int] = {}
+        self._lost_at: dict[ControlChannel, float] = {}
+        self._fds: dict[ControlChannel, int] = {}
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._listener, selectors.EVENT_READ)
 
     def start(self, policy: ElasticPolicy) -> None:
-        """Begin to listen, for a policy that is told of what comes; leave the invitation."""
+        """Begin to listen, pass what comes to the policy, and leave the invitation."""
         self._policy = policy
         self._invitation.write(self._path)
 
@@ -98,7 +98,7 @@ class Guests:
             print(f"unisono: {line}", file=sys.stderr, flush=True)
         self._listener.strangers.clear()
 
-    def _hear(self, channel: Channel) -> None:
+    def _hear(self, channel: ControlChannel) -> None:
         channel.flush()
         try:
             messages = channel.receive()
@@ -111,7 +111,7 @@ class Guests:
         for message in messages:
             self._take(channel, message)
 
-    def _take(self, channel: Channel, message: dict[str, Any]) -> None:
+    def _take(self, channel: ControlChannel, message: dict[str, Any]) -> None:
         memory = self._names[channel]
         if "versions" in message:
             if message["versions"] != own_versions():
@@ -129,7 +129,7 @@ class Guests:
         elif "bye" in message:
             self._forget(channel)
 
-    def _forget(self, channel: Channel) -> None:
+    def _forget(self, channel: ControlChannel) -> None:
         """A launcher is gone, and its ranks with it."""
         self._lost_at.pop(channel, None)
         self._unregister(channel)
@@ -139,7 +139,7 @@ class Guests:
         for rank in self._ranks.pop(memory, ()):
             self._policy.take_end(memory, rank)
 
-    def _register(self, channel: Channel) -> None:
+    def _register(self, channel: ControlChannel) -> None:
         if not channel.is_connected:
             return
         events = selectors.EVENT_READ | selectors.EVENT_WRITE * channel.wants_write
@@ -150,7 +150,7 @@ class Guests:
         elif self._selector.get_key(fd).events != events:
             self._selector.modify(fd, events, channel)
 
-    def _unregister(self, channel: Channel) -> None:
+    def _unregister(self, channel: ControlChannel) -> None:
         if (fd := self._fds.pop(channel, None)) is not None:
             self._selector.unregister(fd)
 
@@ -266,9 +266,9 @@ class GuestPolicy(ReplacingPolicy):
         elif "over" in message:
             self._is_over = True
         elif "refused" in message:
-            mine, other = own_versions(), message["refused"]
+            ours, other = own_versions(), message["refused"]
             raise PlatformError.because(
-                f"unisono run --join FILE with Python {mine[0]} and unisono {mine[1]}",
+                f"unisono run --join FILE with Python {ours[0]} and unisono {ours[1]}",
                 f"the launcher that invites has Python {other[0]} and unisono {other[1]}",
                 None,
                 "the same environment on all hosts",

@@ -13,12 +13,12 @@ from typing import Any
 
 from unisono.environment import Environment
 from unisono.launch.logs import Console, RankStream, lent_to
-from unisono.launch.plan import RunPlan
 from unisono.launch.pool.client import RankProcess, fork_ranks, spawn_rank, why_not
 from unisono.launch.pool.monitor import STACKS_S, RankMonitor
 from unisono.launch.pool.payload import Parcel, nameless_file
 from unisono.launch.pool.protocol import (
-    Job,
+    RankJob,
+    RunPlan,
     payload_file,
     read_available,
 )
@@ -31,7 +31,7 @@ class LocalRanks(RankMonitor, Ranks):
     """The ranks of one attempt on this host.
 
     Args:
-        job: what they are told.
+        job: their function, arguments and surroundings.
         plan: its plain facts.
         attempt: number of the attempt.
         console: where their output is shown.
@@ -41,7 +41,7 @@ class LocalRanks(RankMonitor, Ranks):
 
     def __init__(
         self,
-        job: Job,
+        job: RankJob,
         plan: RunPlan,
         attempt: int,
         *,
@@ -79,14 +79,14 @@ class LocalRanks(RankMonitor, Ranks):
     def start_some(self, numbers: Sequence[int]) -> None:
         """Start these ranks, and watch them."""
         size, job, ranks = self._plan.ranks, self._job, list[RankProcess]()
-        own: list[dict[str, str]] = []
+        variables_of: list[dict[str, str]] = []
         for n in numbers:
             place = Environment(kind="unisono", rank=n, size=size, local_rank=n, local_size=size)
             variables = rank_variables(place, self._plan.run_id, self._job_dir, self._attempt)
-            own.append(variables)
+            variables_of.append(variables)
         if why_not(job.platform.spawn_method) is None:
             ranks = fork_ranks(
-                own,
+                variables_of,
                 payload_fd=self._payload_fd,
                 job_dir=self._job_dir,
                 stdin_rank=self._stdin_rank,
@@ -95,7 +95,7 @@ class LocalRanks(RankMonitor, Ranks):
             )
             for rank in ranks:
                 self.watch(rank)
-        for number, variables in zip(numbers, own, strict=True) if not ranks else ():
+        for number, variables in zip(numbers, variables_of, strict=True) if not ranks else ():
             self.watch(
                 spawn_rank(
                     number,
@@ -117,7 +117,7 @@ class LocalRanks(RankMonitor, Ranks):
         return is_news
 
     def wake(self) -> None:
-        with suppress(OSError):  # nobody supervises any more
+        with suppress(OSError):  # the supervisor has ended
             os.write(self._wake_write, b".")
 
     def _drain(self) -> bool:
@@ -193,7 +193,7 @@ class LocalRanks(RankMonitor, Ranks):
             if at_once:
                 process.signal_group(signal.SIGKILL)
             else:
-                self.states.remove(process.known)  # it ends as it was told to
+                self.states.remove(process.known)  # it ends as ordered
                 process.order(stop=True)
                 process.signal_group(signal.SIGTERM)
 

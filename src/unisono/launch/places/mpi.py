@@ -20,10 +20,9 @@ from unisono.errors import PYTHON, PlatformError, Spelling
 from unisono.launch.places.agent import INVITATION
 from unisono.launch.places.agents import AgentRanks
 from unisono.launch.places.rendezvous import address_of_job
-from unisono.launch.plan import RunPlan
 from unisono.launch.platform import Platform
 from unisono.launch.pool.cleanup import unused_memory
-from unisono.launch.pool.protocol import Job
+from unisono.launch.pool.protocol import RankJob, RunPlan
 
 _VERSION_S = 30.0
 _OTHER = "MPIEXEC=/path/of/another/mpiexec, or unset MPIEXEC to have it looked for"
@@ -43,7 +42,7 @@ _FORWARDED = ("UNISONO_", "PYTHON", "TORCH", "OMP_", "MKL_", "GLOO_", "NCCL_", "
 class MpiRanks(AgentRanks):
     """The ranks of one attempt that `mpiexec` starts; leaves no memory of MPI behind."""
 
-    def __init__(self, job: Job, plan: RunPlan, attempt: int, **shown: Any) -> None:
+    def __init__(self, job: RankJob, plan: RunPlan, attempt: int, **shown: Any) -> None:
         platform, env = job.platform, clean_environment(job.setting.environment)
         agent = [sys.executable, "-m", "unisono.launch.places.agent"]
         words = [*command(find_mpiexec(platform), platform, env), *agent]
@@ -100,8 +99,8 @@ def find_mpiexec(platform: Platform, spelling: Spelling = PYTHON) -> Mpiexec:
         "PATH": next((path for name in _NAMES if (path := shutil.which(name))), None),
     }
     source, path = next(((s, p) for s, p in sought.items() if p), ("", None))
-    found = shutil.which(path) if path else None
-    if found is None:
+    program = shutil.which(path) if path else None
+    if program is None:
         raise PlatformError.because(
             f"{spelling.run(on='mpi')} starts ranks with mpiexec",
             f"{source} names {path}, which cannot be run"
@@ -111,7 +110,7 @@ def find_mpiexec(platform: Platform, spelling: Spelling = PYTHON) -> Mpiexec:
             'pip install "unisono[mpi]" mpich, or the MPI of your system; '
             f"{spelling.options(on='cpu')} needs none",
         )
-    return _ask(found)
+    return _ask(program)
 
 
 def _ask(path: str) -> Mpiexec:

@@ -27,8 +27,7 @@ from unisono.errors import PlatformError
 from unisono.launch.logs import Console
 from unisono.launch.places.agent import CONNECT_S, Agent, Invitation, Line
 from unisono.launch.places.agents import AgentRanks
-from unisono.launch.plan import RunPlan
-from unisono.launch.pool.protocol import Job
+from unisono.launch.pool.protocol import RankJob, RunPlan
 from unisono.launch.pool.surroundings import for_other_hosts
 
 _SHARE_OF_START = 0.9
@@ -199,9 +198,9 @@ class Session(threading.Thread):
         Where there is none, one is started here that ends with the session.
         """
         init = {"log_to_driver": False, "logging_level": logging.ERROR, **self._init}
-        asked = init.get("address") or os.environ.get("RAY_ADDRESS")
+        requested = init.get("address") or os.environ.get("RAY_ADDRESS")
         try:
-            address = asked or _running_here(init.get("_temp_dir")) or "local"
+            address = requested or _running_here(init.get("_temp_dir")) or "local"
             if address == "auto" and not (address := _running_here(init.get("_temp_dir"))):
                 raise ConnectionError("no cluster runs on this host")
             if address == "local":
@@ -212,7 +211,7 @@ class Session(threading.Thread):
             ray.init(**{**init, "address": address})
         except (OSError, RuntimeError, ValueError) as error:
             raise PlatformError.because(
-                f'on="ray" with the cluster at {asked or "this host"}',
+                f'on="ray" with the cluster at {requested or "this host"}',
                 f"{type(error).__name__}: {str(error).splitlines()[0]}",
                 None,
                 _STATUS,
@@ -292,7 +291,7 @@ class RayRanks(AgentRanks):
     hint = "ray status, ray list actors; the host may be out of memory, or gone"
 
     def __init__(
-        self, job: Job, plan: RunPlan, attempt: int, *, console: Console, **kept: Any
+        self, job: RankJob, plan: RunPlan, attempt: int, *, console: Console, **kept: Any
     ) -> None:
         platform = job.platform
         gpus = platform.n_gpus_per_node / platform.ranks_per_node
@@ -484,6 +483,6 @@ def _words(error: BaseException) -> str:
     if (cause := getattr(error, "cause", None)) is not None:  # what the agent raised
         return f"{type(cause).__name__}: {' '.join(str(cause).split())}"
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    known = [line for line in lines if "is dead because" in line or "reason" in line.lower()]
-    words = (known or lines or ["no word"])[0]
+    reasons = [line for line in lines if "is dead because" in line or "reason" in line.lower()]
+    words = (reasons or lines or ["no word"])[0]
     return f"{type(error).__name__}: {textwrap.shorten(words, 200)}"

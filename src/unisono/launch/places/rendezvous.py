@@ -115,8 +115,8 @@ def join(
     tried: list[str] = []
     while True:
         for addr in names:
-            left = end - time.monotonic()
-            if left <= 0:
+            remaining_s = end - time.monotonic()
+            if remaining_s <= 0:
                 raise PlatformError.because(
                     f"rank {environment.rank} of {environment.size} joins rank 0 at port {port}",
                     "no answer at " + "; ".join(tried[-len(names) :]),
@@ -125,7 +125,11 @@ def join(
                 )
             try:
                 store = open_store(
-                    environment, addr=addr, port=port, timeout_s=min(limit_s, left), nonce=nonce
+                    environment,
+                    addr=addr,
+                    port=port,
+                    timeout_s=min(limit_s, remaining_s),
+                    nonce=nonce,
                 )
             except (RuntimeError, PlatformError) as error:
                 tried.append(f"{addr} ({str(error).splitlines()[0][:80]})")
@@ -167,17 +171,17 @@ def _wait_for(path: Path, environment: Environment, end: float) -> dict[str, Any
 def candidates() -> list[str]:
     """Return the addresses at which other hosts may find this one, the likeliest first.
 
-    Loopback comes last: it helps where two nodes are one host, and misleads nobody.
+    Loopback comes last: it helps where two nodes are one host, and does no harm elsewhere.
     """
     from unisono.comm import machine as addresses
 
-    found: list[str] = []
+    names: list[str] = []
     if node := os.environ.get("SLURMD_NODENAME"):
         from unisono.launch.places.slurm.cluster import node_address
 
         with contextlib.suppress(OSError):
-            found = addresses.resolve(node_address(node) or node)
-    outward = [addr for addr in found if not addresses.is_loopback(addr)]
+            names = addresses.resolve(node_address(node) or node)
+    outward = [addr for addr in names if not addresses.is_loopback(addr)]
     return list(dict.fromkeys([*outward, *addresses.own_addresses(), LOOPBACK]))
 
 
@@ -189,7 +193,7 @@ def address_of_job() -> str:
 
 
 def owner_of_port(port: int) -> str:
-    """Return who listens at `port`, as `python (process 12)`; "" if nobody can tell."""
+    """Return who listens at `port`, as `python (process 12)`; "" if that is unknown."""
     inodes = _listening_inodes(port)
     if not inodes:
         return ""
@@ -203,11 +207,11 @@ def owner_of_port(port: int) -> str:
 
 
 def _listening_inodes(port: int) -> set[str]:
-    found: set[str] = set()
+    inodes: set[str] = set()
     for table in ("tcp", "tcp6"):
         with contextlib.suppress(OSError):
             for line in Path("/proc/net", table).read_text().splitlines()[1:]:
                 words = line.split()
                 if words[3] == _LISTENING and int(words[1].rpartition(":")[2], 16) == port:
-                    found.add(words[9])
-    return found
+                    inodes.add(words[9])
+    return inodes

@@ -20,7 +20,7 @@ from unisono.launch.job_files import check_ours, write_private
 from unisono.processes import process_start
 
 MARK = ".temporary"
-"""File in a temporary directory: the process without which nobody wants it, or `KEPT`."""
+"""File in a temporary directory: the process with which it ends, or `KEPT`."""
 KEPT = "kept"
 """Content of the mark of a directory that a failed run has left for its user to look at."""
 KEEP_S = 7 * 24 * 3600.0
@@ -32,7 +32,7 @@ _GIVE_UP_S = 2.0
 
 def end_processes_of(run_id: str, rank: str) -> None:
     """Kill all processes that the rank of that run started, directly or not."""
-    wanted = {f"UNISONO_RUN_ID={run_id}".encode(), f"RANK={rank}".encode()}
+    marks = {f"UNISONO_RUN_ID={run_id}".encode(), f"RANK={rank}".encode()}
     end = time.monotonic() + _GIVE_UP_S
     is_any_left = True
     while is_any_left and time.monotonic() < end:
@@ -40,7 +40,7 @@ def end_processes_of(run_id: str, rank: str) -> None:
         for pid in all_processes():
             with suppress(OSError):  # gone, or another user's
                 variables = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
-                if wanted <= set(variables) and pid != os.getpid():
+                if marks <= set(variables) and pid != os.getpid():
                     is_any_left = True
                     os.kill(pid, signal.SIGKILL)
         if is_any_left:

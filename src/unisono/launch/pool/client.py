@@ -88,8 +88,10 @@ class WarmServer:
         env = {k: v for k, v in os.environ.items() if k not in _OF_RUNS}
         env |= dict.fromkeys(_SINGLE_THREAD, "1")
         env.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # torch reads it once, when it is imported
-        own = json.dumps({"owner_pid": self.owner_pid, "preload": list(preload), "idle_s": idle_s})
-        words = (search_path, own, str(theirs.fileno()))
+        options = json.dumps(
+            {"owner_pid": self.owner_pid, "preload": list(preload), "idle_s": idle_s}
+        )
+        words = (search_path, options, str(theirs.fileno()))
         with theirs:
             self._process = subprocess.Popen(
                 interpreter_command(_SERVER_BOOTSTRAP, *words, "unisono launch server"),
@@ -127,7 +129,7 @@ class WarmServer:
         linger_s: float | None = 0.0,
         preload: Sequence[str] = (),
     ) -> ForkedProcess:
-        """Ask for a process, leader of a group of its own; raise `ServerGone` if nobody can.
+        """Ask for a process, leader of a group of its own; raise `ServerGone` if it has ended.
 
         Args:
             main: `module:function`, called as `function(own, *fds)`.
@@ -274,8 +276,8 @@ class ForkedProcess(Process):
         """Return the words of the next line of news; None at the end, or when it takes too long."""
         end = None if timeout_s is None else time.monotonic() + timeout_s
         while b"\n" not in self._rest:
-            left = None if end is None else max(0.0, end - time.monotonic())
-            has_news = self._news.poll(None if left is None else 1000 * left)
+            remaining_s = None if end is None else max(0.0, end - time.monotonic())
+            has_news = self._news.poll(None if remaining_s is None else 1000 * remaining_s)
             if not has_news or not (data := os.read(self._status_fd, 4096)):
                 return None
             self._rest += data
@@ -300,7 +302,7 @@ class SpawnedProcess(Process):
         end_group(self.pid, all_processes)
         try:
             _, status, usage = os.wait4(self.pid, 0)
-        except ChildProcessError:  # somebody else in this process collected it
+        except ChildProcessError:  # other code of this process collected it
             self._process.wait()
         else:
             self._process.returncode = os.waitstatus_to_exitcode(status)

@@ -1,6 +1,6 @@
 """News of ranks of this host, over their pipes: what they say and print, and how they end.
 
-Whoever starts ranks has a `RankMonitor`: the launcher for all of its own, an agent on another host
+Each parent of ranks has a `RankMonitor`: the launcher for all of its own, an agent on another host
 for its one, the pytest plugin for those of its pool. What follows from the news is theirs.
 """
 
@@ -73,7 +73,7 @@ class RankMonitor:
 
     def wait(self, timeout_s: float | None) -> bool:
         """Wait for news at most `timeout_s`, take all that has come, say whether there was any."""
-        # The system counts milliseconds in 31 bits; whoever waits longer asks again.
+        # The system counts milliseconds in 31 bits; a longer wait asks again.
         events = self._selector.select(None if timeout_s is None else min(timeout_s, LONGEST_S))
         for key, _ in events:
             callback, args = key.data
@@ -84,8 +84,8 @@ class RankMonitor:
     def step_until(self, condition: Callable[[], bool], limit_s: float) -> None:
         """Go on until `condition` holds, at most `limit_s`."""
         end = time.monotonic() + limit_s
-        while not condition() and (left := end - time.monotonic()) > 0:
-            self.wait(min(left, 0.02))
+        while not condition() and (remaining := end - time.monotonic()) > 0:
+            self.wait(min(remaining, 0.02))
 
     def read_report(self, rank: RankProcess) -> bool:
         """Take the messages of a rank that have come; say whether there may be more."""
@@ -96,9 +96,9 @@ class RankMonitor:
 
     def raw_stacks(self, ranks: Iterable[RankProcess], limit_s: float) -> dict[int, str]:
         """Return the stacks of those `ranks` that answer the stack signal in time."""
-        asked = [rank for rank in ranks if rank.is_running and "running" in rank.known.at]
-        dumps = StackDumps({rank.rank: rank.stack_path for rank in asked})
-        for rank in asked:
+        queried = [rank for rank in ranks if rank.is_running and "running" in rank.known.at]
+        dumps = StackDumps({rank.rank: rank.stack_path for rank in queried})
+        for rank in queried:
             rank.signal(self._stack_signal)
         self.step_until(dumps.are_whole, limit_s)
         return dumps.texts()
@@ -108,9 +108,9 @@ class RankMonitor:
         begin = time.monotonic()
         while running := list(filter(_is_running, ranks)):
             longest = max(running, key=_finishing_s).known.finishing_s
-            if (left := begin + limit_s + longest - time.monotonic()) <= 0:
+            if (remaining_s := begin + limit_s + longest - time.monotonic()) <= 0:
                 break
-            self.wait(left)
+            self.wait(remaining_s)
 
     def finish(self) -> None:
         """Let all ranks leave, which have returned; what is strange about it is noted."""
@@ -128,17 +128,17 @@ class RankMonitor:
         collective of each. That is asked for after the stacks: a thread that answers while they are
         written could bring the interpreter down.
         """
-        asked = [r for r in self._ranks if r.is_running and (is_deadline or not r.known.is_over)]
-        for rank in asked:
+        queried = [r for r in self._ranks if r.is_running and (is_deadline or not r.known.is_over)]
+        for rank in queried:
             if not rank.known.is_over:
                 rank.known.note("stopped")
-        stacks = self.raw_stacks(asked, STACKS_S)
-        for rank in asked:
+        stacks = self.raw_stacks(queried, STACKS_S)
+        for rank in queried:
             rank.known.stack = stacks.get(rank.rank, "")
         if is_deadline:
-            for rank in asked:
+            for rank in queried:
                 rank.order(where=True)
-            self.step_until(lambda: all(rank.known.standing for rank in asked), STANDING_S)
+            self.step_until(lambda: all(rank.known.standing for rank in queried), STANDING_S)
 
     def end_all(self, grace_s: float | None) -> None:
         """Ask all ranks to stop, so that their `finally` blocks run, and kill them after `grace_s`.

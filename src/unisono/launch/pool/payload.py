@@ -243,7 +243,7 @@ class Parcel:
         if length < APART_BYTES:
             whole = memoryview(bytearray(length))
         else:
-            whole = memoryview(mmap.mmap(-1, length))  # not filled with zeros in vain
+            whole = memoryview(mmap.mmap(-1, length))  # not filled with zeros first
         self._read_into(whole, place)
         return whole
 
@@ -372,23 +372,23 @@ def load_exception(data: bytes | None) -> BaseException | None:
 
 def first_unpicklable(parts: Mapping[str, object]) -> tuple[str, object] | None:
     """Return path and value of the innermost part that cannot be pickled."""
-    seen: set[int] = set()
+    visited: set[int] = set()
 
     def search(path: str, value: object, depth: int) -> tuple[str, object] | None:
-        if id(value) in seen:
+        if id(value) in visited:
             return None
         with suppress(Exception):
             dumps(value)
             return None
-        seen.add(id(value))
+        visited.add(id(value))
         if depth < _MAX_DEPTH:
             for child_path, child in _children(path, value):
-                if (found := search(child_path, child, depth + 1)) is not None:
-                    return found
+                if (deeper := search(child_path, child, depth + 1)) is not None:
+                    return deeper
         return path, value
 
-    found = (search(path, value, 0) for path, value in parts.items())
-    return next((culprit for culprit in found if culprit is not None), None)
+    deeper = (search(path, value, 0) for path, value in parts.items())
+    return next((culprit for culprit in deeper if culprit is not None), None)
 
 
 def _children(path: str, value: object) -> Iterator[tuple[str, object]]:
@@ -421,9 +421,9 @@ def taken_by_value(modules: Iterable[types.ModuleType]) -> Iterator[None]:
     """
     ours: list[types.ModuleType] = []
     with _registering:
-        known = cloudpickle.list_registry_pickle_by_value().difference(_taken)
+        registered = cloudpickle.list_registry_pickle_by_value().difference(_taken)
         for module in modules:
-            if module.__name__ not in known:
+            if module.__name__ not in registered:
                 cloudpickle.register_pickle_by_value(module)
                 _taken[module.__name__] += 1
                 ours.append(module)
@@ -452,7 +452,7 @@ def is_importable(module: types.ModuleType, finders: Sequence[Any] = _FINDERS) -
     for i in range(len(parts)):
         parent = ".".join(parts[: i + 1])
         specs = (finder.find_spec(parent, path) for finder in finders)
-        spec = next((found for found in specs if found is not None), None)
+        spec = next((candidate for candidate in specs if candidate is not None), None)
         if spec is None:
             return False
         path = spec.submodule_search_locations

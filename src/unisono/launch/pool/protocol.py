@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import os
 import pickle
+import platform as python_platform
 import secrets
 import signal
 import struct
@@ -24,6 +25,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import unisono
 from unisono.launch.pool.payload import ROOM, Parcel
 
 if TYPE_CHECKING:
@@ -31,15 +33,98 @@ if TYPE_CHECKING:
     from unisono.launch.pool.surroundings import Surroundings
     from unisono.launch.request import Convention
 
+AWAY_S = 3.0
+"""How long the connection to members of an elastic training may be away, unless the user says."""
 _LENGTH = struct.Struct("<Q")
 _CHUNK = 1 << 20
 _sending = threading.RLock()
 """Messages of several threads of a rank do not mix."""
 
 
+def own_versions() -> list[str]:
+    """Return the versions that must agree: Python's first two numbers, and ours."""
+    return [".".join(python_platform.python_version_tuple()[:2]), unisono.__version__]
+
+
 @dataclass(frozen=True, kw_only=True)
-class Job:
-    """What all ranks of a run are told."""
+class RunPlan:
+    """What is decided about a run before its first rank starts."""
+
+    run_id: str
+    """Word that tells this run from all others."""
+    ranks: int
+    """Size of the world."""
+    ranks_per_node: int
+    """How many of them share a node."""
+    nodes: int
+    """Number of nodes."""
+    cpus_per_rank: int
+    """CPUs, and threads, of each rank."""
+    env: dict[str, str]
+    """Variables for the ranks."""
+    start_timeout_s: float
+    """Deadline of the start."""
+    timeout_s: float | None
+    """Deadline of the function."""
+    grace_s: float
+    """Time between asking a rank to stop and killing it."""
+    interrupt_s: float
+    """Time that ranks have to save and end after the first Ctrl-C."""
+    lost_after_s: float
+    """How long a connection to an agent may be away before its rank is given up."""
+    max_restarts: int
+    """Attempts after a failure."""
+    max_requeues: int
+    """Attempts that the function itself may ask for."""
+    stop_signals: Sequence[str]
+    """Signals that ask a rank to stop."""
+    stack_signal: str
+    """Signal at which a rank writes its stacks."""
+    srun_args: Sequence[str]
+    """More words for `srun`."""
+    versions: Sequence[str] = field(default_factory=own_versions)
+    """Python and unisono of the process that made the plan."""
+    elastic: dict[str, Any] | None = None
+    """For ranks that may die: `least`, the fewest members, and `stall_s`, how long these may wait
+    for another one."""
+
+    @classmethod
+    def of(
+        cls,
+        platform: Platform,
+        *,
+        timeout_s: float | None,
+        max_restarts: int,
+        elastic: dict[str, Any] | None = None,
+    ) -> RunPlan:
+        """Return the plan of a checked platform."""
+        return cls(
+            ranks_per_node=platform.ranks_per_node,
+            cpus_per_rank=platform.cpus_per_rank,
+            start_timeout_s=platform.start_timeout_s,
+            grace_s=platform.grace_s,
+            interrupt_s=platform.interrupt_s,
+            # Others do the work of a member that is away: there is no need to wait for long.
+            lost_after_s=platform.lost_after_s
+            if elastic is None or platform.is_explicit("lost_after_s")
+            else AWAY_S,
+            max_requeues=platform.max_requeues,
+            stack_signal=platform.stack_signal,
+            run_id=secrets.token_hex(8),
+            ranks=platform.world_size,
+            nodes=platform.n_nodes,
+            env=dict(platform.env or {}),
+            timeout_s=timeout_s,
+            max_restarts=max_restarts,
+            stop_signals=list(platform.stop_signals),
+            srun_args=list(platform.srun_args),
+            elastic=elastic,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankJob:
+    """What all ranks of a run get."""
 
     argv: list[str]
     """The launcher's `sys.argv`."""
@@ -61,7 +146,7 @@ class Job:
     """With it ranks sign what they leave each other (`comm/seal.py`)."""
 
 
-def payload_file(job: Job, search_path: Sequence[str] | None = None) -> int:
+def payload_file(job: RankJob, search_path: Sequence[str] | None = None) -> int:
     """Return a descriptor, good as long as the job, of a nameless file with all it tells ranks.
 
     A file and not a pipe: all ranks read the same one, and none can keep the launcher waiting. It
@@ -77,18 +162,18 @@ def payload_file(job: Job, search_path: Sequence[str] | None = None) -> int:
     return fd
 
 
-def read_payload(payload_fd: int) -> tuple[list[str], Job]:
+def read_payload(payload_fd: int) -> tuple[list[str], RankJob]:
     """Return the launcher's search path and the job, whose call is not unpickled yet."""
     end = int.from_bytes(os.pread(payload_fd, 8, 0), "little")
     length = int.from_bytes(os.pread(payload_fd, 8, end), "little")
     search_path = os.fsdecode(os.pread(payload_fd, length, end + 8)).split("\0")
     body = os.pread(payload_fd, os.fstat(payload_fd).st_size, end + 8 + length)
-    job: Job = pickle.loads(body)
+    job: RankJob = pickle.loads(body)
     return search_path, replace(job, call=Parcel(payload_fd, ROOM, is_owner=True))
 
 
-def write_payload(job: Job, path: Path) -> None:
-    """Write all that a rank is told to a private file, for ranks that share no descriptors.
+def write_payload(job: RankJob, path: Path) -> None:
+    """Write the job of ranks to a private file, for ranks that share no descriptors.
 
     A host has a Python of its own, perhaps at another place: the search path is without ours.
     """
@@ -263,7 +348,7 @@ def read_available(fd: int) -> bytes | None:
 
 
 def drop_descriptor(fd: int) -> None:
-    """Let go of a pipe of the parent process; the number stays taken, for whoever closes it."""
+    """Let go of a pipe of the parent process; the number stays taken until it is closed."""
     with contextlib.suppress(OSError):
         null = os.open(os.devnull, os.O_RDWR)
         os.dup2(null, fd, inheritable=False)

@@ -35,7 +35,7 @@ from unisono.launch.job_files import write_private
 from unisono.launch.pool.payload import dump_exception, dump_value
 from unisono.launch.pool.protocol import (
     Failed,
-    Job,
+    RankJob,
     Standing,
     drop_descriptor,
     kill_own_group,
@@ -131,7 +131,7 @@ class Lifeline:
                 return order[key]
 
     def leave(self) -> None:
-        """From now on a stop is no news: the rank is leaving by itself."""
+        """From now on a stop is no news: the rank is leaving anyway."""
         self._leaving = True
 
     def _read_orders(self) -> None:
@@ -155,9 +155,9 @@ class Lifeline:
         self._orders.put({"stop": True})
 
     def _on_term(self, signum: int, _frame: FrameType | None) -> None:
-        """Raise `Stopped` if the launcher asked for the end; else note that somebody wants it.
+        """Raise `Stopped` if the launcher asked for the end; else note the request.
 
-        The launcher sends TERM, and its order may come a little later. Whoever else sends it (a
+        The launcher sends TERM, and its order may come a little later. Another sender (a
         scheduler, `simulate_preemption`), or another signal, gives the rank time to save: not a
         moment of that is spent waiting for the order, if the signal tells.
         """
@@ -191,7 +191,9 @@ def live_as_forked(own: dict[str, str], payload_fd: int, *fds: int) -> NoReturn:
     _be(job, *fds)
 
 
-def _be(job: Job, report_fd: int, control_fd: int, result_fd: int, *shared_fds: int) -> NoReturn:
+def _be(
+    job: RankJob, report_fd: int, control_fd: int, result_fd: int, *shared_fds: int
+) -> NoReturn:
     stack_path = Path(os.environ["UNISONO_JOB_DIR"], f"rank-{os.environ['RANK']}.stack")
     # What an earlier attempt has left there is not about this one.
     flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_TRUNC
@@ -199,9 +201,9 @@ def _be(job: Job, report_fd: int, control_fd: int, result_fd: int, *shared_fds: 
     number = signal.Signals[job.platform.stack_signal]
     faulthandler.register(number, file=stack_file, all_threads=True)
     faulthandler.enable(file=stack_file, all_threads=True)  # where it stands if it crashes
-    # Whoever attaches to the job from elsewhere asks this process for its stacks.
-    known = f"{os.getpid()} {process_start(os.getpid())} {number.name}"
-    write_private(stack_path.with_suffix(".pid"), known.encode())
+    # A handle that attaches to the job from elsewhere asks this process for its stacks.
+    identity = f"{os.getpid()} {process_start(os.getpid())} {number.name}"
+    write_private(stack_path.with_suffix(".pid"), identity.encode())
     lifeline = Lifeline(control_fd, report_fd, job.platform.stop_signals)
 
     def drop() -> None:
@@ -236,7 +238,7 @@ def _be(job: Job, report_fd: int, control_fd: int, result_fd: int, *shared_fds: 
 
 
 def _live(
-    job: Job, report_fd: int, result_fd: int, shared_fds: tuple[int, ...], lifeline: Lifeline
+    job: RankJob, report_fd: int, result_fd: int, shared_fds: tuple[int, ...], lifeline: Lifeline
 ) -> None:
     """Join the world, call the function, send what it returned, and leave when all have."""
     sys.argv = list(job.argv)
@@ -270,7 +272,9 @@ def _live(
     stop_world()
 
 
-def _join_world(job: Job, report_fd: int, shared_fds: tuple[int, ...], lifeline: Lifeline) -> Here:
+def _join_world(
+    job: RankJob, report_fd: int, shared_fds: tuple[int, ...], lifeline: Lifeline
+) -> Here:
     """Meet the other ranks and enter the world with them."""
     import torch
 
@@ -313,7 +317,7 @@ def _join_world(job: Job, report_fd: int, shared_fds: tuple[int, ...], lifeline:
 
 
 def _meet(
-    job: Job, environment: Environment, nonce: str, report_fd: int, lifeline: Lifeline
+    job: RankJob, environment: Environment, nonce: str, report_fd: int, lifeline: Lifeline
 ) -> tuple[dist.Store, tuple[str, int] | None]:
     """Return the store of this world, and its address if it has one.
 
@@ -328,8 +332,8 @@ def _meet(
         path = Path(os.environ["UNISONO_JOB_DIR"], f"store-{os.environ['UNISONO_RESTART']}")
         return dist.FileStore(str(path), environment.size), None
     if environment.rank == 0:
-        asked = platform.master_addr, platform.master_port or 0
-        store, names, port = host(environment, nonce=nonce, timeout_s=timeout_s, asked=asked)
+        requested = platform.master_addr, platform.master_port or 0
+        store, names, port = host(environment, nonce=nonce, timeout_s=timeout_s, asked=requested)
         tell(report_fd, address=(names, port))
         return store, agreed_address(environment, store, (names[0], port))
     names, port = lifeline.wait_for("master", timeout_s=timeout_s)
@@ -455,7 +459,7 @@ def remove_work(work: Work) -> None:
 
 
 def finish_work(report_fd: int, grace_s: float) -> None:
-    """Finish what is under way; the launcher is told, so that it waits for that long."""
+    """Finish what is under way; tell the launcher, which waits for that long."""
     if not _unfinished:
         return
     limit_s = max(FINISH_S, grace_s)
@@ -484,8 +488,8 @@ def leave(report_fd: int) -> NoReturn:
     That takes longer than a warm start, and the system takes the memory back anyway. What Python
     itself calls at its end has no public name; it was there in every Python from 3.11 to 3.14.
     """
-    end, mine = time.monotonic() + THREADS_S, threading.current_thread()
-    threads = [t for t in threading.enumerate() if t is not mine and not t.daemon]
+    end, current = time.monotonic() + THREADS_S, threading.current_thread()
+    threads = [t for t in threading.enumerate() if t is not current and not t.daemon]
     if threads:
         threading.Thread(target=_dismiss_pools, daemon=True).start()
     for thread in threads:

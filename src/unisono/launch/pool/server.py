@@ -53,7 +53,7 @@ def serve(own: dict[str, Any], control_fd: int) -> NoReturn:
     load((*PRELOAD, "unisono.launch.pool.rank"))
     importlib.import_module("torch").set_num_threads(1)
     for name in ("unisono._core", *own["preload"]):
-        with contextlib.suppress(Exception):  # then whoever wants it says so
+        with contextlib.suppress(Exception):  # then a rank that imports it says so
             load((name,))
     later = () if own["preload"] else PRELOAD_WHEN_IDLE
     main = Server(socket.socket(fileno=control_fd), own["owner_pid"], own["idle_s"], later).run()
@@ -230,7 +230,7 @@ class Server:
         """End what a rank that has ended started in other groups; such processes are ours now."""
         if "UNISONO_RUN_ID" in own and set(_own_children()) - set(self._children):
             end_processes_of(own["UNISONO_RUN_ID"], own["RANK"])
-        if not self._children:  # nobody else can have started what is left
+        if not self._children:  # all that is left was started by ranks
             for pid in _own_children():
                 _kill(pid)
 

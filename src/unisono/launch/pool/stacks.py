@@ -202,11 +202,11 @@ def user_line(dump: str) -> str:
 
 def format_error(error: BaseException) -> str:
     """Return the traceback of an error, and of what led to it, with frames of ours folded."""
-    told = traceback.TracebackException.from_exception(error)
+    formatted = traceback.TracebackException.from_exception(error)
     if os.environ.get(FRAMES) != "all":
-        for one, its_error in chain_of(told, error):
+        for one, its_error in chain_of(formatted, error):
             one.stack = _folded(one.stack, its_error)
-    return "".join(told.format())
+    return "".join(formatted.format())
 
 
 def chain_of(

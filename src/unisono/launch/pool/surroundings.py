@@ -117,13 +117,13 @@ class Surroundings:
                     filters.append(entry)
         command = command_code()
         sources = {} if command is None else {OF_COMMAND: command}
-        left = _SOURCE_BYTES
+        remaining = _SOURCE_BYTES
         for name, entry in reversed(list(linecache.cache.items())):  # the newest first
             # Cells have no time of change; files are read where they are needed.
             if len(entry) == 4 and entry[1] is None and not name.endswith("<doctest>"):
                 text = "".join(entry[2])
-                left -= len(text)
-                if left < 0:
+                remaining -= len(text)
+                if remaining < 0:
                     break
                 sources[name] = text
         return cls(
@@ -177,15 +177,15 @@ class Surroundings:
 def _root_logger() -> dict[str, Any]:
     """Return what this process has set at the root logger."""
     root = logging.getLogger()
-    found: dict[str, Any] = {"level": root.level}
+    settings: dict[str, Any] = {"level": root.level}
     handler = next((h for h in root.handlers if type(h) is logging.StreamHandler), None)
     if handler is not None:
         made = handler.formatter or logging.Formatter()
         style = _STYLES.get(type(made._style).__name__, "%")  # it does not tell its arguments
-        found["format"] = made._fmt, made.datefmt, style
-        found["handler_level"] = handler.level
-        found["is_stdout"] = handler.stream in (sys.stdout, sys.__stdout__)
-    return {} if found == {"level": logging.WARNING} else found
+        settings["format"] = made._fmt, made.datefmt, style
+        settings["handler_level"] = handler.level
+        settings["is_stdout"] = handler.stream in (sys.stdout, sys.__stdout__)
+    return {} if settings == {"level": logging.WARNING} else settings
 
 
 def _umask() -> int:

@@ -299,12 +299,12 @@ def _others(
     stopped = [state.rank for state in others]
     if not stopped:
         return []
-    found = {rank: said.splitlines()[0] for rank, said in consequences.items()}
-    found |= {rank: f"at {place}" for rank, place in waiting.items()}
-    fates = {rank: found[rank] for rank in stopped if rank in found}
-    told = "; ".join(f"{name_ranks(r)}: {fate}" for fate, r in ranks_by_text(fates).items())
-    told = told.removeprefix(f"{name_ranks(stopped)}: ")  # all share one
-    return [f"Stopped as a consequence: {name_ranks(stopped)}" + (f" ({told})" if told else "")]
+    fate_of = {rank: said.splitlines()[0] for rank, said in consequences.items()}
+    fate_of |= {rank: f"at {place}" for rank, place in waiting.items()}
+    fates = {rank: fate_of[rank] for rank in stopped if rank in fate_of}
+    words = "; ".join(f"{name_ranks(r)}: {fate}" for fate, r in ranks_by_text(fates).items())
+    words = words.removeprefix(f"{name_ranks(stopped)}: ")  # all share one
+    return [f"Stopped as a consequence: {name_ranks(stopped)}" + (f" ({words})" if words else "")]
 
 
 def _different_calls(states: Sequence[RankState], error: BaseException | None) -> list[str]:
@@ -321,8 +321,8 @@ def _different_calls(states: Sequence[RankState], error: BaseException | None) -
     by_site = ranks_by_text(sites)
     if silent := by_site.pop("", []):
         by_site["in no call of the group any more"] = silent
-    told = [f"  {name_ranks(ranks)}: {site}" for site, ranks in by_site.items()]
-    return ["The ranks do not make the same calls:", *told] if len(told) > 1 else []
+    lines = [f"  {name_ranks(ranks)}: {site}" for site, ranks in by_site.items()]
+    return ["The ranks do not make the same calls:", *lines] if len(lines) > 1 else []
 
 
 def _hint(cause: RankState, log_tail: str) -> str:

@@ -20,8 +20,7 @@ from torch import Tensor
 from unisono.comm.engines.shm import core
 from unisono.errors import PlatformError, RankFailed
 from unisono.launch.context import here
-from unisono.launch.elastic.coordinator import LINE, MOST, Coordinator
-from unisono.launch.elastic.follower import Follower
+from unisono.launch.elastic.coordinator import LINE, MOST, Coordinator, Follower
 from unisono.launch.pool.protocol import tell
 from unisono.train.exact.peers import Peers, Ranges, Unreachable
 

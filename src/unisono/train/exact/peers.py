@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from typing import Any
 
-from unisono.launch.channel import Channel, Listener, dial
+from unisono.launch.channel import ControlChannel, Listener, dial
 
 Ranges = Callable[[Sequence[int]], Iterable[tuple[int, int]]]
 """Given the places of the members of a host: the bytes of the board that they need."""
@@ -165,7 +165,7 @@ class Peers:
         end = time.monotonic() + MEET_S
         while True:
             try:
-                connection = dial(Channel(), self._key, names, port, _TRY_S).socket
+                connection = dial(ControlChannel(), self._key, names, port, _TRY_S).socket
             except OSError as error:
                 if time.monotonic() > end or is_disturbed():
                     at = ", ".join(f"{name}:{port}" for name in names)

@@ -16,14 +16,14 @@ from typing import Any
 from unisono.environment import detect
 from unisono.errors import PlatformError
 from unisono.launch.api import execute, submit_request
-from unisono.launch.request import Request
+from unisono.launch.request import RunRequest
 from unisono.launch.results import Results
 from unisono.launch.stopping import signals_of_launcher
 from unisono.train.recording.directory import begin_run
 from unisono.train.recording.report import Report, conclude
 
 
-def run_recorded(request: Request, name: str, *, watch: bool) -> Results[Any]:
+def run_recorded(request: RunRequest, name: str, *, watch: bool) -> Results[Any]:
     """Run a request with recording ranks, and with a page that shows them if that is wanted."""
     with recorded(request, name, watch=watch) as (request, directory):
         results = watched(request, directory) if watch and directory else execute(request)
@@ -34,14 +34,14 @@ def run_recorded(request: Request, name: str, *, watch: bool) -> Results[Any]:
 
 @contextmanager
 def recorded(
-    request: Request,
+    request: RunRequest,
     name: str,
     *,
     watch: bool = False,
     detach: bool = False,
     has_command: bool = True,
     to: Sequence[str] = (),
-) -> Iterator[tuple[Request, Path | None]]:
+) -> Iterator[tuple[RunRequest, Path | None]]:
     """Yield the request with recording ranks and their directory; write the report at the end.
 
     Ranks that somebody else started agree on a directory themselves: None is yielded for it.
@@ -96,13 +96,13 @@ def call_in_world(
         return function()
 
 
-def _calling(request: Request, wrapper: Callable[[Callable[[], object]], object]) -> Request:
+def _calling(request: RunRequest, wrapper: Callable[[Callable[[], object]], object]) -> RunRequest:
     """Return the request with its function called by `wrapper`."""
     function = functools.partial(request.fn, *request.args, **request.kwargs)
     return replace(request, fn=functools.partial(wrapper, function), args=(), kwargs={})
 
 
-def watched(request: Request, directory: Path) -> Results[Any]:
+def watched(request: RunRequest, directory: Path) -> Results[Any]:
     """Run a request while a page shows it, and return its results."""
     from unisono.train.recording.live import LiveView
 

@@ -19,8 +19,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from unisono.errors import PYTHON, PlatformError, Spelling
-from unisono.launch.plan import RunPlan
 from unisono.launch.platform import Platform
+from unisono.launch.pool.protocol import RunPlan
 
 PROGRAMS = ("sbatch", "srun", "squeue", "scontrol", "scancel", "sinfo")
 """What has to be there to submit jobs, and to look after them."""
@@ -49,10 +49,10 @@ class Partition:
     @property
     def minutes(self) -> int:
         """Time limit of a job that asks for none; 0 is none."""
-        found = _TIME.fullmatch(self.limit if self.usual == "n/a" else self.usual)
-        if found is None:  # infinite
+        match = _TIME.fullmatch(self.limit if self.usual == "n/a" else self.usual)
+        if match is None:  # infinite
             return 0
-        days, hours, minutes = (int(number or 0) for number in found.groups()[:3])
+        days, hours, minutes = (int(number or 0) for number in match.groups()[:3])
         return max(1, (days * 24 + hours) * 60 + minutes)
 
 
@@ -134,15 +134,15 @@ def srun_options(plan: RunPlan) -> list[str]:
 
 def partitions(timeout_s: float = ANSWER_S) -> list[Partition]:
     """Return the partitions of the cluster; `sinfo` has a line for each kind of node."""
-    known: dict[str, Partition] = {}
+    by_name: dict[str, Partition] = {}
     words = ("sinfo", "--noheader", "--format=%P|%D|%l|%L")
     for line in call(*words, timeout_s=timeout_s).splitlines():
         word, nodes, limit, usual = line.strip().split("|")
         name, count = word.removesuffix("*"), int(nodes)
-        if name in known:
-            count += known[name].nodes
-        known[name] = Partition(name, name != word, count, limit, usual)
-    return list(known.values())
+        if name in by_name:
+            count += by_name[name].nodes
+        by_name[name] = Partition(name, name != word, count, limit, usual)
+    return list(by_name.values())
 
 
 def show_job(job: str) -> dict[str, str]:
@@ -183,8 +183,8 @@ def configuration() -> dict[str, str]:
 
 def _fields(text: str) -> dict[str, str]:
     """Read `Name=value Name=value`; a value may hold blanks but no second name."""
-    found = re.findall(r"(?:^|\s)([A-Z][\w:/]*)=(.*?)(?=\s[A-Z][\w:/]*=|\s*$)", text.strip())
-    return dict(found)
+    pairs = re.findall(r"(?:^|\s)([A-Z][\w:/]*)=(.*?)(?=\s[A-Z][\w:/]*=|\s*$)", text.strip())
+    return dict(pairs)
 
 
 def check_cluster(platform: Platform, spelling: Spelling = PYTHON) -> tuple[str | None, int | None]:
@@ -245,7 +245,7 @@ class Queue:
         self.forget()
 
     def forget(self) -> None:
-        """Ask anew next time."""
+        """Ask again next time."""
         self._pause_s, self._next = SHORTEST_S, 0.0
 
     def look(self, job: str) -> tuple[str, str] | None:

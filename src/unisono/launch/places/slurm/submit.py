@@ -37,7 +37,7 @@ from unisono.launch.attempts import (
     results_of,
     telling,
 )
-from unisono.launch.job import ENDS, POLL_S, Job, State
+from unisono.launch.job import ENDS, POLL_S, Job, JobState
 from unisono.launch.logs import LogReader
 from unisono.launch.places.agent import Invitation, visit
 from unisono.launch.places.agents import LEAVE_S, payload_path
@@ -46,7 +46,7 @@ from unisono.launch.places.slurm.task import INVITATION, STATES, SlurmTask, Valu
 from unisono.launch.pool.payload import Parcel, dump_call, nameless_file
 from unisono.launch.pool.protocol import RankState, write_payload
 from unisono.launch.pool.stacks import ANSWER_S
-from unisono.launch.request import Request
+from unisono.launch.request import RunRequest
 from unisono.launch.results import Results
 from unisono.launch.stopping import announce, first_told_to, signals_of_launcher
 
@@ -84,12 +84,12 @@ def warning_s(timeout_min: int | None) -> int:
     return int(max(10, min(90, 0.2 * 60 * timeout_min))) if timeout_min else 90
 
 
-def submit_job(request: Request) -> SlurmJob:
+def submit_job(request: RunRequest) -> SlurmJob:
     """Queue a job; return its handle."""
     return _submit_jobs([request])[0]
 
 
-def submit_array(requests: Sequence[Request]) -> list[SlurmJob]:
+def submit_array(requests: Sequence[RunRequest]) -> list[SlurmJob]:
     """Queue one job array of requests that differ in their calls only; return its handles.
 
     Submitit's files are in one directory, and each job has one of its own below it.
@@ -97,7 +97,7 @@ def submit_array(requests: Sequence[Request]) -> list[SlurmJob]:
     return _submit_jobs(requests, is_array=True)
 
 
-def _submit_jobs(requests: Sequence[Request], *, is_array: bool = False) -> list[SlurmJob]:
+def _submit_jobs(requests: Sequence[RunRequest], *, is_array: bool = False) -> list[SlurmJob]:
     request = requests[0]
     platform = request.platform
     _check_submitit(request.spelling)
@@ -125,7 +125,7 @@ def _submit_jobs(requests: Sequence[Request], *, is_array: bool = False) -> list
 
 
 def _submit(
-    request: Request,
+    request: RunRequest,
     folder: Path,
     tasks: Sequence[SlurmTask],
     partition: str | None,
@@ -162,9 +162,9 @@ def _submit(
     options: dict[str, Any] = {"no_kill": True} if plan.elastic is not None else {}
     for key, value in (platform.slurm_additional_parameters or {}).items():
         name = key.lstrip("-").replace("-", "_")
-        known = values if name in values else options
+        target = values if name in values else options
         if name not in _FIXED:
-            known[name] = None if value is False else value
+            target[name] = None if value is False else value
     options = {name: value for name, value in options.items() if value is not None}
     values["setup"] = ["export SUBMITIT_LOG_LEVEL=CRITICAL", *(values["setup"] or ())]
     executor = submitit.SlurmExecutor(folder, max_num_timeout=plan.max_requeues)
@@ -192,7 +192,7 @@ def _check_submitit(spelling: Spelling = PYTHON) -> None:
         raise MissingExtra.of("slurm", spelling.options(on="slurm"), "no submitit")
 
 
-def script_text(request: Request) -> str:
+def script_text(request: RunRequest) -> str:
     """Return the batch script that submitit would write; works without a cluster, too.
 
     Submitit shows a script only where it writes it. So it submits to an `sbatch` that does nothing,
@@ -203,12 +203,12 @@ def script_text(request: Request) -> str:
 
     platform = request.platform
     try:
-        known = cluster.partitions(timeout_s=10.0)
+        partitions = cluster.partitions(timeout_s=10.0)
     except PlatformError:  # no cluster here: what the caller said must do
         partition = platform.partition if platform.is_explicit("partition") else None
         chosen = partition, platform.timeout_min
     else:
-        chosen = cluster.choose_partition(platform, known, request.spelling)
+        chosen = cluster.choose_partition(platform, partitions, request.spelling)
     directory = parent_of(request) / f"{platform.name}-XXXXXXXX"
     task = SlurmTask(directory, plan_of(request), frozenset(), has_prefix=False)
     with tempfile.TemporaryDirectory(prefix="unisono-dry-") as folder:
@@ -221,13 +221,13 @@ def script_text(request: Request) -> str:
         return text.replace(folder, shlex.quote(str(directory)))
 
 
-def judge_script(request: Request) -> str:
+def judge_script(request: RunRequest) -> str:
     """Have the scheduler judge the script without queueing it; return its words."""
     cluster.check_cluster(request.platform, request.spelling)
     return cluster.call("sbatch", "--test-only", text=script_text(request)).strip()
 
 
-def run_on_slurm(request: Request) -> Results[Any]:
+def run_on_slurm(request: RunRequest) -> Results[Any]:
     """Run a request as a job and return what its ranks returned."""
     platform, is_shown = request.platform, request.logs.console != "none"
     interrupted: list[float] = []
@@ -329,30 +329,30 @@ class SlurmJob(Job):
         job_files.check_ours(self.dir / STATES)
         return pickle.loads((self.dir / STATES).read_bytes())
 
-    def _look(self) -> State:
+    def _look(self) -> JobState:
         """Return how it stands; as its reason why it waits, in the scheduler's words."""
         progress = Progress.read(self.dir)
         attempt, ending = max(0, progress.attempt), progress.ending
         if self.submitit.paths.result_pickle.exists():
             if ending is None:
-                return State("failed", attempt, "the supervisor of its ranks failed")
+                return JobState("failed", attempt, "the supervisor of its ranks failed")
             name = ending.state if ending.state in ENDS and not progress.message else "failed"
             words = progress.message or (progress.causes or [""])[-1]
-            return State(name, attempt, "" if name == "done" else words.split("\n")[0])
+            return JobState(name, attempt, "" if name == "done" else words.split("\n")[0])
         state, reason = cluster.QUEUE.look(self.id) or ("", "the scheduler has forgotten it")
         if state in _WAITING:
-            return State("requeued" if progress.attempt >= 0 else "pending", attempt, reason)
+            return JobState("requeued" if progress.attempt >= 0 else "pending", attempt, reason)
         words = "" if reason == "None" else reason
         if state in _GOING:
             self._left_at = None
             is_requeued = progress.state == "requeued"
-            return State("requeued" if is_requeued else "running", attempt, words)
+            return JobState("requeued" if is_requeued else "running", attempt, words)
         # It is over, but says nothing: its files may be slow.
         self._left_at = self._left_at or time.monotonic()
         if time.monotonic() < self._left_at + (2.0 if state in _ENDS else LOST_S):
-            return State("running", attempt, words)
+            return JobState("running", attempt, words)
         name = "cancelled" if (self.dir / _CANCELLED).exists() else _ENDS.get(state, "failed")
-        return State(name, attempt, f"{state}: {reason}")
+        return JobState(name, attempt, f"{state}: {reason}")
 
     def _results(self) -> Results[Any]:
         state, progress = self._look(), Progress.read(self.dir)
@@ -378,7 +378,7 @@ class SlurmJob(Job):
             is_kept=True,
         )
 
-    def _error_by_scheduler(self, state: State) -> RankFailed | RankTimeout:
+    def _error_by_scheduler(self, state: JobState) -> RankFailed | RankTimeout:
         """Return the error of a job that ended without a word of its ranks."""
         fields = cluster.show_job(self.id)
         if state.name == "timeout":

@@ -24,13 +24,12 @@ from typing import TYPE_CHECKING, Any
 from unisono.errors import PlatformError, RankFailed
 from unisono.launch import job_files
 from unisono.launch.attempts import LONGEST_PAUSE_S, Attempts, Progress
-from unisono.launch.channel import Channel
+from unisono.launch.channel import ControlChannel
 from unisono.launch.logs import FAILED, Console
 from unisono.launch.places.agent import CONNECT_S, GONE, Invitation, attend, chunks_of
 from unisono.launch.places.agents import ALL_INTERFACES, AgentRanks
 from unisono.launch.places.slurm import cluster
-from unisono.launch.plan import RunPlan, own_versions
-from unisono.launch.pool.protocol import Job
+from unisono.launch.pool.protocol import RankJob, RunPlan, own_versions
 from unisono.launch.pool.verdict import Ending, headline
 
 if TYPE_CHECKING:
@@ -45,7 +44,7 @@ _POLL_S = 0.1, 1.0
 """Seconds between two looks for an invitation: the first, and the longest."""
 
 
-def srun_ranks(job: Job, plan: RunPlan, attempt: int, **shown: Any) -> AgentRanks:
+def srun_ranks(job: RankJob, plan: RunPlan, attempt: int, **shown: Any) -> AgentRanks:
     """Return the ranks of a run on the nodes that this process has already."""
     cluster.check_programs()
     command = ["srun", *cluster.srun_options(plan), *_agent_command()]
@@ -68,7 +67,7 @@ class SlurmRanks(AgentRanks):
     """
 
     def __init__(
-        self, plan: RunPlan, attempt: int, obey: Callable[[str, Channel], None], **shown: Any
+        self, plan: RunPlan, attempt: int, obey: Callable[[str, ControlChannel], None], **shown: Any
     ) -> None:
         shown |= {"command": _agent_command(), "address": ALL_INTERFACES}
         super().__init__(None, plan, attempt, **shown)
@@ -94,7 +93,7 @@ class SlurmRanks(AgentRanks):
             self._fail(self._seats[0], summary, hint=f"{self._dir / 'starter.log'} has its words")
         return False
 
-    def visited(self, channel: Channel, order: str) -> None:
+    def visited(self, channel: ControlChannel, order: str) -> None:
         self._obey(order, channel)
 
     def warn(self) -> None:
@@ -171,7 +170,7 @@ class JobAttempts(Attempts):
         text = f"the cluster does not requeue job {job}, which has saved what it needs\n  {error}"
         self._end(ending, f"{text}\nHINT: submit it again, to go on from the checkpoint")
 
-    def _obey(self, order: str, channel: Channel) -> None:
+    def _obey(self, order: str, channel: ControlChannel) -> None:
         """Take an order of the handle on the job."""
         if (supervisor := self._supervisor) is None:
             return
