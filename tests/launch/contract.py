@@ -242,13 +242,13 @@ def train(ends=(), folder=""):
     run = unisono.train.elastic(model, optimizer, data, batch_size=8, shards=4, steps=400)
     for step in run:
         step(loss)
-        time.sleep(0.1 if next_end() else 0.0)
+        time.sleep(0.3 if next_end() else 0.0)
     return [p.detach().tolist() for p in model.parameters()]
 
 
 def trains_on_whatever_happens_to_a_rank(place, tmp_path):
     ends = [how for how in DEATHS if place.has_agents or how != "has its agent killed"]
-    results = place.run(train, ends, tmp_path, elastic=True)
+    results = place.run(train, ends, tmp_path, elastic=True, timeout_s=200.0)
     assert all((tmp_path / how).exists() for how in ends)  # each time there was a new rank 1
     assert all(weights == train() for weights in results)
 
