@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, cast
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -19,6 +19,7 @@ from unisono.comm import Communicator
 from unisono.errors import PartitionError, UnisonoError
 from unisono.expect import expect_choice
 from unisono.nn.agreement import Table
+from unisono.nn.layers.shell import Shell
 from unisono.nn.planned import PlannedModule, check_dims
 from unisono.nn.precision import sum_dtype, wide
 from unisono.nn.split_tensors.pointwise import label_weights
@@ -26,19 +27,10 @@ from unisono.operators import sum_to_replicated
 from unisono.topology import Partition
 
 
-@dataclass(frozen=True)
-class _LossPlan:
-    count: int
-    """Elements of the whole."""
-    batch: int
-    """Samples of the whole."""
-    comm: Communicator
-    """Ranks that hold other elements."""
-
-
-class _Loss(PlannedModule[_LossPlan]):
+class _Loss(Shell):
     """A loss that is a sum over elements."""
 
+    _balances = False
     _function: ClassVar[Callable[..., Tensor]]
     """Torch's function of input and target."""
     _options: ClassVar[tuple[str, ...]] = ()
@@ -51,32 +43,14 @@ class _Loss(PlannedModule[_LossPlan]):
         self.P_x = P_x
         self.reduction = reduction
 
-    def _make_plan(self, tables: Sequence[Table]) -> _LossPlan:
-        shape = tables[0].global_shape(self.P_x)
-        for table in tables:
-            table.dtype(self.P_x)
-            if table.cuts(self.P_x) != tables[0].cuts(self.P_x):
-                raise PartitionError.because(
-                    type(self).__name__,
-                    f"input of {list(shape)}, target of {list(table.global_shape(self.P_x))}",
-                    "their blocks differ",
-                    "cut the target like the input",
-                )
-        count, batch = torch.Size(shape).numel(), shape[0] if shape else 1
-        return _LossPlan(count, batch, self.P_x.comm)
-
     def forward(self, input: Tensor, target: Tensor) -> Tensor:
         """Return the loss of the whole tensors; with reduction "none" that of the own block."""
         if not self._takes_part:
             return self._outside(input).sum()
         options = {name: getattr(self, name) for name in self._options}
-        elements = self._function(self._tied(input), target, reduction="none", **options)
-        if self.reduction == "none":
-            return elements
-        total = sum_to_replicated(elements.sum(dtype=sum_dtype(elements)), comm=self._plan.comm)
-        if self.reduction != "sum":
-            total = total / (self._plan.count if self.reduction == "mean" else self._plan.batch)
-        return total.to(elements.dtype)
+        return self._called(
+            self._function, self._tied(input), target, reduction=self.reduction, **options
+        )
 
 
 class DistributedL1Loss(_Loss):
@@ -156,16 +130,20 @@ class DistributedKLDivLoss(_Loss):
 
 
 @dataclass(frozen=True)
-class _ClassPlan(_LossPlan):
-    """`count` is that of the classes, `comm` the ranks that hold other positions."""
+class _ClassPlan:
+    """Which classes a rank has, and who has the others."""
 
+    count: int
+    """Classes of the whole."""
     start: int
     """First own class."""
+    comm: Communicator
+    """Ranks that hold other positions."""
     class_comm: Communicator
     """Ranks that hold other classes of the same positions."""
 
 
-class DistributedNLLLoss(_Loss):
+class DistributedNLLLoss(PlannedModule[_ClassPlan]):
     """`torch.nn.NLLLoss` of split tensors; dim 1 (the classes) may be split too.
 
     Args:
@@ -184,7 +162,10 @@ class DistributedNLLLoss(_Loss):
         ignore_index: int = -100,
         reduction: str = "mean",
     ) -> None:
-        super().__init__(P_x, reduction)
+        super().__init__()
+        expect_choice("reduction", reduction, ("none", "mean", "sum"), error=PartitionError)
+        self.P_x = P_x
+        self.reduction = reduction
         check_dims(type(self).__name__, P_x, 2)
         self.register_buffer("weight", weight)
         self.ignore_index = ignore_index
@@ -205,11 +186,7 @@ class DistributedNLLLoss(_Loss):
         index = self.P_x.index
         start = cuts[1][index[1]] if index is not None else 0
         others = self.P_x.sub(tuple(d for d in range(self.P_x.dim) if d != 1)).comm
-        return _ClassPlan(cuts[1][-1], cuts[0][-1], others, start, self.P_x.sub(1).comm)
-
-    @property
-    def _classes(self) -> _ClassPlan:
-        return cast("_ClassPlan", self._plan)
+        return _ClassPlan(cuts[1][-1], start, others, self.P_x.sub(1).comm)
 
     def _normaliser(self, x: Tensor) -> Tensor | None:  # noqa: ARG002
         """Return the logarithm to subtract at each position, a value all class ranks share."""
@@ -265,7 +242,7 @@ class DistributedNLLLoss(_Loss):
         self, x: Tensor, target: Tensor, normaliser: Tensor | None
     ) -> tuple[Tensor, Tensor]:
         """Return loss and weight of each position, equal on all ranks that share it."""
-        picked = self._picked(-x, target, self._classes.start)
+        picked = self._picked(-x, target, self._plan.start)
         if normaliser is not None:
             picked = picked + normaliser
         weights = label_weights(target, self.weight, self.ignore_index, picked)
@@ -280,7 +257,7 @@ class DistributedNLLLoss(_Loss):
             local = (target - start).clamp(0, values.shape[1] - 1)
             own = values.gather(1, local.unsqueeze(1)).squeeze(1)
             own = torch.where(here, own, torch.zeros_like(own))
-        return sum_to_replicated(own, comm=self._classes.class_comm)
+        return sum_to_replicated(own, comm=self._plan.class_comm)
 
 
 class DistributedCrossEntropyLoss(DistributedNLLLoss):
@@ -306,7 +283,7 @@ class DistributedCrossEntropyLoss(DistributedNLLLoss):
 
     def _normaliser(self, x: Tensor) -> Tensor:
         x = wide(x)
-        classes = self._classes.class_comm
+        classes = self._plan.class_comm
         if classes.size == 1:
             return x.logsumexp(1)
         lowest = torch.finfo(x.dtype).min
@@ -322,10 +299,10 @@ class DistributedCrossEntropyLoss(DistributedNLLLoss):
         if self.label_smoothing == 0.0 or normaliser is None:
             return losses, weights
         x = wide(x)
-        start, classes = self._classes.start, self._plan.count
+        start, classes = self._plan.start, self._plan.count
         every = x.new_ones(classes) if self.weight is None else self.weight.to(x)
         own = every[start : start + x.shape[1]].reshape(1, -1, *(1,) * (x.dim() - 2))
-        spread = sum_to_replicated((-x * own).sum(1), comm=self._classes.class_comm)
+        spread = sum_to_replicated((-x * own).sum(1), comm=self._plan.class_comm)
         spread = (spread + every.sum() * normaliser) * (target != self.ignore_index)
         smooth = self.label_smoothing
         return (1 - smooth) * losses + smooth / classes * spread, weights

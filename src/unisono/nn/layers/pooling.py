@@ -1,24 +1,26 @@
-"""Pooling split in any dims: halos from neighbours, then torch's pooling."""
+"""Pooling split in any dims: torch's functions on blocks."""
 
 from __future__ import annotations
 
-from abc import abstractmethod
-from collections.abc import Sequence
-from typing import ClassVar
+from collections.abc import Callable
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from unisono.errors import PartitionError
-from unisono.nn.agreement import Table
 from unisono.nn.layers.conv import Size
-from unisono.nn.planned import PlannedModule, check_dims, index_in
-from unisono.nn.split_tensors.pooling import PoolNumbers, PoolPlan, pool_plan
+from unisono.nn.layers.shell import Shell
+from unisono.nn.planned import check_dims
 from unisono.topology import Partition
 from unisono.topology.window import check_pool, per_dim
 
+_MAX: dict[int, Callable[..., Any]] = {1: F.max_pool1d, 2: F.max_pool2d, 3: F.max_pool3d}
+_AVG: dict[int, Callable[..., Any]] = {1: F.avg_pool1d, 2: F.avg_pool2d, 3: F.avg_pool3d}
 
-class _Pool(PlannedModule[PoolPlan]):
+
+class _Pool(Shell):
     """What the pooling layers share."""
 
     dims: ClassVar[int]
@@ -39,16 +41,6 @@ class _Pool(PlannedModule[PoolPlan]):
         ):
             check_pool(k, p, d, dim=dim)
 
-    @abstractmethod
-    def _numbers(self, dtype: torch.dtype) -> PoolNumbers:
-        """Return the pooling of the whole tensor; refuse a dtype that it does not take."""
-
-    def _make_plan(self, tables: Sequence[Table]) -> PoolPlan:
-        (table,) = tables
-        P, dtype = self.P_x, table.dtype(self.P_x)
-        cuts, numbers = table.cuts(P), self._numbers(dtype)
-        return pool_plan(cuts, index_in(P), P.root, P.ranks, numbers, dtype)
-
 
 class _MaxPool(_Pool):
     def __init__(
@@ -65,17 +57,18 @@ class _MaxPool(_Pool):
         self.return_indices = return_indices
         self.ceil_mode = ceil_mode
 
-    def _numbers(self, dtype: torch.dtype) -> PoolNumbers:  # noqa: ARG002
-        numbers = self.kernel_size, self.stride, self.padding, self.dilation
-        return PoolNumbers(*numbers, self.ceil_mode, is_mean=False)
-
     def forward(self, input: Tensor) -> Tensor | tuple[Tensor, Tensor]:
         """Return this rank's share; with `return_indices` also flat indices in the whole image."""
         if not self._takes_part:
             outside = self._outside(input)
             return (outside, outside.long()) if self.return_indices else outside
-        y, indices = self._plan.pooled(self._tied(input), wants_indices=self.return_indices)
-        return y if indices is None or not self.return_indices else (y, indices)
+        return self._called(
+            _MAX[self.dims],
+            self._tied(input),
+            *(self.kernel_size, self.stride, self.padding, self.dilation),
+            ceil_mode=self.ceil_mode,
+            return_indices=self.return_indices,
+        )
 
 
 class _AvgPool(_Pool):
@@ -98,7 +91,7 @@ class _AvgPool(_Pool):
                 f"{type(self).__name__}(divisor_override=0)", hint="a number other than 0, or None"
             )
 
-    def _numbers(self, dtype: torch.dtype) -> PoolNumbers:
+    def _check(self, shape: tuple[int, ...], dtype: torch.dtype) -> None:  # noqa: ARG002
         if not dtype.is_floating_point and dtype != torch.int64:
             raise PartitionError.because(
                 f"{type(self).__name__} of {dtype}",
@@ -106,16 +99,18 @@ class _AvgPool(_Pool):
                 None,
                 "x.float()",
             )
-        numbers = self.kernel_size, self.stride, self.padding, self.dilation
-        return PoolNumbers(
-            *numbers, self.ceil_mode, True, self.count_include_pad, self.divisor_override
-        )
 
     def forward(self, input: Tensor) -> Tensor:
         """Return this rank's share of the averages."""
         if not self._takes_part:
             return self._outside(input)
-        return self._plan.pooled(self._tied(input))[0]
+        divisor = () if self.dims == 1 else (self.divisor_override,)
+        return self._called(
+            _AVG[self.dims],
+            self._tied(input),
+            *(self.kernel_size, self.stride, self.padding),
+            *(self.ceil_mode, self.count_include_pad, *divisor),
+        )
 
 
 class DistributedMaxPool1d(_MaxPool):

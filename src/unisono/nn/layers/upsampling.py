@@ -1,34 +1,23 @@
-"""Upsampling of split tensors: the points under each share, then sums of two or four taps a dim."""
+"""Upsampling of split tensors: torch's `interpolate` on blocks, and its local part."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from unisono.errors import PartitionError
-from unisono.nn.agreement import Table
-from unisono.nn.planned import PlannedModule, index_in
+from unisono.nn.layers.shell import Shell
 from unisono.nn.split_tensors.resampling import MODES, Taps, resampled, taps_of
 from unisono.topology import Partition
-from unisono.topology.decompose import block, split_cuts
-from unisono.topology.halo import Axis, HaloPlan, plan_windows
-from unisono.topology.resample import Resampling, resample_length
-from unisono.topology.window import copied
+from unisono.topology.resample import Resampling
 
 _DIMS = {"linear": 1, "bilinear": 2, "trilinear": 3, "bicubic": 2}
 
 
-@dataclass(frozen=True)
-class _UpsamplePlan:
-    halo: HaloPlan
-    taps: tuple[Taps, ...]
-    """For each spatial dim."""
-
-
-class DistributedUpsample(PlannedModule[_UpsamplePlan]):
+class DistributedUpsample(Shell):
     """`torch.nn.Upsample` of a tensor `(N, C, ...)` split in any dims.
 
     Args:
@@ -77,34 +66,18 @@ class DistributedUpsample(PlannedModule[_UpsamplePlan]):
         self.size = _each(size, space, "size")
         self.scale_factor = _each(scale_factor, space, "scale_factor")
 
-    def _make_plan(self, tables: Sequence[Table]) -> _UpsamplePlan:
-        (table,) = tables
-        _check_dtype(type(self).__name__, self.mode, table.dtype(self.P_x))
-        double = table.dtype(self.P_x) == torch.float64
-        cuts = table.cuts(self.P_x)
-        index = index_in(self.P_x)
-        axes: list[Axis] = []
-        taps: list[Taps] = []
-        for dim, own in enumerate(cuts):
-            x, parts, i = own[-1], self.P_x.shape[dim], index[dim]
-            if dim < 2:
-                axes.append(Axis(split_cuts(x, parts), copied))
-                continue
-            scale = None if self.scale_factor is None else self.scale_factor[dim - 2]
-            size = None if self.size is None else int(self.size[dim - 2])
-            y = resample_length(x, size=size, scale=scale)
-            mode, aligned = MODES[self.mode], bool(self.align_corners)
-            how = Resampling(x, y, mode, scale, aligned, double)
-            axes.append(Axis(split_cuts(y, parts), how.window))
-            y0, y1 = block(y, parts, i)
-            taps.append(taps_of(how, y0, y1, how.needed(y0, y1)[0]))
-        return _UpsamplePlan(plan_windows(cuts, index, axes), tuple(taps))
+    def _check(self, shape: tuple[int, ...], dtype: torch.dtype) -> None:  # noqa: ARG002
+        _check_dtype(type(self).__name__, self.mode, dtype)
 
     def forward(self, input: Tensor) -> Tensor:
         """Return this rank's balanced share of the upsampled tensor."""
         if not self._takes_part:
             return self._outside(input)
-        return resampled(self._window(input), self._plan.taps)
+        sizes = None if self.size is None else tuple(map(int, self.size))
+        scales = self.scale_factor
+        return self._called(
+            F.interpolate, self._tied(input), sizes, scales, self.mode, self.align_corners
+        )
 
 
 class Interpolate(torch.nn.Module):

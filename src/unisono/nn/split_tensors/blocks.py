@@ -42,7 +42,7 @@ Layout = dict[int, Cut]
 def balanced(length: int, x: Split, dim: int, what: str) -> tuple[int, ...]:
     """Return the sizes in which a result is cut; whole if there are fewer points than ranks."""
     ranks = x.cuts[dim].comm.size
-    if length < ranks:
+    if length < ranks and not x.run.keeps_empty:
         raise NeedsWhole(dim, f"{what}: {length} points for {ranks} ranks")
     return split_sizes(length, ranks)
 

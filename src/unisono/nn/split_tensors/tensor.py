@@ -151,12 +151,20 @@ class Run:
         module: the network, for the paths of its modules.
         strict: refuse instead of gathering.
         attention: how attention over a split sequence is computed.
+        keeps_empty: leave ranks without points where there are fewer points than ranks.
     """
 
     def __init__(
-        self, partition: Partition, module: nn.Module | None, strict: bool, attention: str = "auto"
+        self,
+        partition: Partition,
+        module: nn.Module | None,
+        strict: bool,
+        attention: str = "auto",
+        *,
+        keeps_empty: bool = False,
     ) -> None:
         self.comm = partition.comm
+        self.keeps_empty = keeps_empty
         self.strict = strict
         self.attention = attention
         self.gathered: Counter[Gathered] = Counter()
@@ -947,6 +955,15 @@ def call(func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     if not _splits_of(args, kwargs):
         return func(*args, **kwargs)
     return _dispatch(func, _FUNCTIONS.get(func) or _known(func), args, kwargs)
+
+
+def by_blocks(func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Call a torch function by its rule: for callers that have checked what torch would check."""
+    with _plainly():
+        known = _FUNCTIONS.get(func) or _known(func)
+        if known.how is None:
+            raise NoRule(known.name)
+        return by_rule(known.how, func, known.name, args, kwargs)
 
 
 def refuse_passed_by(x: Split) -> None:

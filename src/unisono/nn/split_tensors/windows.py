@@ -117,19 +117,20 @@ def _in_space(
 
 def _where(
     x: Split, count: int
-) -> tuple[tuple[tuple[int, Cut], ...], tuple[int, ...], Grid | None]:
+) -> tuple[tuple[tuple[int, Cut], ...], tuple[int, ...], Grid | None, bool]:
     """Return the cuts, this rank's place along each, and the ranks along those in space.
 
-    The last are None where there is one cut: they are its own.
+    The ranks are None where there is one cut: they are its own. The last says whether ranks may be
+    left without points.
     """
     cuts = x.cuts
     if len(cuts) == 1:
         ((dim, cut),) = cuts.items()
-        return ((dim, cut),), (cut.comm.rank,), None
+        return ((dim, cut),), (cut.comm.rank,), None, x.run.keeps_empty
     places = tuple([cut.comm.rank for cut in cuts.values()])
     first = x.local.ndim - count
     axes = [axis for dim, cut in cuts.items() if dim >= first for axis in cut.axes]
-    return tuple(cuts.items()), places, x.run.grid(axes) if axes else None
+    return tuple(cuts.items()), places, x.run.grid(axes) if axes else None, x.run.keeps_empty
 
 
 @lru_cache(4096)
@@ -138,6 +139,7 @@ def _conv_plan(
     cuts: tuple[tuple[int, Cut], ...],
     places: tuple[int, ...],
     grid: Grid | None,
+    keeps_empty: bool,
     weight: Sequence[int],
     numbers: tuple[Any, Any, Any, int],
 ) -> tuple[Cuts, SpacePlan] | None:
@@ -154,7 +156,7 @@ def _conv_plan(
     def length(i: int, n: int) -> int:
         return output_length(n, kernel[i], steps[i], pads[i], spread[i])
 
-    bounds, index, later = _cut_space(shape, cuts, places, count, length)
+    bounds, index, later = _cut_space(shape, cuts, places, keeps_empty, count, length)
     mine = {i for i in range(count) if len(bounds[2 + i]) > 2}
     if not mine:
         return None
@@ -185,6 +187,7 @@ def _transposed_plan(
     cuts: tuple[tuple[int, Cut], ...],
     places: tuple[int, ...],
     grid: Grid | None,
+    keeps_empty: bool,
     weight: Sequence[int],
     numbers: tuple[Any, Any, Any, int, Any],
 ) -> tuple[Cuts, SpacePlan] | None:
@@ -197,7 +200,7 @@ def _transposed_plan(
     def length(i: int, n: int) -> int:
         return transposed_length(n, kernel[i], steps[i], pads[i], spread[i], more[i])
 
-    bounds, index, later = _cut_space(shape, cuts, places, count, length)
+    bounds, index, later = _cut_space(shape, cuts, places, keeps_empty, count, length)
     if all(len(own) == 2 for own in bounds[2:]):
         return None
     for dim, cut in cuts:
@@ -217,6 +220,7 @@ def _cut_space(
     shape: Sequence[int],
     cuts: tuple[tuple[int, Cut], ...],
     places: tuple[int, ...],
+    keeps_empty: bool,
     count: int,
     length: Callable[[int, int], int],
 ) -> tuple[tuple[tuple[int, ...], ...], list[int], dict[int, Cut]]:
@@ -235,7 +239,7 @@ def _cut_space(
         if cut.outer != 1:
             raise NeedsWhole(dim, "the cut lies inside merged dims")
         points = length(i, cut.length)
-        if points < cut.comm.size:
+        if points < cut.comm.size and not keeps_empty:
             raise NeedsWhole(dim, f"{points} points for {cut.comm.size} ranks")
         later[dim] = resized(cut, split_sizes(points, cut.comm.size))
         bounds[2 + i], index[2 + i] = cut.bounds, place
@@ -319,12 +323,13 @@ def _pool_plan(
     cuts: tuple[tuple[int, Cut], ...],
     places: tuple[int, ...],
     grid: Grid | None,
+    keeps_empty: bool,
     numbers: PoolNumbers,
     dtype: torch.dtype,
 ) -> tuple[Cuts, PoolPlan]:
     """Return how the result is cut, and the plan; see `_conv_plan`."""
     count = len(numbers.kernel)
-    bounds, index, later = _cut_space(shape, cuts, places, count, numbers.length)
+    bounds, index, later = _cut_space(shape, cuts, places, keeps_empty, count, numbers.length)
     comm, ranks = grid or (cuts[0][1].comm, None)
     return later, pool_plan(bounds, index, comm, ranks, numbers, dtype)
 
@@ -394,7 +399,7 @@ def _interpolate(
     antialias: bool = False,
 ) -> Tensor:
     x, count = input, input.ndim - 2
-    if not any(dim >= 2 for dim in x.cuts):
+    if not any(dim >= 2 for dim in x.cuts) and not x.run.keeps_empty:
         options = {"antialias": antialias} if antialias else {}
         local = F.interpolate(
             x.local, size, scale_factor, mode, align_corners, recompute_scale_factor, **options
@@ -434,7 +439,11 @@ def _interpolate(
     local = window(x, wanted)
     for dim, own in taps.items():
         local = own.resampled(local, dim)
-    if rest:  # the dims that are whole here; those done already keep their size
+    if 0 in local.shape or not (x.is_floating_point() or x.dtype == torch.uint8):
+        for i in rest:  # torch resizes neither blocks without points nor other integers
+            how = Resampling(x.shape[2 + i], sizes[i], kind, scales[i], bool(align_corners), False)
+            local = taps_of(how, 0, sizes[i], 0).resampled(local, 2 + i)
+    elif rest:  # the dims that are whole here; those done already keep their size
         if scales[rest[0]] is not None:
             factors = [scales[i] or 1.0 if i in rest else 1.0 for i in range(count)]
             local = F.interpolate(local, None, factors, mode, align_corners)

@@ -1,0 +1,100 @@
+"""`Shell`: a layer that is a function of torch, with this rank's block in and its block out.
+
+The ranks agree on what they hold; then the block is shown as a `Split`, and the function's rule
+for split tensors does the rest. Blocks may be empty, before and after.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from unisono.errors import PartitionError
+from unisono.nn.agreement import Cuts, Table
+from unisono.nn.planned import PlannedModule
+from unisono.nn.split_tensors.blocks import recut
+from unisono.nn.split_tensors.tensor import Cut, Run, Split, by_blocks, mapped
+from unisono.topology.decompose import split_sizes
+
+
+@dataclass(frozen=True)
+class ShellPlan:
+    """How inputs of known shapes are shown."""
+
+    run: Run
+    cuts: dict[int, Cut]
+    balanced: dict[int, tuple[int, ...]]
+    """Dims in front of those in space whose blocks are made balanced first, and their sizes."""
+
+
+class Shell(PlannedModule[ShellPlan]):
+    """A layer whose inputs have the same blocks, and which calls a function of torch."""
+
+    _balances: ClassVar[bool] = True
+    """Whether blocks of the result are balanced in all dims."""
+
+    def _check(self, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+        """Raise for a whole input that the function does not take."""
+
+    def _make_plan(self, tables: Sequence[Table]) -> ShellPlan:
+        P = self.P_x
+        cuts, dtype = tables[0].cuts(P), tables[0].dtype(P)
+        for table in tables[1:]:
+            table.dtype(P)
+            if table.cuts(P) != cuts:
+                raise PartitionError.because(
+                    type(self).__name__,
+                    f"inputs of {_shape(cuts)} and {_shape(table.cuts(P))}",
+                    "their blocks differ",
+                    "cut the second input like the first",
+                )
+        self._check(_shape(cuts), dtype)
+        sizes = {
+            dim: tuple(b - a for a, b in itertools.pairwise(bounds))
+            for dim, bounds in enumerate(cuts)
+            if len(bounds) > 2
+        }
+        even = {dim: split_sizes(sum(each), len(each)) for dim, each in sizes.items()}
+        return ShellPlan(
+            Run(P, None, strict=True, keeps_empty=True),
+            {dim: Cut(each, P.sub(dim).comm) for dim, each in sizes.items()},
+            {d: even[d] for d in even if d < 2 and even[d] != sizes[d]} if self._balances else {},
+        )
+
+    @torch.compiler.disable
+    def _called(self, function: Callable[..., Any], *args: Any, **options: Any) -> Any:
+        """Call a function with blocks, and return blocks.
+
+        Args:
+            function: of torch, with a rule for split tensors.
+            args: tensors are own blocks of inputs.
+            options: likewise.
+        """
+        plan = self._plan
+        if not plan.cuts:
+            return function(*args, **options)
+        shown = [self._shown(x) for x in args]
+        more = {key: self._shown(x) for key, x in options.items()}
+        return mapped(_block, by_blocks(function, *shown, **more))
+
+    def _shown(self, x: Any) -> Any:
+        if not isinstance(x, Tensor):
+            return x
+        plan = self._plan
+        split: Any = Split(x, plan.cuts, plan.run)
+        for dim, sizes in plan.balanced.items():
+            split = recut(split, dim, sizes)
+        return split
+
+
+def _shape(cuts: Cuts) -> tuple[int, ...]:
+    return tuple(bounds[-1] for bounds in cuts)
+
+
+def _block(x: Split) -> Tensor:
+    return x.local
