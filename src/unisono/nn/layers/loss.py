@@ -48,6 +48,9 @@ class _Loss(Shell):
         if not self._takes_part:
             return self._outside(input).sum()
         options = {name: getattr(self, name) for name in self._options}
+        for name, value in options.items():
+            if isinstance(value, Tensor):  # a weight of points, in any shape that fits the block
+                options[name] = value.expand_as(input)
         return self._called(
             self._function, self._tied(input), target, reduction=self.reduction, **options
         )
