@@ -46,7 +46,7 @@ Status Group::sync() {
   fault.step();
   met_++;
   Bell& own = controls_[rank].met;
-  // All that this rank wrote before is seen by whoever sees this; in one order with the sleepers.
+  // A rank that sees this value sees all that this rank wrote before it; one order with the sleepers.
   own.value.store(met_, std::memory_order_seq_cst);
   if (own.sleepers.load(std::memory_order_seq_cst)) wake(own);
   const auto has_come = [this](int r) {
@@ -147,7 +147,7 @@ bool Group::any_place() const {
   return false;
 }
 
-// The meeting after which nobody reads from buffers any more. `again` if a rank had to do without one,
+// The meeting after which no rank reads from buffers any more. `again` if a rank had to do without one,
 // because its own tensor there is gone: then the bytes go through slots.
 Status Group::leave_buffers(bool lacks, bool& again) {
   if (lacks) controls_[rank].lacks.store(met_ + 1, std::memory_order_relaxed);

@@ -1,8 +1,8 @@
 // One rank's view of a group: its meetings, its collectives, its messages, its shared buffers.
 //
 // A collective is a row of turns. In a turn a rank writes its own slot, meets the others, and reads
-// theirs. There are two slots per rank, used in turn: nobody writes a slot again before all have met
-// once more, and whoever comes to that meeting has read what it needed. With the first turn every
+// theirs. There are two slots per rank, used in turn: no rank writes a slot again before all have
+// met once more, and a rank that comes to that meeting has read what it needed. With the first turn every
 // rank writes what it is about to do, so ranks that disagree find out before any data is used.
 #pragma once
 

@@ -4,7 +4,7 @@
 // the first is faster by half. Where they do not (two sockets, two dies) each line must first be taken
 // away from the reader's cache, and the second is two to eight times as fast. No machine tells reliably
 // which is the case, a virtual one least of all, and it changes while ranks run. So each rank times
-// both now and then, and takes the faster; nobody else needs to know.
+// both now and then, and takes the faster; no other rank needs to know.
 #pragma once
 
 #include <algorithm>
@@ -42,9 +42,9 @@ class Handover {
 
  private:
   static constexpr size_t kLeastTimed = 8 * 1024;  // less goes through the caches
-  // After so many writes the other way is tried, at first sooner than later. The first writes touch new
+  // After this number of writes the other way is tried, sooner at first. The first writes touch new
   // memory and tell nothing; one write through the caches after streamed ones tells little, because its
-  // lines are in nobody's cache, and is found out by the next.
+  // lines are in no cache, and is found out by the next.
   static constexpr unsigned kFewest = 32, kMost = 2048;
   // What the writer must gain by streaming, because the reader then fetches from memory. With a shared
   // cache it gains up to twice or loses, without one it gains four to fifteen times.

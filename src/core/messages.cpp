@@ -177,7 +177,7 @@ bool Messages::pull(int src) {
     Cell& cell = cell_of(src, rank_, read_[src]);
     if (!arriving.active) {
       TransferRef transfer = match(src, cell.tag);
-      if (!transfer && !is_wanted(src)) break;  // nobody waits for this rank: leave it where it is
+      if (!transfer && !is_wanted(src)) break;  // no receive is posted for this rank: leave it in the ring
       arriving = Arriving{};
       arriving.active = true;
       arriving.tag = cell.tag, arriving.nbytes = cell.nbytes, arriving.dtype = cell.dtype;

@@ -1,9 +1,8 @@
 // Messages between two ranks: matched by tag, in order, without a thread of their own.
 //
 // A message travels through the ring of its pair, a cell at a time. Transfers under way are moved on
-// by whoever waits: for a message, for a collective, or the group's thread when nobody else does. A
-// message nobody has asked for stays in its ring, unless one behind it is wanted; then it is put
-// aside.
+// by threads that wait for a message or a collective, else by the group's thread. A message without
+// a receive stays in its ring, unless one behind it has a receive; then it is put aside.
 #pragma once
 
 #include <atomic>
@@ -46,7 +45,7 @@ struct Transfer {
   Transfer(int peer, int64_t tag, const Extent& extent, int64_t dtype)
       : peer(peer), tag(tag), extent(extent), dtype(dtype) {}
 
-  std::atomic<int> peer;  // -1 for a receive from anybody, until a message has come
+  std::atomic<int> peer;  // -1 for a receive from any rank, until a message has come
   int64_t tag;
   Extent extent;
   int64_t dtype;
@@ -77,7 +76,7 @@ class Messages {
 
   int under_way() const { return under_way_.load(std::memory_order_relaxed); }
   // Whether a peer may be waiting for this rank to empty a ring, or this rank for a peer: then
-  // somebody has to move messages on while nobody waits for them.
+  // the group's thread has to move messages on while no other thread waits.
   bool overflows();
   // Whether transfers are under way that no thread waits for.
   bool unattended() const { return under_way() > 0 && waiters_.load() == 0; }

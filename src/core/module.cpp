@@ -3,7 +3,7 @@
 // Tensors arrive as addresses and lengths, dtypes and reductions as numbers. All waits happen without
 // the interpreter's lock. During a long wait `look(verb, missing, waited_s, timeout_s)` is called,
 // which may raise; `report(status, verb, error, headers, table)` returns the exception for whatever
-// went wrong, in whichever thread.
+// went wrong, in the thread that ran it.
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
 #include <structmember.h>
@@ -186,7 +186,8 @@ PyObject* populate(PyObject*, Args args, Py_ssize_t n) {
   const auto begin = reinterpret_cast<uintptr_t>(address(args[0]));
   const size_t nbytes = bytes(args[1]);
   if (PyErr_Occurred()) return nullptr;
-  const uintptr_t page = begin / kPage * kPage;
+  const uintptr_t page_bytes = static_cast<uintptr_t>(sysconf(_SC_PAGESIZE));
+  const uintptr_t page = begin / page_bytes * page_bytes;
   int failed;
   {
     Unlocked unlocked;
@@ -276,24 +277,35 @@ Look look_of(PyObject* look, int verb, double timeout_s, Signalled* signalled = 
 
 // Returns the exception for a call that went wrong; called without the interpreter's lock. Only a collective
 // has headers to tell of; another thread may be in one while this one waits for a message.
-PyObject* report(PyGroup* self, Status status, int verb, bool told_by_headers) {
+PyObject* report(PyGroup* self, Status status, int verb, bool has_headers) {
   Locked locked;
   PyObject* rows = PyList_New(0);
-  for (const Header& h : told_by_headers ? self->group->headers() : std::vector<Header>()) {
+  for (const Header& h : has_headers ? self->group->headers() : std::vector<Header>()) {
     PyObject* row = Py_BuildValue("(KKK)", (unsigned long long)h.code, (unsigned long long)h.nbytes, (unsigned long long)h.digest);
     PyList_Append(rows, row);
     Py_DECREF(row);
   }
   PyObject* table = PyList_New(0);
-  for (uint64_t n : told_by_headers ? self->group->table() : std::vector<uint64_t>()) {
+  for (uint64_t n : has_headers ? self->group->table() : std::vector<uint64_t>()) {
     PyObject* value = PyLong_FromUnsignedLongLong(n);
     PyList_Append(table, value);
     Py_DECREF(value);
   }
   PyObject* error = std::exchange(looked, nullptr);
   if (!error) error = Py_NewRef(Py_None);
-  PyObject* told = PyObject_CallFunction(self->report, "iiNNN", (int)status, verb, error, rows, table);
-  return told ? told : caught();
+  PyObject* raised = PyObject_CallFunction(self->report, "iiNNN", (int)status, verb, error, rows, table);
+  return raised ? raised : caught();
+}
+
+// The same where no exception of C++ may pass: in the group's thread.
+PyObject* reported(PyGroup* self, Status status, int verb, bool has_headers) noexcept {
+  try {
+    return report(self, status, verb, has_headers);
+  } catch (...) {
+    Locked locked;
+    translate();
+    return caught();
+  }
 }
 
 // Runs a kernel in the group's order. `tensors` is None for a blocking call, which returns None; else
@@ -315,13 +327,13 @@ PyObject* run(PyGroup* self, PyObject* tensors, int verb, double timeout_s, Kern
       g.patience.look_s = std::min(0.05, timeout_s);
       g.look = look_of(self->look, verb, timeout_s, signalled);
       status = kernel(g);
-    } catch (...) {  // the other ranks are told, as of any failure
+    } catch (...) {  // reported to the other ranks, as any failure is
       Locked locked;
       translate();
       looked = caught();
     }
     g.look = nullptr;
-    if (status != kOk) *error = report(self, status, verb, true);
+    if (status != kOk) *error = reported(self, status, verb, true);
   };
   if (tensors == Py_None) {
     PyObject* error = nullptr;
@@ -338,11 +350,16 @@ PyObject* run(PyGroup* self, PyObject* tensors, int verb, double timeout_s, Kern
     Py_RETURN_NONE;
   }
   auto call = std::make_shared<Call>();
-  {
+  PyObject* object = started_object(self, call, tensors);  // keeps the tensors alive before the call starts
+  if (!object) return nullptr;
+  try {
     Unlocked unlocked;
     call->started = self->order->start([body, call] { body(&call->error, nullptr); });
+  } catch (...) {
+    Py_DECREF(object);
+    throw;
   }
-  return started_object(self, std::move(call), tensors);
+  return object;
 }
 
 // -- started calls --------------------------------------------------------------------------------
@@ -446,8 +463,8 @@ PyObject* started_then(PyObject* self, PyObject* callback) {
 
 PyMethodDef started_methods[] = {
     {"done", guarded<started_done>, METH_NOARGS, "Whether the call has ended."},
-    {"wait", guarded<started_wait>, METH_O, "Wait for so many seconds; raises what the call has raised, or TimeoutError."},
-    {"ended", guarded<started_ended>, METH_O, "Wait for so many seconds; whether the call has ended."},
+    {"wait", guarded<started_wait>, METH_O, "wait(seconds): raises what the call has raised, or TimeoutError."},
+    {"ended", guarded<started_ended>, METH_O, "ended(seconds): wait; whether the call has ended."},
     {"then", guarded<started_then>, METH_O, "Call a function when the call has ended; at once if it has."},
     {nullptr, nullptr, 0, nullptr}};
 PyGetSetDef started_getters[] = {{"error", started_error, nullptr, "What the call has raised, None if nothing.", nullptr},
@@ -495,9 +512,9 @@ PyObject* refusal(PyTransfers* t, size_t i) {
   const Transfer& x = *(*t->transfers)[i];
   if (!x.refused) return nullptr;
   PyObject* row = Py_BuildValue("[(iKL)]", x.peer.load(), (unsigned long long)x.found_nbytes, (long long)x.found_dtype);
-  PyObject* told = PyObject_CallFunction(t->group->report, "iiON[L]", kRefused, kMessage,
+  PyObject* raised = PyObject_CallFunction(t->group->report, "iiON[L]", kRefused, kMessage,
                                          PyList_GetItem(t->recvs, static_cast<Py_ssize_t>(i)), row, (long long)x.tag);
-  return told ? told : caught();
+  return raised ? raised : caught();
 }
 
 PyObject* transfers_wait(PyObject* self, PyObject* seconds) {
@@ -510,7 +527,7 @@ PyObject* transfers_wait(PyObject* self, PyObject* seconds) {
     Messages& messages = t->group->group->messages;
     messages.progress();
     const Status status = messages.wait(*t->transfers, look_of(t->group->look, kMessage, timeout_s), std::min(0.05, timeout_s));
-    if (status != kOk) error = report(t->group, status, kMessage, false);
+    if (status != kOk) error = reported(t->group, status, kMessage, false);
     // The group's thread rested while this one moved messages on.
     else if (messages.unattended() && messages.overflows()) t->group->order->attend_messages();
   }
@@ -525,7 +542,7 @@ PyObject* transfers_source(PyObject* self, void*) {
 
 PyMethodDef transfers_methods[] = {
     {"done", guarded<transfers_done>, METH_NOARGS, "Whether all messages have gone or come."},
-    {"wait", guarded<transfers_wait>, METH_O, "Wait for all messages, for so many seconds."},
+    {"wait", guarded<transfers_wait>, METH_O, "wait(seconds): wait for all messages."},
     {nullptr, nullptr, 0, nullptr}};
 PyGetSetDef transfers_getters[] = {{"source", transfers_source, nullptr, "Rank at the other end of the first message.", nullptr},
                                    {nullptr, nullptr, nullptr, nullptr, nullptr}};
@@ -554,7 +571,7 @@ struct Row {
   }
 };
 
-// post(sends, recvs, tag, waits): lists of such rows. A receive from rank -1 is one from anybody.
+// post(sends, recvs, tag, waits): lists of such rows. Rank -1 receives from any rank.
 // `waits`: the caller is about to wait, so nothing is left to the group's thread.
 PyObject* group_post(PyObject* object, Args args, Py_ssize_t n) {
   auto* self = reinterpret_cast<PyGroup*>(object);
@@ -755,7 +772,9 @@ PyObject* group_fail(PyObject* self, Args a, Py_ssize_t n) {
   char* text;
   Py_ssize_t length;
   if (PyBytes_AsStringAndSize(a[2], &text, &length)) return nullptr;
-  if (!of(self)->is_released) of(self)->group->fail(static_cast<State>(number(a[0])), number(a[1]), text, static_cast<size_t>(length));
+  const int state = number(a[0]), culprit = number(a[1]);
+  if (!expect(state == kFailed || state == kGaveUp, "no state of a group that has failed")) return nullptr;
+  if (!of(self)->is_released) of(self)->group->fail(static_cast<State>(state), culprit, text, static_cast<size_t>(length));
   Py_RETURN_NONE;
 }
 PyObject* group_close(PyObject* self, PyObject*) {
@@ -774,26 +793,31 @@ PyObject* group_release(PyObject* self, PyObject*) {
   Py_CLEAR(g->memory);
   Py_RETURN_NONE;
 }
+#ifdef UNISONO_FAULTS
 PyObject* group_fault_after(PyObject* self, Args a, Py_ssize_t n) {
   if (!has(n, 2, "fault_after")) return nullptr;
   Fault& fault = of(self)->group->fault;
   fault.signal = number(a[1]);
   fault.steps = PyLong_AsLong(a[0]);
-  Py_RETURN_NONE;
+  return PyErr_Occurred() ? nullptr : Py_NewRef(Py_None);
 }
+#endif
 PyObject* group_waited_ns(PyObject* self, void*) {
   Group& g = *of(self)->group;
   return PyLong_FromLongLong(g.patience.waited_ns.load() + g.messages.waited_ns.load());
 }
 PyObject* get_small_bytes(PyObject* self, void*) { return PyLong_FromSize_t(of(self)->group->small_bytes); }
 int set_small_bytes(PyObject* self, PyObject* value, void*) {
-  of(self)->group->small_bytes = bytes(value);
-  return PyErr_Occurred() ? -1 : 0;
+  const size_t small_bytes = bytes(value);
+  if (PyErr_Occurred()) return -1;
+  of(self)->group->small_bytes = small_bytes;
+  return 0;
 }
 int set_way(PyObject* self, PyObject* value, void*) {
   const int way = static_cast<int>(bytes(value));
-  if (!PyErr_Occurred()) of(self)->group->set_way(static_cast<Handover::Way>(way));
-  return PyErr_Occurred() ? -1 : 0;
+  if (!expect(way >= Handover::kMeasured && way <= Handover::kStreamed, "no way to hand over bytes")) return -1;
+  of(self)->group->set_way(static_cast<Handover::Way>(way));
+  return 0;
 }
 
 // Group(memory, size, slot_bytes, rank, has_own_core, look, report)
@@ -809,13 +833,22 @@ PyObject* group_new(PyTypeObject* type, PyObject* args, PyObject*) {
     return nullptr;
   if (m->nbytes < layout.total() || rank < 0 || rank >= size)
     return PyErr_Format(PyExc_ValueError, "a segment of %zu bytes is too small for %zd ranks", m->nbytes, size);
+  std::unique_ptr<Group> group;
+  std::unique_ptr<Order> order;
+  try {
+    group = std::make_unique<Group>(static_cast<uint8_t*>(m->at), layout, rank, has_own_core);
+    order = std::make_unique<Order>(*group);
+  } catch (...) {
+    translate();
+    return nullptr;
+  }
   auto* self = reinterpret_cast<PyGroup*>(PyType_GenericAlloc(type, 0));
   if (!self) return nullptr;
   self->memory = Py_NewRef(memory);
   self->look = Py_NewRef(look);
   self->report = Py_NewRef(report);
-  self->group = new Group(static_cast<uint8_t*>(m->at), layout, rank, has_own_core);
-  self->order = new Order(*self->group);
+  self->group = group.release();
+  self->order = order.release();
   self->pid = getpid();
   return reinterpret_cast<PyObject*>(self);
 }
@@ -868,7 +901,9 @@ PyMethodDef group_methods[] = {
     {"fail", FAST(group_fail), "fail(state, culprit, text)"},
     {"close", guarded<group_close>, METH_NOARGS, "Leave: tell the others, and end the thread after what is queued."},
     {"release", guarded<group_release>, METH_NOARGS, "Let go of the memory."},
-    {"fault_after", FAST(group_fault_after), "fault_after(steps, signal): for tests."},
+#ifdef UNISONO_FAULTS
+    {"fault_after", FAST(group_fault_after), "fault_after(steps, signal)"},
+#endif
     {nullptr, nullptr, 0, nullptr}};
 PyGetSetDef group_getters[] = {
     {"waited_ns", group_waited_ns, nullptr, "Time spent waiting for others so far.", nullptr},
@@ -903,7 +938,7 @@ PyObject* fence(PyObject*, PyObject*) {
 
 PyMethodDef module_methods[] = {
     {"map", FAST(map_memory), "map(fd, bytes): memory shared by all who map the file."},
-    {"populate", FAST(populate), "populate(address, bytes): give every page memory now; OSError if there is none."},
+    {"populate", FAST(populate), "populate(address, bytes): give every page memory now; OSError if the host has no more."},
     {"layout", FAST(layout_of), "layout(size, slot_bytes): where things lie in a segment."},
     {"fence", fence, METH_NOARGS, "fence(): memory is read and written before it, or after it."},
     {nullptr, nullptr, 0, nullptr}};

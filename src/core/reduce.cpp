@@ -6,8 +6,8 @@
 #include <type_traits>
 
 // Each loop below is compiled for several generations of a processor and chosen when the library is
-// loaded; elsewhere (aarch64) the baseline has vectors already.
-#if defined(__x86_64__) && defined(__GNUC__) && !defined(UNISONO_SANITIZE)
+// loaded, which takes glibc (musl has no ifunc); on aarch64 the baseline has vectors already.
+#if defined(__x86_64__) && defined(__GLIBC__) && !defined(UNISONO_SANITIZE)
 #define VECTORISED __attribute__((target_clones("avx512f", "avx2", "default")))
 #else
 #define VECTORISED

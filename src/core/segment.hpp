@@ -1,6 +1,6 @@
 // What lies where in the shared memory of a group, the same in every process that maps it.
 //
-// A page of constants, one control block per rank, headers and size tables of two turns, two slots
+// A page of its own for the file, one control block per rank, headers and size tables of two turns, two slots
 // per rank, and one ring for each ordered pair of ranks. A rank's slots lie together, and so do the
 // rings it writes to, so that each rank can touch its own memory first.
 #pragma once
@@ -11,9 +11,8 @@
 
 namespace unisono {
 
-constexpr uint64_t kMagic = 0x756E69736F6E6F;  // "unisono"
 constexpr uint64_t kVersion = 9;
-constexpr size_t kPage = 4096;
+constexpr size_t kPage = 4096;  // unit of the layout, whatever the kernel's page is
 constexpr size_t kLine = 64;
 // Data lies this far from the start of a page: large tensors lie 64 bytes from it, and a copy whose
 // target is 64 bytes further in its page than its source takes twice the time.
@@ -44,11 +43,6 @@ struct alignas(kLine) Control {
 
 struct alignas(kLine) Header {
   uint64_t code, nbytes, digest, place;
-};
-
-struct Constants {
-  char nonce[16];
-  uint64_t magic, version, size, slot_bytes;
 };
 
 struct alignas(kLine) Ring {

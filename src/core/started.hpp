@@ -1,5 +1,5 @@
 // The calls of one group in the order in which they were issued: at once in the caller's thread, or
-// behind its back in the group's own thread. Whoever waits for a call lends a hand instead of idling.
+// behind its back in the group's own thread. A thread that waits for a call runs queued calls meanwhile.
 #pragma once
 
 #include <algorithm>
@@ -63,12 +63,17 @@ class Order {
       std::lock_guard<std::mutex> held(lock_);
       queue_.push_back(call);
     }
-    ensure_thread();
+    try {
+      ensure_thread();
+    } catch (...) {  // no thread could be started; the caller keeps no tensors for a call it never got
+      if (!take_back(call)) return call;
+      throw;
+    }
     changed_.notify_all();
     return call;
   }
 
-  // Whether the call has ended within the time; runs queued calls meanwhile if nobody else does.
+  // Whether the call has ended within the time; runs queued calls meanwhile if no other thread does.
   bool wait(const StartedRef& call, double seconds) {
     if (call->done) return true;
     if (runner_.load() == std::this_thread::get_id()) {
@@ -95,7 +100,7 @@ class Order {
     return true;
   }
 
-  // Lets the thread move on messages that nobody waits for.
+  // Lets the thread move on messages that no thread waits for.
   void attend_messages() {
     ensure_thread();
     changed_.notify_all();
@@ -183,7 +188,7 @@ class Order {
       }
       try {
         nap_us_ = group_.messages.progress() ? 100 : 2000;
-      } catch (const std::exception&) {  // no memory to put a message aside: whoever waits for one is told
+      } catch (const std::exception&) {  // no memory to put a message aside: a wait for it raises
         nap_us_ = 50'000;
       }
     }

@@ -18,8 +18,8 @@ int64_t now_ns() {
 
 void yield_core() { sched_yield(); }
 
-// A sleeper counts itself before it looks at the word for the last time, and whoever changes the
-// word looks for sleepers afterwards; both in one order for all, so one of them sees the other.
+// A sleeper counts itself before it looks at the word for the last time, and the thread that
+// changes the word looks for sleepers afterwards; both in one order for all, so one of them sees the other.
 void ring(Bell& bell) {
   bell.value.fetch_add(1, std::memory_order_seq_cst);
   if (bell.sleepers.load(std::memory_order_seq_cst)) wake(bell);

@@ -16,7 +16,7 @@ enum Status : int {
   kOk = 0,
   kMismatch = 1,  // ranks make different calls; the headers say which
   kSizes = 2,     // a rank sends another number of bytes than its receiver expects
-  kAborted = 3,   // whoever looks after long waits has ended this one
+  kAborted = 3,   // `Look` has ended this wait
 };
 
 // Called now and then during a long wait with those who have not come and the seconds waited so
@@ -25,7 +25,7 @@ using Look = std::function<bool(const std::vector<int>& missing, double waited_s
 
 int64_t now_ns();
 void yield_core();
-void ring(Bell& bell);  // gives the word a new value, for everybody who waits for it
+void ring(Bell& bell);  // gives the word a new value, and wakes all that wait for it
 void wake(Bell& bell);  // lets sleepers look again at an unchanged word
 void sleep_on(Bell& bell, uint32_t seen, int64_t ns);
 
@@ -37,9 +37,10 @@ inline void pause_core() {
 #endif
 }
 
-// For tests: raises a signal when so many steps of collectives and messages were taken; signal 0
-// stands for a lack of memory.
+// For tests, in builds that define UNISONO_FAULTS: raises a signal after a number of steps of
+// collectives and messages; signal 0 stands for a lack of memory.
 struct Fault {
+#ifdef UNISONO_FAULTS
   std::atomic<long> steps{0};
   std::atomic<int> signal{0};
 
@@ -48,10 +49,13 @@ struct Fault {
     if (!signal) throw std::bad_alloc();
     std::raise(signal);
   }
+#else
+  void step() {}
+#endif
 };
 
 // How one rank waits. It reads the word only while every rank has a core to itself, for about as
-// long as that has paid lately: a rank that reads in vain takes the core from whoever it waits for.
+// long as that has paid lately: a rank that reads without success takes the core from the rank it waits for.
 struct Patience {
   int spins = 0, most_spins = 0;
   // Beside a thread that computes, yielding for longer beats sleeping: to be woken costs more than

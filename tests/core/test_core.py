@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 import signal
 import threading
 import time
@@ -447,6 +448,39 @@ def test_started_calls_run_in_order_and_tell_when_they_have_ended():
     world.close()
 
 
+def test_calls_made_by_callbacks_come_in_one_order_on_all_ranks():
+    """A call of a callback stands before the next call of the rank, however fast each rank is."""
+    world = World(3)
+    rounds = 40
+
+    def run_rank(rank, group):
+        naps = random.Random(rank)
+        order = []
+
+        def nap():
+            if naps.random() < 0.4:
+                time.sleep(naps.random() * 2e-3)
+
+        for n in range(rounds):
+            first, second, last = (torch.full((size,), float(rank)) for size in (5, 3, 9_000))
+
+            def inner(n=n, second=second):
+                group.broadcast(None, WAIT_S, second.data_ptr(), second.nbytes, 0, n % 3)
+                order.append(second.tolist())
+
+            call = group.all_reduce(True, WAIT_S, first.data_ptr(), 5, 0, 0, -1)
+            nap()
+            call.then(inner)
+            nap()
+            group.all_reduce(True, WAIT_S, last.data_ptr(), 9_000, 0, 0, -1).wait(WAIT_S)
+            assert len(order) == n + 1, "the callback's call came after the next one"
+            assert last.unique().tolist() == [3.0]
+        assert order == [[float(n % 3)] * 3 for n in range(rounds)]
+
+    world.run(run_rank)
+    world.close()
+
+
 def test_memory_of_a_receive_that_was_given_up_is_not_written_any_more():
     world = World(2)
 
@@ -512,6 +546,10 @@ def test_arguments_that_would_touch_foreign_memory_are_refused_before_any_meetin
         group.post([(1, x, 0, 16, 0)], [], 0, True)
     with pytest.raises(ValueError, match="rank"):
         group.state(2)
+    with pytest.raises(ValueError, match="state"):
+        group.fail(9, 0, b"")
+    with pytest.raises(ValueError, match="way"):
+        group.way = 3
     world.run(lambda rank, group: group.barrier(None, WAIT_S))
     world.close()
 
