@@ -8,7 +8,6 @@ backward every rank seeds alike: `replicate`, `sum_to_replicated`, `gather_to_re
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -54,9 +53,8 @@ def fan_plan(
         comm = root.sub(members)
         if comm is None:
             raise PartitionError(f"rank {me} got no communicator of ranks {members}")
-        fans.append(
-            Fan(comm, members.index(group.root), shape, me == group.root, me in group.peers)
-        )
+        is_root, is_peer = me == group.root, me in group.peers
+        fans.append(Fan(comm, members.index(group.root), shape, is_root, is_peer, is_agreed=True))
     return FanPlan(tuple(fans), dtype, empty)
 
 
@@ -169,8 +167,7 @@ def _along(
 def _fitted(x: Tensor, plan: FanPlan) -> tuple[Tensor, FanPlan]:
     """Return an input without elements in the dtype of the data, and a plan that gives it back."""
     typed = x.to(plan.dtype) if x.dtype != plan.dtype and x.numel() == 0 else x
-    shape = tuple(x.shape)
-    return typed, plan if plan.was_empty == shape else replace(plan, was_empty=shape)
+    return typed, plan.for_empty(tuple(x.shape))
 
 
 def _announced(
