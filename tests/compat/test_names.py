@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib
 import inspect
 import pickle
-import subprocess
 import sys
 from pathlib import Path
 
@@ -13,7 +12,6 @@ import cloudpickle
 import pytest
 
 from unisono.compat import serving
-from unisono.compat.__main__ import main
 from unisono.compat.libraries import LIBRARIES
 from unisono.compat.modules import module_names
 
@@ -73,38 +71,3 @@ def test_a_served_library_has_the_same_modules_under_its_own_name(name):
                 own = importlib.import_module(f"unisono.compat.{path}")
                 assert importlib.import_module(served) is own
                 assert sys.modules[served].__name__ == own.__name__
-
-
-def test_stubs_tell_editors_and_type_checkers_of_every_name(tmp_path):
-    program = tmp_path / "program.py"
-    program.write_text(
-        "import heat as ht\n"
-        "import heat.nn.functional as F\n"
-        "from unisono.compat.heat.optim import DASO\n"
-        "from unisono.compat.pytagi.nn import Linear\n"
-        "from unisono.compat.distdl.nn.linear import DistributedLinear\n"
-        "import unisono\n"
-        "reveal_type(ht.nn.DataParallel.finalize)\n"
-        "reveal_type(ht.MPI_WORLD)\n"
-        "reveal_type(F.relu)\n"
-        "reveal_type((DASO, Linear, DistributedLinear, ht.nn.Linear, unisono.world))\n"
-    )
-    for name in ("heat", "pytagi", "distdl"):
-        main(["--stubs", str(tmp_path / "typings"), name])
-    for path, names in NAMES.items():
-        place = tmp_path / "typings" / "unisono" / "compat" / path.replace(".", "/")
-        if place.parts[len(tmp_path.parts) + 3] in ("heat", "pytagi", "distdl"):
-            file = place / "__init__.pyi" if place.is_dir() else place.with_suffix(".pyi")
-            text = file.read_text()
-            told = {name for name in names if f" as {name}\n" in text or f"{name}:" in text}
-            assert set(names) == told or path == "distdl.config", path
-    checked = subprocess.run(
-        [Path(sys.executable).with_name("pyright"), "--pythonpath", sys.executable, program],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert checked.returncode == 0, checked.stdout
-    assert "Unknown" not in checked.stdout
-    assert "(self: DataParallel) -> None" in checked.stdout, "ours, not torch's"

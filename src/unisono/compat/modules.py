@@ -18,7 +18,7 @@ from typing import Any, NoReturn
 from unisono.compat.libraries import Library, library_named
 from unisono.errors import MissingExtra
 
-__all__ = ["Module", "build", "loaded", "module_names", "stubs"]
+__all__ = ["Module", "build", "loaded", "module_names"]
 
 
 class Module:
@@ -84,37 +84,6 @@ def module_names(package: str) -> list[str]:
     return [f"{package}.{path}".rstrip(".") for path in _built[package]]
 
 
-def stubs(package: str) -> dict[str, str]:
-    """Return what a type checker or an editor needs to know of a package that was built.
-
-    Returns:
-        Texts of `.pyi` files by their paths below the package.
-    """
-    table, texts = _built[package], {}
-    for path, entry in table.items():
-        inner = [other for other in table if other and other.rpartition(".")[0] == path]
-        lines = [
-            f"from . import {last} as {last}" for last in (o.rpartition(".")[2] for o in inner)
-        ]
-        if isinstance(entry, ModuleType):
-            lines.append(f"from {entry.__name__} import *")
-        else:
-            # First, so that what the library has itself goes before what it takes from there.
-            lines[:0] = [f"from {entry.rest} import *"] if entry.rest else []
-            leaves = (table[other] for other in inner) if entry.inner else ()
-            for one in (entry, *(leaf for leaf in leaves if isinstance(leaf, Module))):
-                lines += [
-                    f"from {home} import {ours} as {name}" for home, name, ours in one.pairs()
-                ]
-            for name, other in entry.same.items():
-                above, _, last = f"{package}.{other}".rpartition(".")
-                lines.append(f"from {above} import {last} as {name}")
-            lines += [f"{name}: object" for name in (*entry.asked, "__version__")]
-        file = f"{path}.__init__" if inner else path
-        texts[f"{file.strip('.').replace('.', '/')}.pyi"] = "\n".join([*lines, ""])
-    return texts
-
-
 def build(package: str, library: str, table: Table) -> dict[str, ModuleType]:
     """Make the modules of a table, and give the package itself its names.
 
@@ -152,7 +121,7 @@ def _made(package: str, path: str, entry: Module | ModuleType) -> ModuleType:
     if not path:
         return sys.modules[package]
     module = ModuleType(f"{package}.{path}", entry.doc)
-    # Python has no loader for it, but whoever asks learns where the table is.
+    # Python has no loader for it, but its origin says where the table is.
     module.__spec__ = ModuleSpec(module.__name__, None, origin=sys.modules[package].__file__)
     return module
 
