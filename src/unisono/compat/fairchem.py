@@ -1,7 +1,7 @@
 """fairchem 1.x's graph-parallel module: `from unisono.compat.fairchem.core.common import gp_utils`.
 
 The names of ocpmodels' one, and newer ones. The second positional argument of a gather is `dim`;
-`natoms=` and `sizes=` are accepted too. `_split_tensor` is not told the number of parts.
+`natoms=` and `sizes=` are accepted too. `_split_tensor` does not take the number of parts.
 """
 
 from __future__ import annotations

@@ -127,7 +127,7 @@ def row_blocks(
     return split_tensor(tensor, gp.get_gp_world_size(), dim, contiguous_chunks)
 
 
-# fairchem 2.x: dim 0 everywhere; gathers are told the number of atoms, so no size is exchanged.
+# fairchem 2.x: dim 0 everywhere; gathers get the number of atoms, so no size is exchanged.
 
 
 def gather_rows(input: Tensor, natoms: int) -> Tensor:

@@ -51,7 +51,7 @@ class Library:
         spec = importlib.machinery.PathFinder.find_spec(self.root, elsewhere)
         if spec is None:
             return None
-        # Python takes any directory of that name for a package; one without modules is none.
+        # Python takes any directory of that name for a package; one without modules does not count.
         places = [spec.origin] if spec.origin else list(spec.submodule_search_locations or [])
         found = (p for p in places if Path(p).is_file() or any(Path(p).glob("*/*.py")))
         return next(found, None)

@@ -72,7 +72,7 @@ def filled(
         x: own block with room for ghosts.
         comm: the members of the partition.
         slices: for each dim left bulk, left ghosts, right bulk, right ghosts.
-        neighbors: for each dim the members left and right; nobody at the ends.
+        neighbors: for each dim the members left and right; none at the ends.
     """
     x = x.clone()
     for boxes, pair in zip(slices, neighbors, strict=True):
@@ -208,7 +208,7 @@ def _agreed_widths(P_x: Partition, recv: Any, send: Any) -> list[np.ndarray]:
     """Return what comes to each rank; refuse what neighbours do not see alike. Collective."""
     own = np.array([recv, send], dtype=np.int64)
     if own.shape != (2, P_x.dim, 2):
-        # Every rank is told, or the others would wait for this one.
+        # Sent to every rank, or the others would wait for this one.
         own = np.full((2, P_x.dim, 2), -1)
     rows = P_x.comm.all_gather_ints(own.ravel().tolist())
     tables = [np.array(row).reshape(2, P_x.dim, 2) for row in rows]

@@ -119,12 +119,12 @@ class Root:
         if not self._is_mpi:
             return MPICommunication(layout)
         if layout.ranks not in self._real:
-            everybody = self.handle.Get_group()
-            group = everybody.Incl(list(layout.ranks))
+            world = self.handle.Get_group()
+            group = world.Incl(list(layout.ranks))
             # The tag keeps apart groups that share some ranks and are made at the same time.
             self._real[layout.ranks] = self.handle.Create_group(group, tag=layout.ranks[0])
             group.Free()
-            everybody.Free()
+            world.Free()
         return self._real[layout.ranks]
 
     def ranks_of(self, group: Any) -> tuple[int, ...] | None:
@@ -132,9 +132,9 @@ class Root:
         if check_null_group(group):
             return None
         if self._is_mpi and isinstance(group, mpi4py().Group):
-            everybody = self.handle.Get_group()
-            found = group.Translate_ranks(None, everybody)
-            everybody.Free()
+            world = self.handle.Get_group()
+            found = group.Translate_ranks(None, world)
+            world.Free()
             return tuple(found)
         return tuple(int(rank) for rank in group)
 
@@ -354,7 +354,7 @@ class MPIPartition:
 
     def __repr__(self) -> str:
         if self._layout is None:
-            return f"{type(self).__name__}(nobody)"
+            return f"{type(self).__name__}(no members)"
         place = f"rank {self.rank} of {self.size}" if self.active else "inactive here"
         return f"{type(self).__name__}({place}, {self._layout!r})"
 
@@ -423,9 +423,9 @@ class MPICartesianPartition(MPIPartition):
 
     def neighbor_ranks(self, rank: int) -> list[tuple[int, int]]:
         """Return the members left and right of one in each dim; `MPI.PROC_NULL` at the ends."""
-        nobody = null_rank()
+        no_rank = null_rank()
         return [
-            (nobody if left is None else left, nobody if right is None else right)
+            (no_rank if left is None else left, no_rank if right is None else right)
             for left, right in self._here().neighbors(int(rank))
         ]
 

@@ -270,7 +270,7 @@ class MPIExpandableBuffer:
 
 
 class MPIBufferManager:
-    """Buffers by dtype, handed out again to whoever asks.
+    """Buffers by dtype, handed out again.
 
     >>> manager = MPIBufferManager()
     >>> first = manager.request_buffers(2, np.float32)
@@ -311,7 +311,7 @@ def manager_or_new(buffer_manager: MPIBufferManager | None) -> MPIBufferManager:
 
 
 Overlap = tuple[Any, Any, Any]
-"""Slices, shape and partner of a box; three times None where there is none."""
+"""Slices, shape and partner of a box; three times None without one."""
 
 
 def allocate_repartition_buffers(

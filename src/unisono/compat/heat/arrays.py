@@ -287,7 +287,7 @@ _generator: torch.Generator | None = None
 
 
 def seed(seed: int | None = None) -> None:
-    """Begin the stream anew; None: at a number of rank 0's choice, at the next draw."""
+    """Restart the stream; None: at a number of rank 0's choice, at the next draw."""
     global _generator
     _generator = None if seed is None else torch.Generator().manual_seed(seed)
 

@@ -148,7 +148,7 @@ class PartialH5Dataset(torch.utils.data.Dataset[Any]):
         )
 
     def Shuffle(self) -> None:
-        """Do nothing: rows are read from the file anew."""
+        """Do nothing: rows are read from the file again."""
 
     Ishuffle = Shuffle
 
@@ -239,7 +239,7 @@ class _Collate:
 def dali_tfrecord2idx(train_dir: str, train_idx_dir: str, val_dir: str, val_idx_dir: str) -> None:
     """Write an index beside every TFRecord file: offset and length of each record, one per line.
 
-    All ranks may do so at once: a reader finds a whole index, whoever wrote it.
+    All ranks may do so at once: a reader finds a whole index, written by any of them.
 
     Args:
         train_dir: directory of the files to train on; their indices go to `train_idx_dir`.

@@ -69,7 +69,7 @@ class DataParallel(data_parallel.DataParallel):
 
     @property
     def _active_layers(self) -> set[str]:
-        """Names of layers with a reduction under way or an update owed."""
+        """Names of layers with a reduction under way or an update pending."""
         return self._deferred.active_layers() if self._deferred is not None else set()
 
     @property
@@ -86,7 +86,7 @@ class DataParallel(data_parallel.DataParallel):
     def _iparam_update(
         self, param_slice: slice | None = None, layer_names: list[str] | None = None
     ) -> None:
-        """Wait for and apply the owed updates of these layers, by default of all. Local."""
+        """Wait for and apply the pending updates of these layers, by default of all. Local."""
         known = self._param_slices
         layers = list(known) if layer_names is None else list(layer_names)
         unknown = [name for name in layers if name not in known]
@@ -117,7 +117,7 @@ class DataParallel(data_parallel.DataParallel):
     def _nonblocking_hook(self, layer_name: str, param_name: str) -> Callable[[Tensor], Tensor]:
         """Return `hook(grad)`: files a gradient and starts its bucket when full. Collective.
 
-        Inside a backward the engine files it by itself, and the hook only passes it on.
+        Inside a backward the engine files it, and the hook only passes it on.
         """
         name = param_name
         if layer_name and not param_name.startswith(f"{layer_name}."):

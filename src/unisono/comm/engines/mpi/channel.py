@@ -61,7 +61,7 @@ class MpiWatch(Watch):
     Args:
         ranks: world ranks of the group.
         rank: own rank in the group.
-        members: what the ranks told about themselves.
+        members: what the ranks report about themselves.
         name: name of the group.
     """
 
@@ -99,10 +99,15 @@ class MpiWatch(Watch):
         text = failures.text_of(error)
         if len(text) > _TEXT_LIMIT:
             text = f"{text[: _TEXT_LIMIT // 2]}\n[...]\n{text[-_TEXT_LIMIT // 2 :]}"
-        told = {"teller": self.me, "culprit": culprit, "host": self.host, "text": text}
+        report = {"teller": self.me, "culprit": culprit, "host": self.host, "text": text}
         gave_up_in = self.number if isinstance(error, RankTimeout) else None
         mismatch = [str(error), error.calls] if isinstance(error, CollectiveMismatch) else None
-        news = {"broken": self.token, "gave_up_in": gave_up_in, "mismatch": mismatch, "told": told}
+        news = {
+            "broken": self.token,
+            "gave_up_in": gave_up_in,
+            "mismatch": mismatch,
+            "report": report,
+        }
         dog.publish(news)
 
     def hear(self, doing: str, missing: Sequence[int] | None) -> None:
@@ -119,16 +124,16 @@ class MpiWatch(Watch):
     def _hear_news(self, doing: str) -> None:
         dog = self._dog()
         for item in dog.news() if dog is not None else []:
-            if item.get("broken") != self.token or item["told"]["teller"] == self.me:
+            if item.get("broken") != self.token or item["report"]["teller"] == self.me:
                 continue
             if item["mismatch"] is not None:  # is seen by one rank first, and true of all
                 text, made = item["mismatch"]
                 raise CollectiveMismatch(text, {int(rank): call for rank, call in made.items()})
             if item["gave_up_in"] is None:
-                raise failures.peer_failed(doing, self.me, **item["told"])
+                raise failures.peer_failed(doing, self.me, **item["report"])
             # Ranks that wait in one collective have their own deadlines for it.
             if item["gave_up_in"] != self.number:
-                raise failures.peer_gave_up(doing, self.me, **item["told"])
+                raise failures.peer_gave_up(doing, self.me, **item["report"])
 
     def departed(self, peers: Sequence[int] | None) -> list[int]:
         """Return the world ranks that have left the group before they came to this call.
@@ -277,7 +282,7 @@ class Channel:
             self.hear_goodbyes()
 
     def say_goodbye(self) -> None:
-        """Tell the other ranks that this one leaves, after so many collectives."""
+        """Tell the other ranks that this one leaves, with its number of collectives."""
         made = str(self.watch.number).encode()
         for peer in range(self.size):
             if peer != self.rank:

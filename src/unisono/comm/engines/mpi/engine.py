@@ -291,13 +291,13 @@ class MpiEngine(TransportEngine):
 
     def _compare(self, signature: Signature) -> None:
         """Raise on all ranks unless their calls fit; MPI itself compares nothing."""
-        channel, own = self.channel, signature.packed(self.size)
-        everybody = bytearray(len(own) * self.size)
+        channel, head = self.channel, signature.packed(self.size)
+        packed = bytearray(len(head) * self.size)
         byte = channel.mpi.BYTE
-        channel.start(channel.comm.Iallgather, [own, byte], [everybody, byte])
+        channel.start(channel.comm.Iallgather, [head, byte], [packed, byte])
         channel.finish()
-        if everybody != own * self.size:
-            heads = [everybody[at : at + len(own)] for at in range(0, len(everybody), len(own))]
+        if packed != head * self.size:
+            heads = [packed[at : at + len(head)] for at in range(0, len(packed), len(head))]
             check([Signature.unpacked(head, self.size) for head in heads], self.ranks)
 
     # -- messages -------------------------------------------------------------------------------
@@ -321,7 +321,7 @@ class MpiEngine(TransportEngine):
     def _post(
         self, sends: base.Messages, recvs: Sequence[tuple[int | None, Tensor]], tag: int
     ) -> MessageTicket:
-        """Start messages; woken, the background thread moves them on while nobody waits."""
+        """Start messages; woken, the background thread moves them on while no thread waits."""
         self.check_usable()
         self.channel.threads.check("send or recv")
         post = self.messages.post

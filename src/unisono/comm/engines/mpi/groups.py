@@ -200,7 +200,7 @@ def _has_parted(comm: MPI.Intracomm, request: Any) -> bool:
 
 
 def _leave_at_exit() -> None:
-    """Close the engines of this process when it ends, if nobody has done so before."""
+    """Close the engines of this process when it ends, if that has not been done."""
     global _watching_pid
     if _watching_pid != os.getpid():
         _watching_pid = os.getpid()
@@ -208,7 +208,7 @@ def _leave_at_exit() -> None:
 
 
 def _depart(engine: MpiEngine) -> None:
-    """Leave a group: tell the others, and free those groups that everybody has left."""
+    """Leave a group: tell the others, and free those groups that all ranks have left."""
     engine.channel.say_goodbye()
     _departing.append(engine)
     sweep()
@@ -321,7 +321,7 @@ def entry_of(comm: Any) -> GroupEntry:
 _standing: dict[tuple[int, ...], GroupEntry] = {}
 """Groups that stand on their own, by their ranks in MPI.COMM_WORLD.
 
-These alone decide: all ranks must find a group here, or none, whichever worlds they are in.
+These alone decide: all ranks must find a group here, or none, whatever worlds they are in.
 """
 _places: weakref.WeakKeyDictionary[Any, dict[tuple[int, ...], tuple[int, ...]]] = (
     weakref.WeakKeyDictionary()
@@ -402,7 +402,7 @@ class Standalone:
         return entry
 
     def release(self, entry: GroupEntry) -> None:
-        """Leave a group that nobody holds any more."""
+        """Leave a group without references."""
         self._made.pop(entry.ranks, None)
         self._is_over = not self._made
         watchdog.dismiss(entry.key)

@@ -118,7 +118,7 @@ def _first_line(error: BaseException) -> str:
 # -- stores whose address travels over MPI -------------------------------------------------------
 
 _ADDRESSES = 8
-"""How many addresses of a host the others are told."""
+"""How many addresses of a host other ranks get."""
 _TEXT_BYTES = 1024
 """Longest text that ranks share."""
 
@@ -131,10 +131,10 @@ def store_for(environment: Environment, *, timeout_s: float) -> dist.Store | Non
     """
     if unavailable() is not None:
         return None
-    everybody = load().COMM_WORLD
-    if (everybody.rank, everybody.size) != (environment.rank, environment.size):
+    world = load().COMM_WORLD
+    if (world.rank, world.size) != (environment.rank, environment.size):
         return None
-    return store_of(everybody, timeout_s=timeout_s)
+    return store_of(world, timeout_s=timeout_s)
 
 
 def store_of(comm: MPI.Intracomm, *, timeout_s: float = DEFAULT_TIMEOUT_S) -> dist.Store:
@@ -164,21 +164,21 @@ def store_of(comm: MPI.Intracomm, *, timeout_s: float = DEFAULT_TIMEOUT_S) -> di
 
 def positions_of(mpi: Any, comm: MPI.Intracomm) -> tuple[int, ...]:
     """Return the rank in MPI.COMM_WORLD of each rank of `comm`."""
-    mine, everybody = comm.Get_group(), mpi.COMM_WORLD.Get_group()
+    group, world = comm.Get_group(), mpi.COMM_WORLD.Get_group()
     try:
-        found = tuple(mine.Translate_ranks(None, everybody))
+        places = tuple(group.Translate_ranks(None, world))
     finally:
-        mine.Free()
-        everybody.Free()
-    if mpi.UNDEFINED in found:
+        group.Free()
+        world.Free()
+    if mpi.UNDEFINED in places:
         raise MeshError.because(
             f"Communicator.of(an MPI communicator of {comm.size} ranks)",
-            f"ranks {[place for place, rank in enumerate(found) if rank == mpi.UNDEFINED]} of it "
+            f"ranks {[place for place, rank in enumerate(places) if rank == mpi.UNDEFINED]} of it "
             "were not started together with this one (they have another MPI.COMM_WORLD)",
             None,
             "start all ranks with one mpiexec -n",
         )
-    return found
+    return places
 
 
 def share(mpi: Any, comm: MPI.Intracomm, text: str, timeout_s: float) -> list[str]:
@@ -186,12 +186,12 @@ def share(mpi: Any, comm: MPI.Intracomm, text: str, timeout_s: float) -> list[st
     data = text.encode()
     if len(data) > _TEXT_BYTES:
         raise UnisonoError(f"{text[:80]!r}... is too long to be shared ({len(data)} bytes)")
-    everybody = bytearray(_TEXT_BYTES * comm.size)
+    texts = bytearray(_TEXT_BYTES * comm.size)
     with Threads(mpi).lock:
-        request = comm.Iallgather([data.ljust(_TEXT_BYTES), mpi.BYTE], [everybody, mpi.BYTE])
+        request = comm.Iallgather([data.ljust(_TEXT_BYTES), mpi.BYTE], [texts, mpi.BYTE])
     _finish(mpi, request, timeout_s)
-    starts = range(0, len(everybody), _TEXT_BYTES)
-    return [everybody[begin : begin + _TEXT_BYTES].decode().rstrip() for begin in starts]
+    starts = range(0, len(texts), _TEXT_BYTES)
+    return [texts[begin : begin + _TEXT_BYTES].decode().rstrip() for begin in starts]
 
 
 def duplicate(mpi: Any, comm: MPI.Intracomm, timeout_s: float) -> MPI.Intracomm:

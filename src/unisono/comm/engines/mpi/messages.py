@@ -2,7 +2,7 @@
 
 They are posted at once, in any order with collectives. MPI matches them by source and tag, in the
 order in which they were posted. They move on whenever this process is inside MPI; the group's
-background thread looks after them when nobody waits.
+background thread looks after them while no thread waits.
 """
 
 from __future__ import annotations
@@ -61,11 +61,11 @@ class Messages:
         """Those that have not ended."""
 
     def post(self, peer: int | None, tag: int, x: Tensor, *, is_receive: bool) -> Transfer:
-        """Start to send `x` to a rank, or to receive it from one (None: from anybody)."""
+        """Start to send `x` to a rank, or to receive it from one (None: from any rank)."""
         channel, mpi = self._channel, self._channel.mpi
         if peer is None and x.nbytes > channel.chunk_bytes:
             raise UnisonoError.because(
-                "a receive from anybody",
+                "a receive from any rank",
                 f"{x.nbytes} bytes, which travel in several messages",
                 f"{x.nbytes} > {channel.chunk_bytes}",
                 "name the source",

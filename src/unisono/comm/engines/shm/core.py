@@ -45,7 +45,7 @@ def load() -> Any:
     """Return the module.
 
     Raises:
-        UnisonoError: there is none; says why.
+        UnisonoError: the core cannot be used; says why.
     """
     if (reason := unavailable()) is not None:
         raise UnisonoError(reason)

@@ -58,11 +58,11 @@ class ShmWatch(Watch):
     def hear(self, doing: str, missing: Sequence[int] | None) -> None:
         for rank in missing or ():
             state, culprit, raw = self.group.state(rank)
-            told = (self.ranks[rank], culprit, self.host, raw.decode(errors="replace"))
+            reported = (self.ranks[rank], culprit, self.host, raw.decode(errors="replace"))
             if state == FAILED:
-                raise failures.peer_failed(doing, self.me, *told)
+                raise failures.peer_failed(doing, self.me, *reported)
             if state == GAVE_UP:
-                raise failures.peer_gave_up(doing, self.me, *told)
+                raise failures.peer_gave_up(doing, self.me, *reported)
             if state == CLOSED:
                 raise failures.peer_left(doing, self.me, [self.ranks[rank]])
 
@@ -217,11 +217,11 @@ class ShmEngine(TransportEngine):
         return self._core.ints(timeout_s, values)
 
     def _keep(self, ticket: Any) -> Any:
-        """Return the ticket of a started call; its tensors live on if nobody else keeps it."""
+        """Return the ticket of a started call; its tensors stay alive until it has ended."""
         kept = self._kept
         while kept and kept[0].done():  # they end in about this order
             kept.popleft()
-        if len(kept) > _MOST_KEPT:  # behind a message that nobody sends
+        if len(kept) > _MOST_KEPT:  # behind a message that is never sent
             kept = self._kept = deque(other for other in kept if not other.done())
         kept.append(ticket)
         return ticket
@@ -302,11 +302,11 @@ class ShmEngine(TransportEngine):
                 segment.reserve(first, own + nbytes - first, asked)
             except (OSError, UnisonoError) as error:
                 problem = f"rank {self.ranks[self.rank]}: {error}"
-            told = self._core.texts(timeout_s, problem.encode())
+            answers = self._core.texts(timeout_s, problem.encode())
         finally:  # also when a peer has died: a named file must not stay
             if segment is not None:
                 segment.seal()
-        problems = [raw.decode(errors="replace") for raw in told if raw]
+        problems = [raw.decode(errors="replace") for raw in answers if raw]
         if problems or segment is None:
             raise UnisonoError.because(asked, "ranks that cannot map it: " + "; ".join(problems))
         # Only now, when every rank has taken the memory of its own region.
@@ -346,7 +346,7 @@ class ShmEngine(TransportEngine):
         self,
         status: int,
         verb: int,
-        found: Any,
+        looked: Any,
         rows: list[tuple[int, int, int]],
         table: list[int],
     ) -> BaseException:
@@ -355,23 +355,23 @@ class ShmEngine(TransportEngine):
         Args:
             status: how it went wrong.
             verb: number of the call.
-            found: what looking around has raised; of a refused message the receive.
+            looked: what the look during a wait has raised; of a refused message the receive.
             rows: code, bytes and digest of each rank's call; of a message sender, bytes and dtype.
             table: what ranks send and expect; of a message its tag.
         """
-        told: BaseException
-        if status == _ABORTED and isinstance(found, BaseException):
-            told = found
+        error: BaseException
+        if status == _ABORTED and isinstance(looked, BaseException):
+            error = looked
         elif status == _REFUSED:
-            (sender, nbytes, dtype), (_, x, *_) = rows[0], found
+            (sender, nbytes, dtype), (_, x, *_) = rows[0], looked
             sent = DTYPES[dtype] if dtype >= 0 else None
-            told = wrong_message(x, self.ranks[sender], nbytes, table[0], sent)
+            error = wrong_message(x, self.ranks[sender], nbytes, table[0], sent)
         elif status == _SIZES:
-            told = mismatch(rows, self.ranks, self._wrong_sizes(verb, rows, table))
+            error = mismatch(rows, self.ranks, self._wrong_sizes(verb, rows, table))
         else:
-            told = mismatch(rows, self.ranks)
-        self.fail(told)
-        return told
+            error = mismatch(rows, self.ranks)
+        self.fail(error)
+        return error
 
     def _wrong_sizes(self, verb: int, rows: list[tuple[int, int, int]], table: list[int]) -> str:
         size, ranks = self.size, self.ranks

@@ -87,7 +87,7 @@ class Rendezvous:
         self._timeout_s = timeout_s
         self._backend = backend
         self.members: list[Member] = []
-        """What all ranks have told about themselves."""
+        """What all ranks report about themselves."""
         self._own_keys: list[str] = []
         self._slot_bytes = 0
 
@@ -144,7 +144,7 @@ class Rendezvous:
         return reports, segment
 
     def _map(self, key: str, kind: str) -> tuple[Segment | None, str]:
-        """Return the segment, or None and why there is none."""
+        """Return the segment, or None and the reason."""
         size = self._size
         if self._rank == 0:
             try:

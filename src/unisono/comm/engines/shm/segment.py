@@ -1,7 +1,7 @@
 """A piece of memory shared by processes of one host, which leaves no trace in the file system.
 
 On Linux an anonymous memory file, opened by the peers through `/proc`; where that is refused, a
-named one with an unpredictable name that is unlinked as soon as everybody has mapped it.
+named one with an unpredictable name that is unlinked as soon as all ranks have mapped it.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ KINDS: tuple[str, ...] = ("memfd", "named")
 """Ways to make a segment, the preferred first."""
 
 NONCE_BYTES = 16
-"""A segment starts with a random word, so that nobody takes another file for it."""
+"""A segment starts with a random word, so that no rank takes another file for it."""
 
 _DIRECTORY = Path("/dev/shm")
 _NAME = re.compile(r"unisono-(\d+)-(\d+)-(\d+)-(\d+)-[0-9a-f]{16}")
@@ -147,7 +147,7 @@ class Segment:
             os.close(self._fd)
             self._fd = -1
             if self.ticket.kind == "named":
-                _unlink(self.ticket.where)  # whoever comes first; the others find it gone
+                _unlink(self.ticket.where)  # the first rank does; the others find it gone
 
 
 def _anonymous() -> tuple[int, str]:
