@@ -32,7 +32,7 @@ _HIDDEN_BY = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ZE_AFFINITY_MASK")
 def kind() -> str | None:
     """Return the kind of the accelerator that ranks of this process could use, such as `"cuda"`.
 
-    None if there is none. Where no driver is installed torch is not imported for the answer.
+    None without one. Where no driver is installed torch is not imported for the answer.
     """
     if "torch" not in sys.modules and not _may_exist():
         return None
@@ -207,7 +207,7 @@ def repeatable(device: torch.device) -> Iterator[None]:
 def copied_once(
     constant: torch.Tensor, device: torch.device, dtype: torch.dtype | None = None
 ) -> torch.Tensor:
-    """Return a tensor that nobody changes on a device; only the first call copies it there.
+    """Return a constant on a device; only the first call copies it there.
 
     A copy from pageable memory makes the host wait for all kernels before it.
     """
@@ -234,7 +234,7 @@ def _copies() -> MutableMapping[torch.Tensor, dict[tuple[torch.device, torch.dty
 
 
 def name(device: torch.device) -> str:
-    """Return what the maker calls a device; its kind where nobody says."""
+    """Return the name of a device; its kind where torch has no name."""
     tell = getattr(_module(device.type), "get_device_name", None)
     return device.type if tell is None else tell(device)
 

@@ -174,7 +174,7 @@ def _read(kind: Kind, names: _Names, env: Mapping[str, str]) -> Environment:
 
 
 def _integer(env: Mapping[str, str], name: str | None, *, default: int | None = None) -> int:
-    """Return the number in variable `name`, or `default` where there is none."""
+    """Return the number in variable `name`, or `default` without it."""
     text = env.get(name) if name is not None else None
     if text is None or name is None:
         if default is None:

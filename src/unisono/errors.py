@@ -279,7 +279,7 @@ class RankTimeout(UnisonoError, TimeoutError):
         missing: ranks that had not arrived in the call that timed out.
         op: the call that timed out.
         site: source line of that call.
-        rank: the rank everybody waited for, when one can be named.
+        rank: the rank that the others waited for, when one can be named.
         last_collective: for each rank that answered, its last collective.
     """
 

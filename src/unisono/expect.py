@@ -93,12 +93,12 @@ def expect_int(
     expect(name, value, int)
     value = operator.index(value)
     if value < at_least:
-        wanted = f"{value} < {at_least}", f"{name}={at_least} or more"
+        problem = f"{value} < {at_least}", f"{name}={at_least} or more"
     elif below is not None and value >= below:
-        wanted = f"{value} >= {below}", f"{name} from {at_least} to {below - 1}"
+        problem = f"{value} >= {below}", f"{name} from {at_least} to {below - 1}"
     else:
         return value
-    raise error(explain(f"{name}={value}", None, *wanted))
+    raise error(explain(f"{name}={value}", None, *problem))
 
 
 def expect_float(

@@ -34,7 +34,7 @@ def is_stopped(pid: int, *, or_traced: bool = True) -> bool:
 
 
 def _stat(pid: int) -> list[str]:
-    """Return what the system tells of a process, from its state on."""
+    """Return the fields that the system has for a process, from its state on."""
     text = Path(f"/proc/{pid}/stat").read_text()
     return text.rpartition(")")[2].split()  # the name before it may hold anything
 

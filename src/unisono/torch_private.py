@@ -46,7 +46,7 @@ def untested() -> str | None:
 
 
 class _Refusal:
-    """Stands for a name that this torch lacks: whoever uses it gets one error."""
+    """Stands for a name that this torch lacks: its use raises one error."""
 
     def __init__(self, path: str, feature: str) -> None:
         self._words = (path, feature)
@@ -115,7 +115,7 @@ at_end_of_backward: Callable[[Callable[[], None]], None] = _lookup(
     "torch.autograd:Variable._execution_engine.queue_callback", "gradients averaged in backward"
 )
 """Calls a function when the running backward has ended, as torch's own FSDP does. One that raises
-calls nobody, but lets go of the function: a weak reference to it tells when a backward is over."""
+calls no hook, but lets go of the function: a weak reference to it tells when a backward is over."""
 
 current_backward: Callable[[], int] = _lookup("torch:_C._current_graph_task_id", "heat's hooks")
 """Number of the running backward; -1 outside of one."""

@@ -90,11 +90,11 @@ def chrome_events(events: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 def chrome_spans(spans: Mapping[int, Sequence[tuple[str, int, int]]]) -> list[dict[str, Any]]:
     """Return named spans of ranks (name, begin, end) in the same format, in a lane of their own."""
     out: list[dict[str, Any]] = []
-    for rank, own in spans.items():
+    for rank, rank_spans in spans.items():
         where = {"pid": rank, "tid": _SPANS}
-        if own:
+        if rank_spans:
             out.append({"ph": "M", "name": "thread_name", **where, "args": {"name": "spans"}})
-        for name, begin, end in own:
+        for name, begin, end in rank_spans:
             times = {"ts": begin / 1e3, "dur": max((end - begin) / 1e3, 0.001)}
             out.append({"ph": "X", "cat": "span", "name": name, **times, **where})
     return out

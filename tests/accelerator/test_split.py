@@ -126,11 +126,13 @@ def graphs(device):
     return [energy, plan.gather(force.detach(), grad="slice"), sent, net.module.weight.grad]
 
 
-@pytest.mark.parametrize("program", [pictures, sequences, layers, graphs])
-def test_programs_give_the_numbers_of_the_cpu(program, schedule):
-    for here, there in zip(program(torch.device("cpu")), program(own_device()), strict=True):
-        assert there.device.type == "sim"
-        torch.testing.assert_close(there.cpu(), here)
+@device_ranks(2, timeout=120)
+def test_programs_give_the_numbers_of_the_cpu(schedule):
+    device = own_device()
+    for program in (pictures, sequences, layers, graphs):
+        for here, there in zip(program(torch.device("cpu")), program(device), strict=True):
+            assert there.device.type == "sim"
+            torch.testing.assert_close(there.cpu(), here)
 
 
 def test_the_host_waits_for_no_forward_and_backward():

@@ -84,10 +84,12 @@ HOW = (
 )
 
 
-@pytest.mark.parametrize("how", HOW)
-def test_data_parallel_gives_the_numbers_of_the_cpu(how, schedule):
-    for here, there in zip(trained("cpu", how), trained(own_device(), how), strict=True):
-        torch.testing.assert_close(there, here)
+@device_ranks(2, timeout=120)
+def test_data_parallel_gives_the_numbers_of_the_cpu(schedule):
+    device = own_device()
+    for how in HOW:
+        for here, there in zip(trained("cpu", how), trained(device, how), strict=True):
+            torch.testing.assert_close(there, here, msg=lambda text, how=how: f"{how}: {text}")
 
 
 @pytest.mark.parametrize("is_scaled", [False, True])

@@ -47,35 +47,31 @@ AS_ON_THE_CPU = (
 """Tests of `tests/comm/test_verbs.py` that hold on every transport."""
 
 
-def run_on_device(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Run a test of the CPU's verbs with tensors of the device."""
-    test = getattr(on_cpu, name)
-    monkeypatch.setitem(test.__globals__, "world", on_device)
-    with torch.device(own_device()):
-        test()
+def run_on_device() -> None:
+    """Run the tests of the CPU's verbs with tensors of the device, one after the other."""
+    for name in AS_ON_THE_CPU:
+        test = getattr(on_cpu, name)
+        with pytest.MonkeyPatch.context() as patch, torch.device(own_device()):
+            patch.setitem(test.__globals__, "world", on_device)
+            test()
 
 
-@pytest.mark.parametrize("name", AS_ON_THE_CPU)
-@device_ranks(3)
-def test_a_verb_gives_what_it_gives_on_the_cpu(name, schedule, monkeypatch):
-    run_on_device(name, monkeypatch)
+@device_ranks(3, timeout=60)
+def test_a_verb_gives_what_it_gives_on_the_cpu(schedule):
+    run_on_device()
 
 
-@pytest.mark.parametrize("name", AS_ON_THE_CPU)
-@pytest.mark.ranks(2, backend=["gloo", "shm"])
-def test_a_group_without_a_backend_for_the_device_goes_through_host_memory(name, monkeypatch):
-    run_on_device(name, monkeypatch)
+@pytest.mark.ranks(2, backend=["gloo", "shm"], timeout=60)
+def test_a_group_without_a_backend_for_the_device_goes_through_host_memory():
+    run_on_device()
 
 
 ON_MPI = """
-import pytest
-from tests.accelerator.test_verbs import AS_ON_THE_CPU, on_device, run_on_device
+from tests.accelerator.test_verbs import on_device, run_on_device
 from unisono.comm import detect, start_world
 
 start_world(detect(), backend="mpi", timeout_s=20)
-for name in AS_ON_THE_CPU:
-    with pytest.MonkeyPatch.context() as patch:
-        run_on_device(name, patch)
+run_on_device()
 print(f"{on_device().device} {on_device().backend}\\n", end="", flush=True)
 """
 

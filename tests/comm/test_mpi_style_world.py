@@ -183,9 +183,9 @@ def test_mpi4py_constants_are_recognised_and_none_of_ours_collides():
     assert constants.is_any_source(mpi.ANY_SOURCE)
     assert constants.is_any_source(constants.ANY_SOURCE)
     assert constants.is_any_tag(mpi.ANY_TAG)
-    assert constants.is_nobody(mpi.PROC_NULL)
+    assert constants.is_proc_null(mpi.PROC_NULL)
     assert constants.is_undefined(mpi.UNDEFINED)
-    assert not constants.is_nobody(mpi.ANY_SOURCE)
+    assert not constants.is_proc_null(mpi.ANY_SOURCE)
     assert not constants.is_any_source(mpi.PROC_NULL)
     with pytest.raises(TypeError, match=r"MPI\.SUM"):
         constants.as_op(mpi.REPLACE, "Allreduce")

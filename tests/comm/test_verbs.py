@@ -719,7 +719,7 @@ def test_torch_calls_of_one_rank_alone_are_noticed_when_the_other_returns():
     dist.barrier()
     if comm.rank == 0:
         began = time.monotonic()
-        with pytest.raises(CollectiveMismatch, match="waits in vain"):
+        with pytest.raises(CollectiveMismatch, match="cannot complete"):
             dist.barrier()
         assert time.monotonic() - began < 10
     else:

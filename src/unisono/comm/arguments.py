@@ -66,7 +66,7 @@ def _wrong_tensor(x: object, device: torch.device, verb: str) -> UnisonoError:
         return vmapped(verb, verb)
     return UnisonoError.because(
         f"{verb} of a tensor of {x.dtype}",
-        "torch has no kernels for this dtype, so it does not travel by itself",
+        "torch has no kernels for this dtype, so it cannot travel as it is",
         None,
         f"{verb}(x.view(torch.uint8)), and .view({x.dtype}) of the result",
     )
@@ -154,7 +154,7 @@ def check_writable(x: Tensor, verb: str) -> None:
 
 
 def _outside(value: object, least: int, below: int, *, found: str) -> tuple[str, str]:
-    """Return what is found, and the arithmetic, of a value that is no int in `[least, below)`."""
+    """Return problem and arithmetic of a value that is not an int in `[least, below)`."""
     if not is_integer(value):
         found = f"{an(type(value).__name__)}, not an int; {found}"
     return found, f"{least} <= {value!r} < {below} does not hold"
@@ -232,10 +232,10 @@ def check_sizes(
 
 def check_ranks(ranks: object, size: int, asked: str) -> tuple[int, ...]:
     """Return `ranks` as a tuple of ranks of a group of `size`: at least one, none twice."""
-    given = list(ranks) if isinstance(ranks, Iterable) else ranks
-    chosen = whole_numbers(given)
+    listed = list(ranks) if isinstance(ranks, Iterable) else ranks
+    chosen = whole_numbers(listed)
     if chosen is None:
-        raise MeshError.because(f"{asked}({given!r})", "not a list of ranks", None, "[0, 1]")
+        raise MeshError.because(f"{asked}({listed!r})", "not a list of ranks", None, "[0, 1]")
     bad = [r for r in chosen if not 0 <= r < size]
     twice = sorted({r for r in chosen if chosen.count(r) > 1})
     if bad or twice or not chosen:
@@ -262,21 +262,21 @@ def check_shape(shape: object, verb: str) -> tuple[int, ...]:
 
 
 def check_fits_memory(sizes: Sequence[int], dtype: torch.dtype, ranks: int, verb: str) -> None:
-    """Refuse what this host could never hold, before anybody tries. The same on all its ranks."""
+    """Refuse what exceeds the memory of this host. The same on all its ranks."""
     if dtype not in _MOVABLE:
         raise UnisonoError.because(
             f"{verb}({list(sizes)}, {dtype!r})", "no dtype that travels", None, "torch.float32"
         )
-    wanted = math.prod(sizes) * dtype.itemsize
+    nbytes = math.prod(sizes) * dtype.itemsize
     try:
         there = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     except (ValueError, OSError):
         return
-    if wanted * ranks > there:
+    if nbytes * ranks > there:
         raise UnisonoError.because(
             f"{verb}({list(sizes)}) on {ranks} ranks",
             f"this host has {there / 2**20:,.0f} MB of memory",
-            f"{wanted / 2**20:,.0f} MB * {ranks} = {wanted * ranks / 2**20:,.0f} MB",
+            f"{nbytes / 2**20:,.0f} MB * {ranks} = {nbytes * ranks / 2**20:,.0f} MB",
             "a smaller buffer, or one that is used in turns",
         )
 

@@ -66,12 +66,12 @@ def choose_backend(
     >>> choose_backend(None, device="cpu", nodes=1, available={"shm": "ok"}, environ={}).name
     'shm'
     """
-    wanted, source = asked, f"backend={asked!r}"
-    if wanted is None and environ.get("UNISONO_BACKEND"):
-        wanted = environ["UNISONO_BACKEND"]
-        source = f"UNISONO_BACKEND={wanted}"
-    if wanted is not None:
-        return BackendChoice(_checked(wanted, source, available), f"asked for by {source}")
+    name, source = asked, f"backend={asked!r}"
+    if name is None and environ.get("UNISONO_BACKEND"):
+        name = environ["UNISONO_BACKEND"]
+        source = f"UNISONO_BACKEND={name}"
+    if name is not None:
+        return BackendChoice(_checked(name, source, available), f"asked for by {source}")
     name, reason = "shm", "CPU tensors through shared memory"
     if nodes > 1 and is_mpi_job:
         name = "mpi4py"
@@ -83,17 +83,19 @@ def choose_backend(
         name, reason = "gloo", f"no shared memory here: {available.get('shm', 'not there')}"
     if device == "cpu":
         return BackendChoice(name, reason)
-    own = dist.Backend.default_device_backend_map.get(device, "gloo")
-    if own == "gloo":
+    default = dist.Backend.default_device_backend_map.get(device, "gloo")
+    if default == "gloo":
         return BackendChoice(name, f"{reason}; tensors on {device} travel through CPU memory")
-    return BackendChoice(f"cpu:{name},{device}:{own}", f"{reason}; tensors on {device} by {own}")
+    return BackendChoice(
+        f"cpu:{name},{device}:{default}", f"{reason}; tensors on {device} by {default}"
+    )
 
 
-def _checked(wanted: str, source: str, available: Mapping[str, str]) -> str:
+def _checked(name: str, source: str, available: Mapping[str, str]) -> str:
     """Return torch's name of `wanted`, or explain what is wrong with it."""
-    if ":" in wanted:
-        return wanted  # a device map such as cpu:gloo,cuda:nccl, which torch checks itself
-    name = "mpi" if wanted == "mpi4py" else wanted
+    if ":" in name:
+        return name  # a device map such as cpu:gloo,cuda:nccl, which torch checks itself
+    name = "mpi" if name == "mpi4py" else name
     if name not in NAMES and name not in dist.Backend.backend_list:
         near = difflib.get_close_matches(name, NAMES, n=1)
         raise PlatformError.because(
@@ -160,17 +162,17 @@ def make_shm_group(
     deadline_s = environment_timeout_s()
     ranks = tuple(ranks) or tuple(range(size))
     if size == 1:
-        own = dist.PrefixStore("shm/alone", store)
-        return TransportProcessGroup(SelfEngine(), ranks, timeout, "shm", deadline_s, own)
+        prefixed = dist.PrefixStore("shm/alone", store)
+        return TransportProcessGroup(SelfEngine(), ranks, timeout, "shm", deadline_s, prefixed)
     rendezvous = Rendezvous(dist.PrefixStore("shm", store), rank, ranks, timeout.total_seconds())
     rendezvous.introduce()
     engine = rendezvous.share_memory()
-    own = dist.PrefixStore(f"shm/{rendezvous.nonce}", store)
+    prefixed = dist.PrefixStore(f"shm/{rendezvous.nonce}", store)
     group: Any
     if engine is None:
-        group = dist.ProcessGroupGloo(own, rank, size, timeout)
+        group = dist.ProcessGroupGloo(prefixed, rank, size, timeout)
     else:
-        group = TransportProcessGroup(engine, ranks, timeout, "shm", deadline_s, own)
+        group = TransportProcessGroup(engine, ranks, timeout, "shm", deadline_s, prefixed)
     rendezvous.clean()
     if not dist.is_initialized():
         watchdog.ensure_soon()  # others may wait for this rank before it makes a call

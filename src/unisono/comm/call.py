@@ -154,18 +154,18 @@ _PROGRAMS = (str(_PACKAGE / "cli" / "demo_digits.py"), f"{_PACKAGE / '_examples'
 _STDLIB = f"{sysconfig.get_path('stdlib')}{os.sep}"
 _INSTALLED = (f"{os.sep}site-packages{os.sep}", f"{os.sep}dist-packages{os.sep}")
 
-_seen: dict[str, bool] = {}
+_is_library_file: dict[str, bool] = {}
 """For each source file met so far, whether it belongs to a library."""
 
 
 def is_library(file: str) -> bool:
     """Whether a source file is unisono's, torch's or Python's own."""
-    known = _seen.get(file)
-    if known is None:
+    is_library = _is_library_file.get(file)
+    if is_library is None:
         is_python = file.startswith(_STDLIB) and not any(word in file for word in _INSTALLED)
         is_ours = file.startswith(_LIBRARIES) and not file.startswith(_PROGRAMS)
-        known = _seen[file] = is_python or is_ours
-    return known
+        is_library = _is_library_file[file] = is_python or is_ours
+    return is_library
 
 
 def call_site(depth: int = 1) -> str:
@@ -185,7 +185,7 @@ def _innermost(frame: FrameType | None) -> str:
     last = frame
     while frame is not None:
         name = frame.f_code.co_filename
-        is_ours = _seen.get(name)
+        is_ours = _is_library_file.get(name)
         if is_ours is None:
             is_ours = is_library(name)
         if not is_ours:

@@ -24,8 +24,8 @@ def check_unclaimed(parameters: Iterable[Tensor], wrapper: object, ranks: Iterab
     if _conflict(listed, wrapper, members) is None:
         return
     gc.collect()  # one that was deleted may live on in a cycle of references
-    if (found := _conflict(listed, wrapper, members)) is not None:
-        place, other, theirs = found
+    if (conflict := _conflict(listed, wrapper, members)) is not None:
+        place, other, theirs = conflict
         raise LayoutError.because(
             f"{type(wrapper).__name__} of a module with {len(listed)} parameters",
             f"{an(type(other).__name__)} over {len(theirs)} ranks brings the gradient of "

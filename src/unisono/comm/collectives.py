@@ -340,9 +340,9 @@ class Collectives(Performer):
         else:
             # Shape, dtype, lengths and dim of what is scattered, and whether `src` refuses.
             whole = rows if rows is not None else torch.empty(0, device="cpu")
-            mine = [refused is not None, dim, *lengths, *pack_shape(whole.shape, whole.dtype)]
+            record = [refused is not None, dim, *lengths, *pack_shape(whole.shape, whole.dtype)]
             ints = self._engine.all_gather_ints
-            record = self._exchange("scatter", src, timeout_s, ints, mine)[src]
+            record = self._exchange("scatter", src, timeout_s, ints, record)[src]
             if refused is not None:
                 raise refused
             if record[0]:
@@ -411,8 +411,8 @@ class Collectives(Performer):
 
     def _one_per_rank(self, x: Sequence[Tensor]) -> list[Tensor]:
         """Return one tensor for each rank, whose rows have one shape and dtype."""
-        given = list(x) if isinstance(x, Sequence) else [x]
-        parts = [check_tensor(part, self._device_for(part), "all_to_all") for part in given]
+        tensors = list(x) if isinstance(x, Sequence) else [x]
+        parts = [check_tensor(part, self._device_for(part), "all_to_all") for part in tensors]
         if len(parts) != self.size:
             raise PartitionError.because(
                 f"all_to_all of a list of {len(parts)} tensors",
@@ -441,12 +441,12 @@ class Collectives(Performer):
         self, values: Sequence[int], timeout_s: float | None = None
     ) -> list[tuple[int, ...]]:
         """Do `all_gather_ints` by a transfer that can be left alone (`perform.meanwhile`)."""
-        return [tuple(row) for row in self._perform(self._told(values, timeout_s)).tolist()]
+        return [tuple(row) for row in self._perform(self._gathered_row(values, timeout_s)).tolist()]
 
-    def _told(self, values: Sequence[int], timeout_s: float | None) -> Transfer[Tensor]:
+    def _gathered_row(self, values: Sequence[int], timeout_s: float | None) -> Transfer[Tensor]:
         """Prepare an exchange of integers, one row per rank; the host wants to know them."""
-        mine = torch.tensor([list(values)], dtype=torch.int64, device="cpu")
-        return replace(self._joined(mine, 0, [1] * self.size, timeout_s), is_quiet=True)
+        row = torch.tensor([list(values)], dtype=torch.int64, device="cpu")
+        return replace(self._joined(row, 0, [1] * self.size, timeout_s), is_quiet=True)
 
     def block_lengths(
         self, x: Tensor, dim: int = 0, *, timeout_s: float | None = None
@@ -465,9 +465,9 @@ class Collectives(Performer):
         """Learn the block lengths of all ranks; what cannot be joined is refused on all alike."""
         shape = x.shape or (1,)
         rest = (*shape[:dim], *shape[dim + 1 :])
-        mine = (*pack_shape((shape[dim], *rest), x.dtype), dim)
+        record = (*pack_shape((shape[dim], *rest), x.dtype), dim)
         engine = self._engine
-        records = self._exchange(verb, None, timeout_s, engine.all_gather_ints, mine)
+        records = self._exchange(verb, None, timeout_s, engine.all_gather_ints, record)
         lengths: list[int] = []
         for record in records:
             if record[1:] != records[0][1:]:
@@ -486,14 +486,14 @@ class Collectives(Performer):
         """Return the block lengths of all ranks: those given, else learned."""
         if sizes is None:
             return self._lengths(x, dim, verb, timeout_s)
-        given, rows = check_sizes(sizes, self.size, verb), x.shape[dim] if x.dim() else 1
-        if given[self.rank] != rows:
+        lengths, rows = check_sizes(sizes, self.size, verb), x.shape[dim] if x.dim() else 1
+        if lengths[self.rank] != rows:
             raise PartitionError.because(
-                f"{verb}(sizes={list(given)}) on rank {self.rank}",
+                f"{verb}(sizes={list(lengths)}) on rank {self.rank}",
                 f"this rank's block has {rows} rows",
-                f"sizes[{self.rank}] = {given[self.rank]} != {rows}",
+                f"sizes[{self.rank}] = {lengths[self.rank]} != {rows}",
             )
-        return given
+        return lengths
 
     def _block_sizes(
         self, sizes: Sequence[int] | None, rows: int, verb: str, what: str = "sizes"
@@ -519,9 +519,9 @@ class Collectives(Performer):
     @verb
     def all_gather_object(self, obj: Any, *, timeout_s: float | None = None) -> Transfer[list[Any]]:
         """Return the objects of all ranks, in rank order, on every rank. Collective."""
-        mine = self._pickled(obj)
-        sizes = self._byte_counts(mine, timeout_s)
-        gathered = self._joined(mine, 0, sizes, timeout_s)
+        pickled = self._pickled(obj)
+        sizes = self._byte_counts(pickled, timeout_s)
+        gathered = self._joined(pickled, 0, sizes, timeout_s)
         return gathered.then(lambda raw: self._unpickled(raw, sizes))
 
     @verb
@@ -530,9 +530,9 @@ class Collectives(Performer):
     ) -> Transfer[list[Any] | None]:
         """Return the objects of all ranks on rank `dst`, None on the others. Collective."""
         dst = check_rank(dst, self.size, "dst", "gather_object")
-        mine = self._pickled(obj)
-        sizes = self._byte_counts(mine, timeout_s)
-        gathered = self._joined_at(dst, mine, 0, sizes, timeout_s)
+        pickled = self._pickled(obj)
+        sizes = self._byte_counts(pickled, timeout_s)
+        gathered = self._joined_at(dst, pickled, 0, sizes, timeout_s)
         return gathered.then(lambda raw: None if raw is None else self._unpickled(raw, sizes))
 
     @verb
@@ -541,9 +541,9 @@ class Collectives(Performer):
     ) -> Transfer[Any]:
         """Return the object of rank `src` on every rank; the others' is ignored. Collective."""
         src = check_rank(src, self.size, "src", "broadcast_object")
-        mine = self._pickled(obj) if self.rank == src else None
-        count = self._byte_counts(mine, timeout_s)[src]
-        raw = mine
+        pickled = self._pickled(obj) if self.rank == src else None
+        count = self._byte_counts(pickled, timeout_s)[src]
+        raw = pickled
         if raw is None:
             raw = torch.empty(count, dtype=torch.uint8, device="cpu")
         sent = self._broadcast_into(raw, raw, raw, src, timeout_s)
@@ -556,8 +556,8 @@ class Collectives(Performer):
         Tensors are compared by dtype, shape and bits, dicts and sets in any order, other values by
         their pickled form; only a digest travels.
         """
-        told = self._told(_digest(value), timeout_s)
-        return told.then(lambda rows: bool((rows == rows[0]).all()))
+        transfer = self._gathered_row(_digest(value), timeout_s)
+        return transfer.then(lambda rows: bool((rows == rows[0]).all()))
 
     def _pickled(self, obj: Any) -> Tensor:
         """Return an object as bytes, signed by this rank: nothing else is unpickled by others."""
@@ -581,8 +581,8 @@ class Collectives(Performer):
             objects.append(pickle.loads(data))
         return objects
 
-    def _byte_counts(self, mine: Tensor | None, timeout_s: float | None) -> list[int]:
-        count = 0 if mine is None else mine.numel()
+    def _byte_counts(self, pickled: Tensor | None, timeout_s: float | None) -> list[int]:
+        count = 0 if pickled is None else pickled.numel()
         return [n for (n,) in self._agree([count], timeout_s)]
 
 

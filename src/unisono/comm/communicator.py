@@ -193,7 +193,7 @@ class Communicator(Messages):
         return changed
 
     def close(self) -> None:
-        """Drop this handle; the group is destroyed if we made it and nobody else holds it.
+        """Drop this handle; the group is destroyed if we made it and no other handle is left.
 
         Call it on all ranks of the group. A closed communicator raises when used.
         """
@@ -313,8 +313,8 @@ def _entry_of_device_mesh(mesh: DeviceMesh, axis: str | int | None) -> GroupEntr
 def _deadline_of(entry: GroupEntry, timeout_s: float | None) -> float:
     if timeout_s is not None:
         return timeout_s
-    given = environment_timeout_s()
-    return entry.timeout_s if given is None else given
+    environment_s = environment_timeout_s()
+    return entry.timeout_s if environment_s is None else environment_s
 
 
 def _world_size() -> int:

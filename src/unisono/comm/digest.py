@@ -10,9 +10,9 @@ from torch import Tensor
 
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 _ORDERED = 65536
-"""So many words of a tensor also count by their place."""
+"""Number of words that also count by their place."""
 _RUN = 64
-"""So many neighbours are looked at together, where only a part of a tensor is."""
+"""Length of a run of neighbours in a sample."""
 
 
 def digest_of(x: Tensor, most: int | None = None, phase: int = 0) -> Tensor:
@@ -22,7 +22,7 @@ def digest_of(x: Tensor, most: int | None = None, phase: int = 0) -> Tensor:
 
     Args:
         x: any tensor with data.
-        most: look at about so many words, spread evenly; None: at all of them.
+        most: number of words to look at, spread evenly; None: all of them.
         phase: which ones. As it grows, every word has its turn.
     """
     return digests_of([x], most, phase)[0]

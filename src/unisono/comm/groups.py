@@ -141,9 +141,9 @@ class GroupEntry:
             return "self"
         if self._has_streams(device):
             return private.backends_of(self.group)[device.type]
-        own = getattr(self.group, "unisono_engine", None)
-        if isinstance(own, Engine):
-            return own.backend
+        engine = getattr(self.group, "unisono_engine", None)
+        if isinstance(engine, Engine):
+            return engine.backend
         # Host memory, and tensors that travel through it.
         return self.group._get_backend(_CPU).name() if "cpu" in self._devices() else _BESIDE
 
@@ -192,8 +192,8 @@ class GroupEntry:
             return StagedEngine(self.engine(_CPU))
         if "cpu" not in self._devices():
             return entry_for(self.ranks, backend=_BESIDE).engine(_CPU)
-        own = getattr(self.group, "unisono_engine", None)
-        return own if isinstance(own, Engine) else TorchEngine(self.group, backend)
+        engine = getattr(self.group, "unisono_engine", None)
+        return engine if isinstance(engine, Engine) else TorchEngine(self.group, backend)
 
     def is_cause(self, error: BaseException, engine: Engine) -> bool:
         """Whether an error has broken the group, as `engine` or another one of it knows."""
@@ -206,14 +206,14 @@ class GroupEntry:
 
 # -- a world that waits for its first use ---------------------------------------------------------
 # A launcher of scripts leaves it to them how they begin: one that initialises torch.distributed by
-# itself brings its own group, and that is the world; in others whoever first asks joins it.
+# itself brings its own group, and that is the world; in others the first use of the world joins it.
 
 _waiting: tuple[Callable[[], None], dist.Store] | None = None
 """How the world of this process is joined, and the store at which its ranks meet."""
 
 
 def join_at_first_use(join: Callable[[], None], store: dist.Store) -> None:
-    """Have `join` start torch.distributed when somebody asks for the world and nobody else has."""
+    """Have `join` start torch.distributed at the first use of the world, unless the script has."""
     global _waiting
     _waiting = join, store
 
@@ -380,7 +380,7 @@ def process_group_of(entry: GroupEntry) -> dist.ProcessGroup:
 
 
 def release(entry: GroupEntry) -> None:
-    """Destroy `entry`'s group if we made it and nobody holds it any more."""
+    """Destroy `entry`'s group if we made it and no communicator uses it."""
     if not entry.made_by_us or entry.holders or entry.group is None:
         return
     if entry.maker is not None:
@@ -443,17 +443,17 @@ def accounts() -> dict[str, dict[str, int]]:
             **entry.counted,
             **{calls.sent_to(*to): number for to, number in entry.sent.items()},
         }
-        for key, entry in _known().items()
+        for key, entry in _entries().items()
         if entry.is_alive()
     }
 
 
 def collectives_begun() -> dict[str, int]:
     """Return how many collectives of each group this rank has begun. Local, from any thread."""
-    return {key: entry.collectives for key, entry in _known().items() if entry.is_alive()}
+    return {key: entry.collectives for key, entry in _entries().items() if entry.is_alive()}
 
 
-def _known() -> dict[str, GroupEntry]:
+def _entries() -> dict[str, GroupEntry]:
     return {**_wrapped, **_standing}
 
 
@@ -461,14 +461,14 @@ def is_broken() -> bool:
     """Whether a group of this rank has failed, so that ranks may not meet any more. Local."""
     return any(
         entry.broken is not None or getattr(entry.group, "failure", None) is not None
-        for entry in (*_known().values(), *_made.values())
+        for entry in (*_entries().values(), *_made.values())
         if entry.is_alive()
     )
 
 
 @contextlib.contextmanager
 def being_made(name: str, ranks: tuple[int, ...], backend: str, wait_s: float) -> Iterator[None]:
-    """Make the group `name` inside: what goes wrong is told as with every call."""
+    """Make the group `name` inside; errors are those of every call."""
     call = Call(failures.NEW_GROUP, backend, name, kind=f"ranks {list(ranks)}")
     calls.latest_call = call
     try:

@@ -1,7 +1,7 @@
 """Start and end of a world: the store that ranks meet at, and the default process group.
 
 No port is ever chosen and released: rank 0 binds port 0 and hands the listening socket itself to
-the store. At the end no rank sees another's connections break, and nobody waits in vain.
+the store. At the end no rank sees connections break, or waits for one that has left.
 """
 
 from __future__ import annotations
@@ -84,10 +84,10 @@ def open_store(
     addr = addr or "127.0.0.1"
     with _names_unasked(addr):
         store = dist.TCPStore(addr, port, None, False, deadline, wait_for_workers=False)
-    if nonce is not None and (found := store.get(_NONCE_KEY).decode()) != nonce:
+    if nonce is not None and (other_nonce := store.get(_NONCE_KEY).decode()) != nonce:
         raise PlatformError.because(
             f"rank {environment.rank} joins the store of rank 0 at {addr}:{port}",
-            f"the store of another run ({found} instead of {nonce})",
+            f"the store of another run ({other_nonce} instead of {nonce})",
         )
     return store
 
@@ -113,7 +113,7 @@ def _check_master(environment: Environment, host: str, port: int) -> None:
     asked = f"MASTER_ADDR={host} MASTER_PORT={port} for {environment.size} ranks"
     hint = "MASTER_ADDR=10.0.0.1, a numeric address of the host of rank 0, the same on all hosts"
     try:
-        found = machine.resolve(host)
+        addresses = machine.resolve(host)
     except OSError as error:
         raise PlatformError.because(
             asked,
@@ -123,10 +123,10 @@ def _check_master(environment: Environment, host: str, port: int) -> None:
         ) from None
     # Who sets the variables by hand may leave LOCAL_WORLD_SIZE out: then nodes is only a guess.
     is_counted = environment.nodes > 1 and "LOCAL_WORLD_SIZE" in os.environ
-    if is_counted and all(map(machine.is_loopback, found)):
+    if is_counted and all(map(machine.is_loopback, addresses)):
         raise PlatformError.because(
             asked,
-            f"{host} is {found[0]}, which is another machine on each of {environment.nodes} hosts",
+            f"{host} is {addresses[0]}: another machine on each of {environment.nodes} hosts",
             f"{environment.size} ranks / {environment.local_size} each = {environment.nodes} hosts",
             hint,
         )
@@ -315,7 +315,7 @@ def close_world(*, timeout_s: float = LEAVE_S) -> None:
 def say_returned() -> None:
     """Tell the other ranks that this one's function has returned. Local, safe to repeat.
 
-    Called by whoever runs the rank's function. Ranks that wait for this one in a collective, now or
+    Called by the launcher. Ranks that wait for this one in a collective, now or
     later, then raise `CollectiveMismatch` at once.
     """
     announce_return(groups.accounts())
@@ -334,9 +334,9 @@ def abandon_world(error: BaseException) -> None:
 
 
 def leave_at_exit() -> None:
-    """Have this process close its world when it ends, for worlds that nobody else will close.
+    """Have this process close its world when it ends, for worlds that no launcher closes.
 
-    A rank that ends with an exception says so and waits for nobody.
+    A rank that ends with an exception says so and does not wait.
     """
     atexit.register(_leave)
 
@@ -384,7 +384,7 @@ def _await(
 ) -> bool:
     """Wait until ranks have left their keys; return whether all have.
 
-    Ranks whose process has ended are not waited for, and nobody is in a broken world, unless
+    Ranks whose process has ended are not waited for; in a broken world no rank is, unless
     `even_broken`.
     """
     began = time.monotonic()

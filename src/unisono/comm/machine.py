@@ -65,8 +65,8 @@ _SIOCGIFADDR = 0x8915
 
 def resolve(host: str) -> list[str]:
     """Return the numeric addresses of `host`; raises `OSError` if it has none."""
-    found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
-    return list(dict.fromkeys(str(entry[4][0]) for entry in found))
+    records = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+    return list(dict.fromkeys(str(entry[4][0]) for entry in records))
 
 
 def is_loopback(address: str) -> bool:
@@ -120,8 +120,8 @@ def own_addresses() -> list[str]:
     named: list[str] = []
     with contextlib.suppress(OSError):
         named = resolve(socket.gethostname())
-    found = dict.fromkeys([*named, *interfaces().values()])
-    return [address for address in found if not is_loopback(address)]
+    addresses = dict.fromkeys([*named, *interfaces().values()])
+    return [address for address in addresses if not is_loopback(address)]
 
 
 def of_job(candidates: Sequence[str] = ()) -> str:
@@ -129,7 +129,7 @@ def of_job(candidates: Sequence[str] = ()) -> str:
 
     The interface that the user names for gloo or NCCL goes first, then `candidates`, then
     `own_addresses`. An address that this host does not have itself (of a gateway, say) is left
-    out. Empty if there is none: then nothing is left but to listen at all of them.
+    out. Empty without one: then the store listens at all addresses.
     """
     chosen = [
         interfaces().get(name, "")
@@ -184,11 +184,11 @@ def _source_address(host: str) -> str:
 @lru_cache(maxsize=1)
 def interfaces() -> dict[str, str]:
     """Return the IPv4 address of each interface that has one."""
-    found: dict[str, str] = {}
+    addresses: dict[str, str] = {}
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         for _, name in socket.if_nameindex():
             request = struct.pack("256s", name.encode()[:15])
             with contextlib.suppress(OSError):
                 answer = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, request)
-                found[name] = socket.inet_ntoa(answer[20:24])
-    return found
+                addresses[name] = socket.inet_ntoa(answer[20:24])
+    return addresses

@@ -55,7 +55,7 @@ class Transfer(Generic[T]):
     is_collective: bool = True
     """Whether all ranks of the group take part."""
     is_quiet: bool = False
-    """Whether it is part of another call: neither traced nor compared by itself."""
+    """Whether it is part of another call: neither traced nor compared separately."""
     verify: Tensor | None = None
     """The tensor whose bits all ranks must share; looked at in check mode."""
 
@@ -147,10 +147,10 @@ class Started(Pending[T]):
                     self._value = transfer.finish()
                     self._transfer = self._ticket = None  # and so the tensors it holds
         except Exception as error:
-            told = performer._translated(call, error, deadline)
-            if told is error:
+            translated = performer._translated(call, error, deadline)
+            if translated is error:
                 raise
-            raise told from None
+            raise translated from None
         finally:
             private.set_grad_enabled(grad_mode)
             calls.waited_call = None
@@ -264,12 +264,12 @@ class Performer:
                     call.wait_ns = (engine.waited_ns or 0) - waited
                 result = transfer.finish()
         except Exception as error:
-            told = self._translated(call, error, deadline)
-            if told is error:
+            translated = self._translated(call, error, deadline)
+            if translated is error:
                 if entry.collectives == call.number > 0 and not isinstance(error, UnisonoError):
-                    entry.collectives -= 1  # not made here: others must not wait for it in vain
+                    entry.collectives -= 1  # not made here: others must not wait for it
                 raise
-            raise told from None
+            raise translated from None
         finally:
             private.set_grad_enabled(grad_mode)
             if turn is not None:
@@ -352,7 +352,7 @@ class Performer:
             if nbytes := x.nbytes:
                 outgoing.append((peer, x))
                 call.sent += nbytes
-                # Counted, so that a message which will never be sent is told from a late one.
+                # Counted, so that a message which will never be sent differs from a late one.
                 key = ranks[peer], tag
                 entry.sent[key] = entry.sent.get(key, 0) + 1
         for peer, x in recvs.items():

@@ -80,14 +80,14 @@ def check_op(op: str, dtype: torch.dtype) -> None:
     if op in legal:
         return
     name = str(dtype).removeprefix("torch.")
-    known = sorted({*_FLOAT, *_INTEGER, *_COMPLEX})
-    if op not in known:
+    dtypes = sorted({*_FLOAT, *_INTEGER, *_COMPLEX})
+    if op not in dtypes:
         word = str(getattr(op, "name", op)).lower()  # torch's, too
         raise UnisonoError.because(
             f"reduction {op!r}",
-            f"known are {', '.join(known)}",
+            f"known are {', '.join(dtypes)}",
             None,
-            f"op={word if word in known else _OTHER_NAMES.get(word, 'sum')!r}",
+            f"op={word if word in dtypes else _OTHER_NAMES.get(word, 'sum')!r}",
         )
     if not legal:
         raise UnisonoError.because(
@@ -140,7 +140,7 @@ def combine_(accumulator: Tensor, x: Tensor, op: str) -> Tensor:
     """Reduce `x` into `accumulator`, in place. `bool` counts: sum is or, product is and."""
     if accumulator.dtype == torch.bool:
         op = BOOL_OPS.get(op, op)
-    if op in ("sum", "sum64", "mean"):  # whoever has added all divides
+    if op in ("sum", "sum64", "mean"):  # the rank that has added all divides
         return accumulator.add_(x)
     if op == "product":
         return accumulator.mul_(x)

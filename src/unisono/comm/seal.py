@@ -1,6 +1,6 @@
-"""Proof that something was written by a rank of this world, and not by whoever reached its store.
+"""Proof that something was written by a rank of this world, not by another program.
 
-The store of torch takes everybody who can connect, and so do gloo's connections. Whatever is
+The store of torch accepts any connection, and so do gloo's listeners. Whatever is
 unpickled, and every notice that ranks leave each other, therefore carries a code (HMAC-SHA256)
 made with a secret of the world, which never travels through the store:
 
@@ -65,15 +65,15 @@ class Seal:
         body, code = data[:-_CODE_BYTES], data[-_CODE_BYTES:]
         return body if hmac.compare_digest(code, self._code(body, place)) else None
 
-    def heeded(self, data: bytes, place: str) -> bytes | None:
+    def body_if_signed(self, data: bytes, place: str) -> bytes | None:
         """Return what was signed; None, and once a warning, if it is to be ignored."""
         body = self.verified(data, place)
         if body is None and not self._has_warned:
             self._has_warned = True
             warnings.warn(
                 f"rank {self._rank} ignores {place!r} in the store of its world: no rank with its "
-                f"key has written it. Either somebody else has, or hosts hold different keys; then "
-                f"{VARIABLE}=... with one private file for all of them helps",
+                "key has written it. Either another program has, or hosts hold different keys; "
+                f"then {VARIABLE}=... with one private file for all of them helps",
                 RuntimeWarning,
                 stacklevel=3,
             )
@@ -171,7 +171,7 @@ def refused(what: str) -> UnisonoError:
         what,
         "no rank of this world has sent it as it came: it is not unpickled",
         None,
-        "somebody else reaches the network of this run; see the page on security",
+        "another program reaches the network of this run; see the page on security",
     )
 
 
@@ -184,7 +184,7 @@ def _secret() -> bytes:
     try:
         path = _own_file()
     except (OSError, RuntimeError):  # no home that can be written
-        return secrets.token_bytes(_CODE_BYTES)  # nobody's: all ranks learn that they differ
+        return secrets.token_bytes(_CODE_BYTES)  # a random one: all ranks learn that they differ
     return _private(path, f"the key of worlds that other launchers start, {path}")
 
 
@@ -212,10 +212,10 @@ def _private(path: Path, asked: str) -> bytes:
     hint = f"openssl rand -hex 32 > {path}; chmod 600 {path}"
     try:
         with path.open("rb") as file:
-            found = os.fstat(file.fileno())
-            mode = stat.S_IMODE(found.st_mode)
-            if found.st_uid != os.getuid() or mode & 0o077:
-                problem = f"mode {mode:04o}, owner {found.st_uid} (this user is {os.getuid()})"
+            status = os.fstat(file.fileno())
+            mode = stat.S_IMODE(status.st_mode)
+            if status.st_uid != os.getuid() or mode & 0o077:
+                problem = f"mode {mode:04o}, owner {status.st_uid} (this user is {os.getuid()})"
                 raise PlatformError.because(asked, problem, None, f"chmod 600 {path}")
             data = file.read().strip()
     except OSError as error:

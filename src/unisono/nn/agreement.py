@@ -22,7 +22,7 @@ from torch import Tensor
 from unisono import errors
 from unisono.comm import Communicator
 from unisono.comm.arguments import pack_shape, unpack_shape
-from unisono.comm.digest import digest
+from unisono.comm.digest import digest_of
 from unisono.comm.health.check import report
 from unisono.errors import (
     CollectiveMismatch,
@@ -195,21 +195,25 @@ def cuts_of_blocks(shapes: Sequence[Sequence[int]], partition: Partition) -> Cut
 
 _COMPARED = 4
 """The blocks of so many calls are compared on each group of ranks."""
+_COMPARED_ON_DEVICE = 1
+"""Of blocks on an accelerator: the host waits for the digest, as it does for the first plans."""
 _calls: Counter[tuple[int, ...]] = Counter()
 
 
 def block_digest(x: Tensor, comm: Communicator) -> int:
-    """Return a digest of an own block in the first calls on these ranks, later 0. Local.
+    """Return a digest of this rank's block in the first calls on these ranks, later 0. Local.
 
     0 also for a block in which all values are equal: such blocks are equal without a mistake.
     """
-    if comm.size == 1 or _calls[comm.ranks] >= _COMPARED:
+    limit = _COMPARED if x.device.type == "cpu" else _COMPARED_ON_DEVICE
+    if comm.size == 1 or _calls[comm.ranks] >= limit:
         return 0
     _calls[comm.ranks] += 1
     if x.is_meta or x.numel() < 2 or type(x) is not Tensor or x.layout != torch.strided:
         return 0
     some = x.detach().reshape(-1)[:: x.numel() // 4096 + 1]
-    return 0 if bool((some == some[0]).all()) else digest(x, 4096) | 1
+    is_constant = (some == some[0]).all()
+    return int(torch.where(is_constant, 0, digest_of(x, 4096) | 1))  # one wait, not two
 
 
 def report_equal_blocks(digests: Sequence[int], shape: Sequence[int], partition: Partition) -> None:

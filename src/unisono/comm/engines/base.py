@@ -46,7 +46,7 @@ class Ticket(Protocol):
 
 
 class SourceTicket(Ticket, Protocol):
-    """A receive from anybody."""
+    """A receive from any rank."""
 
     @property
     def source(self) -> int:
@@ -80,7 +80,7 @@ class Engine(ABC):
     reduces: frozenset[torch.dtype] = PLAIN_DTYPES
     """Dtypes that it reduces as they are; others stand in for the rest (`reductions.encode`)."""
     has_tags: bool = True
-    """Whether messages between two ranks are told apart by their tags."""
+    """Whether messages between two ranks are distinguished by their tags."""
     waited_ns: int | None = None
     """Time this rank has spent waiting for others in blocking calls so far; None: not known."""
     last_algorithm: str = "native"
@@ -172,12 +172,12 @@ class Engine(ABC):
 
     def all_gather_ints(self, values: Sequence[int], *, timeout_s: float) -> list[tuple[int, ...]]:
         """Return the tuples of all ranks, in rank order; all have the same length. Blocking."""
-        mine = torch.tensor(list(values), dtype=torch.int64, device="cpu")
-        everybody = mine.new_empty(self.size, len(mine))
-        ticket = self.all_gather(everybody.unbind(), mine, async_op=False, timeout_s=timeout_s)
+        row = torch.tensor(list(values), dtype=torch.int64, device="cpu")
+        rows = row.new_empty(self.size, len(row))
+        ticket = self.all_gather(rows.unbind(), row, async_op=False, timeout_s=timeout_s)
         if ticket is not None:
             ticket.wait(timeout_s)
-        return [tuple(row) for row in everybody.tolist()]
+        return [tuple(row) for row in rows.tolist()]
 
     @property
     def host(self) -> Engine:
@@ -199,8 +199,8 @@ class Engine(ABC):
     # -- life: a group of torch's own backends is torch's to end -----------------------------------
 
     def receive_any(self, x: Tensor, tag: int) -> SourceTicket:
-        """Start to receive a message with `tag` from whoever sends one first."""
-        raise UnisonoError(f"a receive of {list(x.shape)}, tag {tag}: there is nobody to send")
+        """Start to receive the first message with `tag`, from any rank."""
+        raise UnisonoError(f"a receive of {list(x.shape)}, tag {tag}: there is no other rank")
 
     def check_usable(self) -> None:
         """Raise if the group is broken."""
@@ -216,7 +216,7 @@ class Engine(ABC):
         """End the wait of the call under way, from another thread."""
 
     def abandon_after_fork(self) -> None:
-        """Make the group unusable in a forked child; nothing is told to the other ranks."""
+        """Make the group unusable in a forked child; the other ranks learn nothing of it."""
 
     def close(self) -> None:
         """Leave the group. Safe to repeat."""
@@ -244,7 +244,7 @@ class SelfEngine(Engine):
         out.view(-1).copy_(ins[0].view(-1))
 
     def exchange(self, sends: Messages, recvs: Messages, tag: int, **how: Unpack[How]) -> None:
-        """Do nothing: there is nobody to exchange with."""
+        """Do nothing: there is no other rank."""
 
     def barrier(self, **how: Unpack[How]) -> None:
         """Do nothing."""

@@ -31,7 +31,7 @@ from unisono.comm.engines.signature import (
     sign,
     sign_blocks,
 )
-from unisono.comm.health.deadlock import hopeless
+from unisono.comm.health.deadlock import obstacle_to
 from unisono.comm.health.failures import Meaning, meaning_of
 from unisono.comm.reductions import (
     BOOL_OPS,
@@ -114,9 +114,9 @@ class TorchTicket:
         return self
 
     def _wait_one(self, work: dist.Work, deadline: float) -> None:
-        while (left := deadline - time.monotonic()) > 0:
+        while (remaining_s := deadline - time.monotonic()) > 0:
             try:
-                work.wait(timedelta(seconds=max(min(left, _SLICE_S), 0.001)))
+                work.wait(timedelta(seconds=max(min(remaining_s, _SLICE_S), 0.001)))
                 return
             except RuntimeError as error:
                 meaning = meaning_of(error)
@@ -124,7 +124,7 @@ class TorchTicket:
                     raise TimeoutError(str(error)) from None
                 if meaning is not Meaning.NOT_YET:
                     raise
-            reason = hopeless()
+            reason = obstacle_to()
             if reason is not None:
                 raise reason
         raise TimeoutError
@@ -182,12 +182,12 @@ class MessageTicket:
     """Messages of gloo under way.
 
     gloo cannot be asked whether a message is complete, closes its connections when a wait for one
-    runs out, and forgets a message whose handle is gone. So each is waited for once: by whoever
-    wants it, or by a thread where it is only asked for, or where nobody holds it any more.
+    runs out, and forgets a message whose handle is gone. So each is waited for once: by
+    `wait`, or by a thread after `done` or after the handle was dropped.
 
     Args:
         works: what gloo gave for them.
-        timeout_s: deadline where somebody asks for them before anybody waits; None: the group's.
+        timeout_s: deadline if `done` is called before `wait`; None: the group's.
         arrivals: those of them that are received.
     """
 
@@ -228,11 +228,11 @@ class MessageTicket:
 
     @property
     def source(self) -> int:
-        """Rank that sent the message, of a receive from anybody that is done."""
+        """Rank that sent the message, once a receive from any rank is done."""
         return -1 if self._first is None else self._first._source_rank()
 
     def __del__(self) -> None:
-        """See that messages arrive which nobody has waited for."""
+        """Let messages arrive that were never waited for."""
         is_alone = self._works and not self._is_attended and self._waiter is None
         if is_alone and not sys.is_finalizing():
             _wait_in_thread(self._works, None)
@@ -284,7 +284,7 @@ class TorchEngine(Engine):
         self._places = range(self.size)
         self._others = [q for q in self._places if q != self.rank]
         self._bodies = 0
-        self._known: set[tuple[Signature | None, Signature]] = set()
+        self._compared: set[tuple[Signature | None, Signature]] = set()
         self._latest: Signature | None = None
         is_pairwise = backend == "gloo" and 1 < self.size <= MAX_PAIRWISE_RANKS
         self._along_bytes = SMALL_BYTES if is_pairwise else 0
@@ -309,8 +309,10 @@ class TorchEngine(Engine):
 
             reduce_among(x.view(-1), op, swap, self.rank, self.size, is_whole=False)
             return None
-        told = self._agree(signature, how["timeout_s"])
-        return self._native_reduce(x, op, wide, dist.AllreduceOptions(), self.group.allreduce, told)
+        comparison = self._agree(signature, how["timeout_s"])
+        return self._native_reduce(
+            x, op, wide, dist.AllreduceOptions(), self.group.allreduce, comparison
+        )
 
     def reduce_(self, x: Tensor, dst: int, op: str, **how: Unpack[How]) -> Ticket | None:
         signature = sign("reduce", x.dtype, x.nbytes, op=op, root=dst)
@@ -325,8 +327,8 @@ class TorchEngine(Engine):
         self.last_algorithm = "native"
         options, wide = dist.ReduceOptions(), accumulation_dtype(x.dtype, op)
         options.rootRank = dst
-        told = self._agree(signature, how["timeout_s"])
-        return self._native_reduce(x, op, wide, options, self.group.reduce, told)
+        comparison = self._agree(signature, how["timeout_s"])
+        return self._native_reduce(x, op, wide, options, self.group.reduce, comparison)
 
     def broadcast_(self, x: Tensor, src: int, **how: Unpack[How]) -> Ticket | None:
         signature, nothing = sign("broadcast", x.dtype, x.nbytes, root=src), x.view(-1)[:0]
@@ -334,8 +336,8 @@ class TorchEngine(Engine):
             ins = [x if self.rank == src else nothing] * self.size
             outs = [x if q == src else nothing for q in self._places]
             return self._told_blocks(signature, outs, ins)
-        told = self._agree(signature, how["timeout_s"])
-        return TorchTicket([self._spread(bytes_of(x), src)] if x.numel() else [], first=told)
+        comparison = self._agree(signature, how["timeout_s"])
+        return TorchTicket([self._spread(bytes_of(x), src)] if x.numel() else [], first=comparison)
 
     def _spread(self, block: Tensor, src: int) -> dist.Work:
         options = dist.BroadcastOptions()
@@ -352,15 +354,15 @@ class TorchEngine(Engine):
         signature = sign("all_gather", x.dtype, total, alike, *lengths)
         if name == "all_to_all" and self._travels_along(total):
             return self._told_blocks(signature, outs, [x] * self.size)
-        told = self._agree(signature, how["timeout_s"])
+        comparison = self._agree(signature, how["timeout_s"])
         if name == "all_to_all":
-            return self._swap(outs, [x] * self.size, told)
+            return self._swap(outs, [x] * self.size, comparison)
         raw = [bytes_of(out) for out in outs]
         if name == "native":
-            return TorchTicket([self.group.allgather([raw], [bytes_of(x)])], first=told)
+            return TorchTicket([self.group.allgather([raw], [bytes_of(x)])], first=comparison)
         outs[self.rank].copy_(x)
         spread = [self._spread(block, q) for q, block in enumerate(raw) if len(block)]
-        return TorchTicket(spread, first=told)
+        return TorchTicket(spread, first=comparison)
 
     def reduce_scatter(
         self, out: Tensor, ins: Blocks, op: str, *, alike: int = 0, **how: Unpack[How]
@@ -379,12 +381,12 @@ class TorchEngine(Engine):
         signature = sign("reduce_scatter", out.dtype, total, alike, *lengths, op=op)
         if name != "native":
             return self._reduced_here(signature, out, ins, op, **how)
-        told = self._agree(signature, how["timeout_s"])
+        comparison = self._agree(signature, how["timeout_s"])
         joined = torch.cat([block.reshape(-1) for block in ins])
         work = dist.reduce_scatter_single(
             out.view(-1), joined, NATIVE_OPS[op], group=self.group, async_op=True
         )
-        ticket = TorchTicket([work], keep=joined, first=told)
+        ticket = TorchTicket([work], keep=joined, first=comparison)
         return ticket.then(partial(out.div_, self.size)) if op == "mean" else ticket
 
     def all_to_all(self, outs: Blocks, ins: Blocks, **how: Unpack[How]) -> TorchTicket:
@@ -396,7 +398,9 @@ class TorchEngine(Engine):
         signature = sign_blocks(verb, outs, ins, root)
         return self._swap(outs, ins, self._agree(signature, how["timeout_s"]))
 
-    def _swap(self, outs: Blocks, ins: Blocks, told: TorchTicket | None = None) -> TorchTicket:
+    def _swap(
+        self, outs: Blocks, ins: Blocks, comparison: TorchTicket | None = None
+    ) -> TorchTicket:
         """Exchange blocks in one flat transfer of bytes, any sizes."""
         send = one_block(ins)
         if send is None:
@@ -412,12 +416,12 @@ class TorchEngine(Engine):
                 for out, block in zip(outs, recv.split(received), strict=True):
                     bytes_of(out).copy_(block)
 
-        return TorchTicket([work], unpack, keep=send, first=told)
+        return TorchTicket([work], unpack, keep=send, first=comparison)
 
-    # -- what ranks tell each other of a call: gloo compares nothing -----------------------------
+    # -- signatures of calls: gloo compares nothing -----------------------------
 
     def _travels_along(self, nbytes: int) -> bool:
-        """Whether blocks of so many bytes in all go with what is told of the call."""
+        """Whether blocks of `nbytes` in all travel along with the signature."""
         return self._along_bytes > 0 and nbytes <= self._along_bytes
 
     def _tell(
@@ -426,13 +430,13 @@ class TorchEngine(Engine):
         ins: Blocks = (),
         place: Callable[[Callable[[int], memoryview]], None] | None = None,
     ) -> TorchTicket:
-        """Tell every rank of a call, and compare when all have told; small blocks travel along.
+        """Send the signature to all ranks, and compare theirs; small blocks travel along.
 
-        All ranks have the same room for what others tell, whatever they expect: gloo accepts a
+        All ranks have the same room for a signature, whatever they expect: gloo accepts a
         message that is too short, and ends the process at one that is too long.
 
         Args:
-            signature: what is told.
+            signature: of the call.
             ins: a block for each rank.
             place: called with a function that returns what another rank has sent along.
         """
@@ -445,8 +449,8 @@ class TorchEngine(Engine):
         sent.insert(self.rank, 0)
         room = self._rooms[others[0]]
         recv = torch.empty(room * len(others), dtype=torch.uint8, device="cpu")
-        told = torch.frombuffer(send, dtype=torch.uint8)
-        work = self.group.alltoall_base(recv, told, self._rooms, sent, dist.AllToAllOptions())
+        payload = torch.frombuffer(send, dtype=torch.uint8)
+        work = self.group.alltoall_base(recv, payload, self._rooms, sent, dist.AllToAllOptions())
         self._latest = signature
 
         def compare() -> None:
@@ -457,7 +461,7 @@ class TorchEngine(Engine):
             if place is not None:
                 place(lambda q: received[(q - (q > self.rank)) * room + len(head) :])
 
-        return TorchTicket([work], compare, keep=told)
+        return TorchTicket([work], compare, keep=payload)
 
     def _check(self, heads: Sequence[bytes | memoryview]) -> None:
         """Raise if what ranks have told does not fit; breaks the group."""
@@ -470,7 +474,7 @@ class TorchEngine(Engine):
             raise
 
     def _told_blocks(self, signature: Signature, outs: Blocks, ins: Blocks) -> TorchTicket:
-        """Exchange small blocks that travel along with what is told."""
+        """Exchange small blocks that travel along with the signature."""
 
         def place(block_of: Callable[[int], memoryview]) -> None:
             for q, out in enumerate(outs):
@@ -481,18 +485,18 @@ class TorchEngine(Engine):
         return self._tell(signature, ins, place)
 
     def _agree(self, signature: Signature, timeout_s: float) -> TorchTicket:
-        """Tell every rank of a call whose data travels by itself, at the same time.
+        """Send the signature of a call whose data travels separately, at the same time.
 
         Where this call did not follow the latest one before, it is compared first: data of
         another length than expected would end the process.
         """
         key = (self._latest, signature)
         ticket = self._tell(signature)
-        if key not in self._known:
+        if key not in self._compared:
             ticket.wait(timeout_s)
-            if len(self._known) >= MOST_KNOWN:
-                self._known.clear()
-            self._known.add(key)
+            if len(self._compared) >= MOST_KNOWN:
+                self._compared.clear()
+            self._compared.add(key)
         return ticket
 
     def _reduced_here(
@@ -505,10 +509,14 @@ class TorchEngine(Engine):
             return ticket.then(partial(reduce_in_rank_order, out, blocks, op))
 
         def place(block_of: Callable[[int], memoryview]) -> None:
-            own = ins[self.rank].view(-1)
+            block_here = ins[self.rank].view(-1)
             if self.rank and out.numel():
-                own = own.clone()  # `out` may be the same tensor, and is written first
-            blocks = [own if q == self.rank else _shown(block_of(q), out) for q in self._places]
+                block_here = (
+                    block_here.clone()
+                )  # `out` may be the same tensor, and is written first
+            blocks = [
+                block_here if q == self.rank else _shown(block_of(q), out) for q in self._places
+            ]
             reduce_in_rank_order(out.view(-1), blocks, op)
 
         return self._tell(signature, ins, place)
@@ -554,14 +562,14 @@ class TorchEngine(Engine):
         wide: torch.dtype,
         options: Any,
         start: Callable[[list[Tensor], Any], dist.Work],
-        told: TorchTicket,
+        comparison: TorchTicket,
     ) -> TorchTicket:
         """Let the backend reduce, in a dtype that it knows and that rounds once."""
         dtype = wide if wide != x.dtype else _WIDENED.get(x.dtype, x.dtype)
         options.reduceOp = NATIVE_OPS[BOOL_OPS.get(op, op) if x.dtype == torch.bool else op]
         work = x if dtype == x.dtype else x.to(dtype)
         plain = torch.view_as_real(work) if x.is_complex() else work
-        ticket = TorchTicket([start([plain], options)], first=told)
+        ticket = TorchTicket([start([plain], options)], first=comparison)
         if op == "mean":
             ticket.then(partial(work.div_, self.size))
         return ticket if work is x else ticket.then(partial(x.copy_, work))

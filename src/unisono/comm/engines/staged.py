@@ -43,7 +43,7 @@ class StagedTicket:
 
     @property
     def source(self) -> int:
-        """Rank that sent the message, of a receive from anybody."""
+        """Rank that sent the message, of a receive from any rank."""
         return self._ticket.source  # type: ignore[attr-defined]
 
 

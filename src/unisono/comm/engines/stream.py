@@ -123,7 +123,7 @@ class BarrierTicket(StreamTicket):
         nap_s = 1e-5
         while not self.done():
             if time.monotonic() > self.deadline + _GRACE_S:
-                raise TimeoutError  # and nobody has said why
+                raise TimeoutError  # no cause is known
             time.sleep(nap_s)
             nap_s = min(1.5 * nap_s, _LAST_NAP_S)
         if self._lane.cause is not None:
@@ -164,7 +164,7 @@ class StreamEngine(Engine):
         self._device = device
         self._host = host
         self._is_connected = False
-        self._known: set[tuple[Signature | None, Signature]] = set()
+        self._compared: set[tuple[Signature | None, Signature]] = set()
         """Calls that were compared, each with the one before it."""
         self._latest: Signature | None = None
         group._get_backend(device).set_timeout(timedelta(seconds=timeout_s + _GRACE_S))
@@ -202,7 +202,7 @@ class StreamEngine(Engine):
         if calls.latest_call is not None:
             calls.latest_call.signature = signature[:3]
         step, self._latest = (self._latest, signature), signature
-        if step in self._known:
+        if step in self._compared:
             return
         try:
             rows = self.host.all_gather_ints(signature[:3], timeout_s=timeout_s)
@@ -210,9 +210,9 @@ class StreamEngine(Engine):
         except CollectiveMismatch as error:
             self.cause = error  # ranks are at different places in the order of calls
             raise
-        if len(self._known) >= MOST_KNOWN:
-            self._known.clear()
-        self._known.add(step)
+        if len(self._compared) >= MOST_KNOWN:
+            self._compared.clear()
+        self._compared.add(step)
 
     def _started(
         self,

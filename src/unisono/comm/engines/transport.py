@@ -15,7 +15,7 @@ from collections.abc import Sequence
 
 from unisono.comm.engines.base import Engine
 from unisono.comm.health import failures
-from unisono.comm.health.deadlock import hopeless
+from unisono.comm.health.deadlock import obstacle_to
 from unisono.errors import CollectiveMismatch, RankFailed, UnisonoError
 from unisono.processes import is_dead
 
@@ -87,7 +87,7 @@ class TransportEngine(Engine):
             return
         self.is_closed = True
         if self.cause is not None:
-            self.cancel("the group is broken")  # nobody will come any more
+            self.cancel("the group is broken")  # no rank will come any more
         if not self.finish_started(_CLOSE_S):
             self.cancel("the group was closed while this call waited")
             self.finish_started(_CLOSE_S)
@@ -164,7 +164,7 @@ class Watch(ABC):
         if waited_s < _STORE_S or (now < self._ask_store and not self._doubt):
             return
         self._ask_store = now + _STORE_S
-        reason = hopeless()
+        reason = obstacle_to()
         # Asking takes a while, in which those who were missing may have come; they have not if
         # the same is found again.
         if reason is not None and self._doubt:

@@ -14,7 +14,7 @@ E = TypeVar("E", bound=BaseException)
 def mark_as_news(error: E) -> E:
     """Mark an error that says no more than that another rank went away or did not come.
 
-    Whoever runs the rank's function then knows that the cause lies elsewhere.
+    The launcher then knows that the cause lies elsewhere.
     """
     if isinstance(error, (RankFailed, RankTimeout)):
         error.is_news = True  # type: ignore[union-attr]

@@ -155,9 +155,9 @@ def verify(
         facts = tuple([tuple(x) if type(x) is list else x for x in _facts_of(call)])
         if _are_equal(exchange, call.number << 32 | _number_of(facts), timeout_s):
             return
-    mine = _fingerprint(call)
-    mine |= {"site": call.site, "text": call.describe()}
-    prints = _share(call, "", mine, rank, len(ranks), timeout_s)
+    fingerprint = _fingerprint(call)
+    fingerprint |= {"site": call.site, "text": call.describe()}
+    prints = _share(call, "", fingerprint, rank, len(ranks), timeout_s)
     rule = disagreement(prints)
     if rule is not None:
         raise _mismatch(rule, prints, ranks)
@@ -187,8 +187,12 @@ def verify_equal_result(
         return
     finite = bool(torch.isfinite(result).all()) if result.dtype.itemsize > 1 else True
     raw = bytes_of(dense(result.detach().cpu())).numpy()
-    mine = {"op": call.op, "site": call.site, "crc": zlib.crc32(raw.tobytes()) if finite else None}
-    prints = _share(call, "/sum", mine, rank, len(ranks), timeout_s)
+    record = {
+        "op": call.op,
+        "site": call.site,
+        "crc": zlib.crc32(raw.tobytes()) if finite else None,
+    }
+    prints = _share(call, "/sum", record, rank, len(ranks), timeout_s)
     if len({p["crc"] for p in prints if p["crc"] is not None}) > 1:
         for entry in prints:
             entry["text"] = f"{call.describe()}, checksum {entry['crc']}"
@@ -254,14 +258,15 @@ def disagreement(prints: list[Fingerprint]) -> _Rule | None:
         if any(value != present[0] for value in present[1:]):
             return rule
     if prints[0]["op"] == "all_to_all":
-        for sender, mine in enumerate(prints):
-            for receiver, theirs in enumerate(prints):
-                if mine["sizes"] is None or theirs["recv_sizes"] is None:
+        for sender, sender_print in enumerate(prints):
+            for receiver, receiver_print in enumerate(prints):
+                sizes, recv_sizes = sender_print["sizes"], receiver_print["recv_sizes"]
+                if sizes is None or recv_sizes is None:
                     continue
-                if mine["sizes"][receiver] != theirs["recv_sizes"][sender]:
+                if sizes[receiver] != recv_sizes[sender]:
                     return _Rule(
-                        f"rank {sender} of the group sends {mine['sizes'][receiver]} rows to rank "
-                        f"{receiver}, which expects {theirs['recv_sizes'][sender]}",
+                        f"rank {sender} of the group sends {sizes[receiver]} rows to rank "
+                        f"{receiver}, which expects {recv_sizes[sender]}",
                         lambda _: None,
                         hint="recv_sizes[q] is what rank q sends here; None learns it",
                     )
@@ -293,12 +298,12 @@ def _plain(facts: dict[str, Any]) -> Fingerprint:
 
 
 def _share(
-    call: Call, what: str, mine: Fingerprint, rank: int, size: int, timeout_s: float
+    call: Call, what: str, record: Fingerprint, rank: int, size: int, timeout_s: float
 ) -> list[Fingerprint]:
     """Exchange `mine` through the store of the call's group; the last reader removes the round."""
     key = f"{call.key}/{call.number}{what}"
     store: Store = PrefixStore("unisono/check", store_of(call.key))
-    store.set(f"{key}/{rank}", json.dumps(mine))
+    store.set(f"{key}/{rank}", json.dumps(record))
     keys = [f"{key}/{r}" for r in range(size)]
     deadline = time.monotonic() + timeout_s
     while not store.check(keys):

@@ -33,13 +33,13 @@ _ONE_DEVICE = "x.to(device) on all ranks: each kind of device has a backend of i
 _EXPLAIN_S = 1.0
 """Longest time to wait for the words of ranks that raise the same error at the same time."""
 _MOST_SENDERS = 64
-"""Senders that are told, so that a message from each of very many ranks costs the store little."""
+"""Senders that are informed: messages from very many ranks must cost the store little."""
 _NAP_S = 0.01
 _MAKES_NO_CALLS = ("unisono", "tqdm_monitor", "pytest_timeout")
 """Starts of the names of threads that only look after things."""
 
 
-def hopeless(call: Call | None = None) -> UnisonoError | None:
+def obstacle_to(call: Call | None = None) -> UnisonoError | None:
     """Return why `call` cannot complete on this rank, if that is known; asks the store.
 
     None, without starting anything, where the world has ended or is being closed.
@@ -57,11 +57,13 @@ def hopeless(call: Call | None = None) -> UnisonoError | None:
         if call.number == 0:
             _tell_senders(call, dog, threading.get_ident(), call.site)
             return (
-                _sender_in_collective(call, dog) or dog.poll_failure() or _waits_in_vain(call, dog)
+                _sender_in_collective(call, dog)
+                or dog.poll_failure()
+                or _missed_by_returned(call, dog)
             )
         # A rank that fails of a mismatch posts that: all are to raise the mismatch itself. One that
         # returns early may do so because of a failure, which is then the better reason.
-        return _unlike_calls(call, dog) or dog.poll_failure() or _waits_in_vain(call, dog)
+        return _unlike_calls(call, dog) or dog.poll_failure() or _missed_by_returned(call, dog)
     except RuntimeError:
         return None
 
@@ -72,10 +74,10 @@ def announce_return(accounts: Mapping[str, Mapping[str, int]]) -> None:
     Args:
         accounts: for each group of this rank, how many it has made, and what else was counted.
     """
-    for told in watchdog.running():
-        if not told.has_returned:
-            told.has_returned = True
-            told.publish({"returned": told.rank, "accounts": accounts})
+    for dog in watchdog.running():
+        if not dog.has_returned:
+            dog.has_returned = True
+            dog.publish({"returned": dog.rank, "accounts": accounts})
 
 
 # -- ranks in different calls ---------------------------------------------------------------------
@@ -84,9 +86,9 @@ def announce_return(accounts: Mapping[str, Mapping[str, int]]) -> None:
 def _unlike_calls(call: Call, dog: Watchdog) -> CollectiveMismatch | None:
     """Compare this rank's call with what others wait in; leave it to be compared with.
 
-    One record per group, whatever the number of ranks: the latest call that anybody waits in.
+    One record per group, whatever the number of ranks: the latest call in which a rank waits.
     """
-    mine = {
+    record = {
         "rank": dog.rank,
         "number": call.number,
         "op": call.op,
@@ -98,16 +100,16 @@ def _unlike_calls(call: Call, dog: Watchdog) -> CollectiveMismatch | None:
     }
     for item in dog.news():
         if (item.get("group"), item.get("number")) == (call.key, call.number):
-            return _mismatch([*item["calls"], mine], call)
+            return _mismatch([*item["calls"], record], call)
     key = f"waits/{call.key}"
     text = dog.find(key)
     theirs = json.loads(text) if text is not None else None
     if theirs is None or theirs["number"] < call.number:
-        dog.put(key, json.dumps(mine))
-    elif theirs["number"] == call.number and _are_unlike(theirs, mine):
-        return _publish([theirs, mine], call, dog)
+        dog.put(key, json.dumps(record))
+    elif theirs["number"] == call.number and _are_unlike(theirs, record):
+        return _publish([theirs, record], call, dog)
     receiver = _waiting_receiver(call, dog)
-    return None if receiver is None else _publish([receiver, mine], call, dog)
+    return None if receiver is None else _publish([receiver, record], call, dog)
 
 
 def _are_unlike(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
@@ -123,13 +125,13 @@ def _publish(pair: list[dict[str, Any]], call: Call, dog: Watchdog) -> Collectiv
 
 
 def _mismatch(said: list[dict[str, Any]], call: Call) -> CollectiveMismatch:
-    told = {item["rank"]: item["text"] for item in said}
+    texts = {item["rank"]: item["text"] for item in said}
     lines = [f"ranks of {call.group} wait for each other in different calls"]
-    lines += [f"  rank {rank} | {text}" for rank, text in sorted(told.items())]
+    lines += [f"  rank {rank} | {text}" for rank, text in sorted(texts.items())]
     hint = "different numbers of batches? All ranks must make the same collectives, in order"
     devices = {item.get("device") for item in said} - {None}
     lines.append(f"  HINT: {_ONE_DEVICE if len(devices) > 1 else hint}")
-    return CollectiveMismatch("\n".join(lines), told)
+    return CollectiveMismatch("\n".join(lines), texts)
 
 
 def explained(error: CollectiveMismatch, call: Call, ranks: Sequence[int]) -> CollectiveMismatch:
@@ -202,10 +204,10 @@ def _waiting_receiver(call: Call, dog: Watchdog) -> dict[str, Any] | None:
 
 def _sender_in_collective(call: Call, dog: Watchdog) -> CollectiveMismatch | None:
     """Look whether a rank that this message should come from waits in a collective for this one."""
-    mine = [dog.rank, call.key, [list(words) for words in call.awaits]]
+    awaited = [dog.rank, call.key, [list(words) for words in call.awaits]]
     for item in dog.news():
         for said in item.get("calls", ()):
-            if [said["rank"], said.get("key"), said.get("awaits")] == mine:
+            if [said["rank"], said.get("key"), said.get("awaits")] == awaited:
                 return _mismatch(item["calls"], call)
     return None
 
@@ -239,23 +241,23 @@ watchdog.looks.append(_look)
 # -- ranks that have returned ---------------------------------------------------------------------
 
 
-def _waits_in_vain(call: Call, dog: Watchdog) -> CollectiveMismatch | None:
+def _missed_by_returned(call: Call, dog: Watchdog) -> CollectiveMismatch | None:
     """Look for ranks that have returned before they came to this call, or sent what it awaits."""
     awaited = {rank: (tag, number) for rank, tag, number in call.awaits}
     late: dict[int, Mapping[str, int]] = {}
-    told: dict[int, str] = {}
+    texts: dict[int, str] = {}
     for item in dog.news():
         rank, made = item.get("returned"), item.get("accounts", {}).get(call.key)
         if made is None or rank is None:
             continue
         if call.number and made["collectives"] < call.number:
             late[rank], count = made, made["collectives"]
-            told[rank] = f"returned after {count} calls of {call.group}"
+            texts[rank] = f"returned after {count} calls of {call.group}"
         elif rank in awaited:
             tag, number = awaited[rank]
             if (sent := made.get(sent_to(dog.rank, tag), 0)) < number:
                 late[rank] = made
-                told[rank] = (
+                texts[rank] = (
                     f"returned after {sent} messages to rank {dog.rank}, "
                     f"which waits for message {number}"
                 )
@@ -264,9 +266,9 @@ def _waits_in_vain(call: Call, dog: Watchdog) -> CollectiveMismatch | None:
     here = f"{call.describe()} at {call.site}"
     will_not = f"{name_ranks(list(late))} will not {'come' if call.number else 'send'}"
     lines = [
-        f"{here} waits in vain: {will_not}",
-        *(f"  rank {rank} {text}" for rank, text in sorted(told.items())),
+        f"{here} cannot complete: {will_not}",
+        *(f"  rank {rank} {text}" for rank, text in sorted(texts.items())),
         *([f"  rank {dog.rank} is in call {call.number}"] if call.number else []),
         "  HINT: different numbers of batches? All ranks must make the same calls, then return",
     ]
-    return CollectiveMismatch("\n".join(lines), {**told, dog.rank: here}, returned=late)
+    return CollectiveMismatch("\n".join(lines), {**texts, dog.rank: here}, returned=late)

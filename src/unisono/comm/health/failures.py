@@ -1,4 +1,4 @@
-"""What a rank does when another failed or did not come: one error with everybody's whereabouts."""
+"""What a rank does when another failed or did not come: one error that says where each rank is."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ NEW_GROUP = "new_group"
 def post_failure(error: BaseException) -> None:
     """Tell the other ranks of this world that this rank failed with `error`.
 
-    Called by whoever runs the rank's function (the launcher, the test bench). Ranks that wait in a
+    Called by the launcher or the test bench. Ranks that wait in a
     collective then raise `RankFailed` with this rank's traceback. Does nothing in a world of one.
     """
     watchdog.ensure()
@@ -150,10 +150,10 @@ def timed_out(
     others = [r for r in ranks if dog is None or r != dog.rank]
     missing = _missing(call, ranks, others, answers, cause)
     lines = [_headline(call, ranks, missing, answers, timeout_s)]
-    told = "" if cause is None else str(cause).partition("\n")[0]
-    if isinstance(cause, RankTimeout) and "timed out after" not in told:
+    cause_text = "" if cause is None else str(cause).partition("\n")[0]
+    if isinstance(cause, RankTimeout) and "timed out after" not in cause_text:
         absence = f"{_absence(call, missing)}: " if missing else ""
-        lines = [f"{absence}{call.describe()} at {call.site} was given up", f"  {told}"]
+        lines = [f"{absence}{call.describe()} at {call.site} was given up", f"  {cause_text}"]
     under_way = f"latest collective {call.describe()} (under way)"
     states = {} if dog is None else {dog.rank: under_way}
     last: dict[int, str] = {}
@@ -288,7 +288,7 @@ def _hint(
 
 
 def not_arrived(doing: str, me: int, absent: Sequence[int], timeout_s: float) -> RankTimeout:
-    """Return the error for a deadline that passed; nobody is named where it is not known whom."""
+    """Return the error for a deadline that passed; no rank is named where none is known."""
     arrival = f"rank {compress_ranks(absent)}" if absent else "not known"
     return RankTimeout(
         f"{doing} on rank {me} timed out after {timeout_s:g} s\n"
@@ -301,7 +301,7 @@ def not_arrived(doing: str, me: int, absent: Sequence[int], timeout_s: float) ->
 
 
 def text_of(error: BaseException) -> str:
-    """Return what other ranks are told of an error; one of ours says enough without its stack."""
+    """Return an error as text for other ranks; one of ours needs no stack."""
     if isinstance(error, UnisonoError):
         return "".join(traceback.format_exception_only(error)).strip()
     return "".join(traceback.format_exception(error)).strip()
@@ -320,9 +320,9 @@ def peer_died(doing: str, me: int, rank: int, pid: int, host: str) -> RankFailed
 
 def peer_failed(doing: str, me: int, teller: int, culprit: int, host: str, text: str) -> RankFailed:
     """Return the error for a failure that rank `teller` has told of."""
-    seen = "" if culprit == teller else f", as rank {teller} has seen,"
+    via = "" if culprit == teller else f", as rank {teller} has seen,"
     return RankFailed(
-        f"rank {culprit} failed{seen} while rank {me} waited in {doing}\n{text}",
+        f"rank {culprit} failed{via} while rank {me} waited in {doing}\n{text}",
         rank=culprit,
         host=host,
         traceback=text,

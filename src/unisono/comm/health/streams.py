@@ -26,7 +26,7 @@ from typing import Protocol
 from unisono.comm import call as calls
 from unisono.comm.call import Call
 from unisono.comm.health import failures, mark_as_news, watchdog
-from unisono.comm.health.deadlock import hopeless
+from unisono.comm.health.deadlock import obstacle_to
 from unisono.comm.health.watchdog import Watchdog
 from unisono.comm.machine import is_card_dead
 from unisono.errors import CollectiveMismatch, UnisonoError
@@ -85,7 +85,7 @@ class Lane:
         self._lock = threading.Lock()
         self._next_question = 0.0
         self._cards: dict[int, list[str | int]] = {}
-        _known.add(self)
+        _all_lanes.add(self)
 
     def add(self, transfer: Queued) -> None:
         """Look after a transfer until it is complete."""
@@ -164,7 +164,7 @@ class Lane:
             self.hear(dog)  # a rank that has given up, and ended, is not the first to have ended
             if self.cause is not None:
                 return None
-            return hopeless(call) or self._dead_peer(call, dog)
+            return obstacle_to(call) or self._dead_peer(call, dog)
         except RuntimeError:
             return None  # the store is gone
 
@@ -211,7 +211,7 @@ class Lane:
         self._transfers.clear()
 
 
-_known: weakref.WeakSet[Lane] = weakref.WeakSet()
+_all_lanes: weakref.WeakSet[Lane] = weakref.WeakSet()
 """All lanes of this process."""
 _lanes: weakref.WeakSet[Lane] = weakref.WeakSet()
 """Those that the thread looks at."""
@@ -258,7 +258,7 @@ def _run(stopped: threading.Event) -> None:
 
 
 def _hear(dog: Watchdog) -> None:
-    for lane in list(_known):
+    for lane in list(_all_lanes):
         lane.hear(dog)
 
 
@@ -270,7 +270,7 @@ def settle() -> None:
 
     Local. Without it a function could return although its last transfer never completed.
     """
-    for lane in list(_known):
+    for lane in list(_all_lanes):
         lane.settle()
 
 

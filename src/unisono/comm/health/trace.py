@@ -4,9 +4,8 @@ Off, it costs one `is None` test per call. `with trace() as t:` records; `t.tabl
 `t.save(path)` brings the events of all ranks together on one clock, in a file that chrome://tracing
 and Perfetto show, one lane per rank.
 
-What averaging gradients has cost is counted here, too (`AveragingCosts`): whoever averages adds to
-its own, and an open `CostLedger` holds the numbers, so that those of a module that is gone are not
-lost. Neither ever holds the module.
+What averaging gradients has cost is counted here, too (`AveragingCosts`): each wrapper adds to its
+own, and an open `CostLedger` keeps the numbers after a module has gone. Neither keeps the module.
 """
 
 from __future__ import annotations
@@ -201,28 +200,28 @@ def _end_whole_run() -> list[Event] | None:
     return whole.events
 
 
-# -- the file: what is in the way of it is told in words, none where nothing is -------------------
+# -- the file: problems are returned as text, "" without one -------------------------------------
 
 _PINGS = 16
 
 
 def _gather_and_write(path: str | os.PathLike[str], events: list[Event]) -> str:
     """Bring all events to rank 0, which writes; returns what is in the way, the same everywhere."""
-    mine = [asdict(e) for e in events]
+    records = [asdict(e) for e in events]
     if not dist.is_initialized() or dist.get_world_size() == 1:
         # Ranks that have groups, but no world to gather over, write a file each.
-        return _write(_path_of_rank(path, events) if standing() else path, mine)
+        return _write(_path_of_rank(path, events) if standing() else path, records)
     store = PrefixStore("unisono/trace", default_store())
     rank, size = dist.get_rank(), dist.get_world_size()
     store = PrefixStore(str((store.add("round", 1) - 1) // size), store)
     offset = clock_offset_ns(store, rank, size)
-    for event in mine:
+    for event in records:
         event["t_start"] += offset
         event["t_end"] += offset
     if rank != 0:
-        store.set(f"events/{rank}", json.dumps(mine))
+        store.set(f"events/{rank}", json.dumps(records))
         return store.get("written").decode()
-    everybody, problem = list(mine), "rank 0 did not get the events of all ranks"
+    everybody, problem = list(records), "rank 0 did not get the events of all ranks"
     try:
         for other in range(1, size):
             everybody += json.loads(store.get(f"events/{other}"))
@@ -309,17 +308,17 @@ class CostLedger:
     """The costs of all modules that live while it is open, from its opening on."""
 
     def __init__(self) -> None:
-        self._held = [(costs, replace(costs)) for costs in _living.values()]
+        self._before = [(costs, replace(costs)) for costs in _living.values()]
 
     def add(self, costs: AveragingCosts) -> None:
         """Hold these as well; they begin now."""
-        self._held.append((costs, replace(costs)))
+        self._before.append((costs, replace(costs)))
 
     def rows(self) -> list[dict[str, Any]]:
         """Return the costs since the opening, one row per module that had any, oldest first."""
         since = [
             (now, {name: getattr(now, name) - getattr(before, name) for name in _ADDED_UP})
-            for now, before in self._held
+            for now, before in self._before
         ]
         return [asdict(now) | costs for now, costs in since if any(costs.values())]
 

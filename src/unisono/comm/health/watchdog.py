@@ -37,7 +37,7 @@ looks: list[Callable[[Watchdog], None]] = []
 """What other parts look for in the store, at every look of the watchdog."""
 
 _TOLD = ("done", "op", "sends_to", "receives_from", "is_checked")
-"""Fields of the latest call that are told to other ranks."""
+"""Fields of the latest call that other ranks may ask for."""
 _NAME = "unisono-watchdog"
 _PREFIX = "unisono/watch"
 _lock = threading.Lock()
@@ -57,7 +57,7 @@ class Watchdog:
         rank: own rank, as reports name it.
         ranks: all ranks that share the store.
         store: their store.
-        is_over: whether they have parted, so that nobody asks any more.
+        is_over: whether they have parted, so that no rank asks any more.
         signed_by: signs what this rank leaves in the store; default: the seal of the world.
     """
 
@@ -111,9 +111,9 @@ class Watchdog:
         self.has_failed = True
         text = self._signed("failed", json.dumps(record))
         with self._store_lock:
-            found = bytes(self._store.compare_set("failed", "", text))  # type: ignore[arg-type]
-            if self.seal.verified(found, "failed") is None:
-                self._set("failed", json.dumps(record))  # what was there is nobody's
+            posted = bytes(self._store.compare_set("failed", "", text))  # type: ignore[arg-type]
+            if self.seal.verified(posted, "failed") is None:
+                self._set("failed", json.dumps(record))  # the text there is not signed by a rank
 
     def poll_failure(self) -> RankFailed | None:
         """Look for a failure posted by another rank."""
@@ -131,7 +131,7 @@ class Watchdog:
             self._set(key, text)
 
     def find(self, key: str) -> str | None:
-        """Return a text that a rank has left, None where there is none."""
+        """Return a text that a rank has left, or None."""
         with self._store_lock, contextlib.suppress(RuntimeError):
             return self._get(key) if self._has(key) else None
         return None
@@ -191,7 +191,7 @@ class Watchdog:
 
     def _get(self, key: str) -> str | None:
         """Return a text that is there; None if no rank of this world has written it."""
-        body = self.seal.heeded(bytes(self._store.get(key)), key)
+        body = self.seal.body_if_signed(bytes(self._store.get(key)), key)
         return None if body is None else body.decode()
 
     def _run(self) -> None:
@@ -224,7 +224,7 @@ def is_process_dead(rank: int) -> bool:
     store, key = PrefixStore(_PREFIX, default_store()), f"process/{rank}"
     if not store.check([key]):
         return False
-    card = seal.of_world().heeded(bytes(store.get(key)), key)
+    card = seal.of_world().body_if_signed(bytes(store.get(key)), key)
     return card is not None and is_card_dead(json.loads(card))
 
 
@@ -293,7 +293,7 @@ def ensure() -> Watchdog | None:
 def ensure_soon() -> None:
     """Have this rank answer for itself a little later, also if it makes no call.
 
-    For whoever makes a group of the world while torch.distributed does not know that yet.
+    For groups of the world that are made while torch.distributed does not know that yet.
     """
     global _soon
     _soon = threading.Timer(POLL_S, ensure)
@@ -337,30 +337,30 @@ def running() -> list[Watchdog]:
     return standing() if dog is None else [*standing(), dog]
 
 
-def _own(key: str) -> Watchdog | None:
+def _standing_for(key: str) -> Watchdog | None:
     # Calls of torch.distributed on a group have more words in their keys, after a slash.
     return _standing.get(key.partition("/")[0])
 
 
 def of(key: str) -> Watchdog | None:
     """Return the watchdog to which the ranks of a group answer if it runs; starts nothing."""
-    return _own(key) or current()
+    return _standing_for(key) or current()
 
 
 def serving(key: str) -> Watchdog | None:
     """Return the watchdog to which the ranks of a group answer, started if needed."""
-    return _own(key) or ensure()
+    return _standing_for(key) or ensure()
 
 
 def store_of(key: str) -> Store:
     """Return the store that the ranks of a group share."""
-    dog = _own(key)
+    dog = _standing_for(key)
     return default_store() if dog is None else dog.store
 
 
 def seal_of(key: str) -> seal.Seal:
     """Return the seal by which the ranks of a group know each other. Local."""
-    dog = _own(key)
+    dog = _standing_for(key)
     return seal.of_world() if dog is None else dog.seal
 
 

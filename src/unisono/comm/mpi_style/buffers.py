@@ -223,14 +223,14 @@ def check_dtypes(send: Tensor, recv: Tensor, verb: str) -> None:
         )
 
 
-def check_shape(recv: Tensor, wanted: Sequence[int], asked: str, why: str) -> None:
+def check_shape(recv: Tensor, expected: Sequence[int], asked: str, why: str) -> None:
     """Refuse a receive buffer that does not have the shape of what comes."""
-    if list(recv.shape) != list(wanted):
+    if list(recv.shape) != list(expected):
         raise PartitionError.because(
             f"{asked} into {list(recv.shape)}",
             why,
-            f"{list(recv.shape)} != {list(wanted)}",
-            f"torch.empty({list(wanted)})",
+            f"{list(recv.shape)} != {list(expected)}",
+            f"torch.empty({list(expected)})",
         )
 
 

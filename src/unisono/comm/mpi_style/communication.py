@@ -84,8 +84,8 @@ class MPICommunication(Verbs, Communication):
         self._wire: Any = None
         """Communicator of mpi4py for the messages; None: they go as those of torch do."""
         self._is_null = False
-        self._found: Communicator | None = None
-        self._found_world: dist.ProcessGroup | None = None
+        self._resolved: Communicator | None = None
+        self._resolved_world: dist.ProcessGroup | None = None
 
     @property
     def _comm(self) -> Communicator:
@@ -96,11 +96,11 @@ class MPICommunication(Verbs, Communication):
                 None,
                 "if comm.rank is not None: ...",
             )
-        found = self._found
-        if found is None or self._found_world is not dist.group.WORLD:
-            found = self._found = self._find()
-            self._found_world = dist.group.WORLD
-        return found
+        resolved = self._resolved
+        if resolved is None or self._resolved_world is not dist.group.WORLD:
+            resolved = self._resolved = self._find()
+            self._resolved_world = dist.group.WORLD
+        return resolved
 
     @property
     def _messages(self) -> Messages:
@@ -124,7 +124,7 @@ class MPICommunication(Verbs, Communication):
 
     def _forget(self) -> None:
         """Let go of a world that has ended; the next use looks again."""
-        self._found = self._found_world = None
+        self._resolved = self._resolved_world = None
 
     def __unisono_communicator__(self, axis: str | int | None = None) -> Communicator:
         """Return the `Communicator` underneath: `Communicator.of(comm)` asks for it."""
@@ -217,7 +217,7 @@ class MPICommunication(Verbs, Communication):
         if self._handle is None and not self._is_null:
             raise MeshError.because("Free() of the world", None, None, "free what Split returned")
         if not self._is_null:
-            comm, self._is_null, self._found = self._comm, True, None
+            comm, self._is_null, self._resolved = self._comm, True, None
             drop_messages(comm, self._context)
             if isinstance(self._handle, Communicator) and self._context:
                 comm.close()
@@ -234,9 +234,9 @@ class MPICommunication(Verbs, Communication):
     def __repr__(self) -> str:
         if self._is_null:
             return "MPICommunication(no ranks)"
-        if self._found is None:
+        if self._resolved is None:
             return "MPICommunication(not used yet)"
-        return f"MPICommunication(rank {self._found.rank} of {self._found.size})"
+        return f"MPICommunication(rank {self._resolved.rank} of {self._resolved.size})"
 
     def __deepcopy__(self, memo: dict[int, object]) -> MPICommunication:
         return self

@@ -20,11 +20,11 @@ from unisono.comm.reductions import defined_ops
 from unisono.errors import PartitionError, an, explain
 
 ANY_SOURCE: Final = -1001
-"""Receive from whoever sends."""
+"""Receive from any rank."""
 ANY_TAG: Final = -1002
 """Receive whatever the tag."""
 PROC_NULL: Final = -1003
-"""Nobody: a message to or from it is complete at once."""
+"""No rank: a message to or from it is complete at once."""
 UNDEFINED: Final = -32766
 """Colour of a rank that is in no part of a `Split`."""
 
@@ -50,7 +50,7 @@ class Op:
     name: str
     """Name in MPI."""
     reduction: str
-    """Name of the reduction of a `Communicator`; empty where there is none."""
+    """Name of the reduction of a `Communicator`; empty without one."""
     combine: Callable[[Any, Any], Any] = field(repr=False)
     """The same for two Python objects."""
     is_logical: bool = False
@@ -128,7 +128,7 @@ def _is_constant(name: str, ours: int, value: object) -> bool:
 # Whether a number is that constant, ours or mpi4py's.
 is_any_source = partial(_is_constant, "ANY_SOURCE", ANY_SOURCE)
 is_any_tag = partial(_is_constant, "ANY_TAG", ANY_TAG)
-is_nobody = partial(_is_constant, "PROC_NULL", PROC_NULL)
+is_proc_null = partial(_is_constant, "PROC_NULL", PROC_NULL)
 is_undefined = partial(_is_constant, "UNDEFINED", UNDEFINED)
 
 

@@ -60,7 +60,7 @@ class Plan(NamedTuple):
 def _verb(
     plan: Callable[Concatenate[S, str, P], Plan], name: str = "", doc: str | None = None
 ) -> Callable[Concatenate[S, P], None]:
-    """Return the blocking verb of a plan, which is told the name of the verb first."""
+    """Return the blocking verb of a plan, whose first argument is the name of the verb."""
     name = name or plan.__name__
 
     def verb(self: S, /, *args: P.args, **kwargs: P.kwargs) -> None:
@@ -235,11 +235,11 @@ class Verbs(ABC):
                 share = equal_share(recv, axis, size, verb)
                 send = recv.narrow(axis, rank * share, share)
             check_alike(send, recv, verb, size)
-            wanted = [*send.shape]
-            wanted[axis] *= size
+            shape = [*send.shape]
+            shape[axis] *= size
             if axis:  # in front, another form of the shape is the same memory
                 asked = f"{verb} of {list(send.shape)} along axis {axis}"
-                check_shape(recv, wanted, asked, f"{size} blocks, joined along axis {axis}")
+                check_shape(recv, shape, asked, f"{size} blocks, joined along axis {axis}")
             sizes, deliver = [send.shape[axis]] * size, functools.partial(assign, recv)
         work = self._staged(send)
         return Plan(lambda verbs: verbs.all_gather(work, axis, sizes), deliver)
@@ -370,13 +370,13 @@ class Verbs(ABC):
         return block, front, blocks, lengths
 
     def _lengths(
-        self, own: int, blocks: Blocks | None, root: int, verb: str, what: str
+        self, rows_here: int, blocks: Blocks | None, root: int, verb: str, what: str
     ) -> tuple[int, ...]:
         """Return the rows of all ranks; refuse alike on all of them other counts of the root."""
         size = self._comm.size
         if not verb.endswith("v"):
-            return (own,) * size
-        rows = self._comm._agree([own, *(blocks.counts if blocks else [-1] * size)])
+            return (rows_here,) * size
+        rows = self._comm._agree([rows_here, *(blocks.counts if blocks else [-1] * size)])
         lengths, counts = tuple(row[0] for row in rows), rows[root][1:]
         if counts != lengths and any(n >= 0 for n in counts):
             wrong = next(r for r, (a, b) in enumerate(zip(counts, lengths, strict=True)) if a != b)
@@ -421,14 +421,14 @@ class Verbs(ABC):
             if cut_axis == join_axis:
                 lengths = [counts_displs(n, size)[0][rank] for n in lengths]
             recv_counts = lengths
-            wanted = list(send.shape)
-            wanted[cut_axis] = outgoing.counts[rank]
-            wanted[join_axis] = sum(lengths)
-            is_alike = cut_axis == join_axis == 0 and recv.numel() == math.prod(wanted)
-            if is_alike and list(recv.shape) != wanted:
-                target = recv.reshape(wanted)
+            shape = list(send.shape)
+            shape[cut_axis] = outgoing.counts[rank]
+            shape[join_axis] = sum(lengths)
+            is_alike = cut_axis == join_axis == 0 and recv.numel() == math.prod(shape)
+            if is_alike and list(recv.shape) != shape:
+                target = recv.reshape(shape)
             asked = f"{verb} of {list(send.shape)}, cut along {cut_axis}, joined along {join_axis},"
-            check_shape(target, wanted, asked, f"rank {rank} gets {wanted}")
+            check_shape(target, shape, asked, f"rank {rank} gets {shape}")
         incoming = cut(target, join_axis, recv_counts, recv_displs, size, verb, "recvbuf")
         flat = torch.cat([outgoing.block(other).reshape(-1) for other in range(size)])
         work, send_sizes, recv_sizes = self._staged(flat), outgoing.numels(), incoming.numels()
@@ -484,12 +484,12 @@ class Verbs(ABC):
         if rank == root and sendobj is not None:
             parts = [self._comm._pickled(obj) for obj in sendobj]
         lengths = [part.numel() for part in parts] + [0] * size
-        found, *sizes = self._comm._agree([len(parts), *lengths[:size]])[root]
-        if found != size:
+        count, *sizes = self._comm._agree([len(parts), *lengths[:size]])[root]
+        if count != size:
             raise PartitionError.because(
-                f"scatter of {found} objects from rank {root}",
+                f"scatter of {count} objects from rank {root}",
                 f"{size} ranks",
-                f"{found} != {size}",
+                f"{count} != {size}",
                 "one object per rank",
             )
         whole = torch.cat(parts) if rank == root else None
@@ -592,7 +592,7 @@ class Verbs(ABC):
         is_copied: bool = True,
     ) -> Request:
         expect_int("tag", tag, 0)
-        if not self._is_somebody(dest, verb, "dest"):
+        if not self._is_peer(dest, verb, "dest"):
             return Request.done()
         x = dense(self._staged(as_tensor(buf, verb, "sendbuf")))
         how = {"is_sync": is_sync, "is_copied": is_copied, "timeout_s": self._comm.timeout_s}
@@ -600,7 +600,7 @@ class Verbs(ABC):
 
     def _send_object(self, obj: Any, dest: int, tag: int, verb: str) -> None:
         expect_int("tag", tag, 0)
-        if self._is_somebody(dest, verb, "dest"):
+        if self._is_peer(dest, verb, "dest"):
             self._messages.send_object(obj, dest, tag, timeout_s=self._comm.timeout_s)
 
     def _receive(
@@ -608,7 +608,7 @@ class Verbs(ABC):
     ) -> Request:
         if source is not None and constants.is_any_source(source):
             source = None
-        elif source is not None and not self._is_somebody(source, verb, "source"):
+        elif source is not None and not self._is_peer(source, verb, "source"):
             return Request.done()
         if tag is not None and constants.is_any_tag(tag):
             self._messages.refuse_any_tag(verb)
@@ -617,9 +617,9 @@ class Verbs(ABC):
             expect_int("tag", tag, 0)
         return self._messages.receive(buffer, source, tag, timeout_s=self._comm.timeout_s)
 
-    def _is_somebody(self, rank: int, verb: str, what: str) -> bool:
+    def _is_peer(self, rank: int, verb: str, what: str) -> bool:
         """Check the other rank; False for `PROC_NULL`."""
-        if is_integer(rank) and constants.is_nobody(rank):
+        if is_integer(rank) and constants.is_proc_null(rank):
             return False
         rank = check_rank(rank, self._comm.size, what, verb)
         return True

@@ -37,8 +37,8 @@ class Form:
         alternatives = [names.split("|") for names in tensors.split()]
         self.names = tuple(first for first, *_ in alternatives)
         self.options, self.short, self.is_listed = options, tuple(short.split()), is_listed
-        known = [*alternatives, *([name] for name in self.short), ["opts"]]
-        self._meant = {name: names[0] for names in known for name in names}
+        spellings = [*alternatives, *([name] for name in self.short), ["opts"]]
+        self._canonical = {name: names[0] for names in spellings for name in names}
 
     def normal(self, call: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
         """Return the arguments of a call in the one form: tensors, then options."""
@@ -47,10 +47,10 @@ class Form:
         places = (*self.names, *(("opts",) if has_options else self.short))
         values = dict(zip(places, args, strict=False))
         for name, x in kwargs.items():
-            meant = self._meant.get(name, name)
-            if name not in self._meant or meant in values:
+            canonical = self._canonical.get(name, name)
+            if name not in self._canonical or canonical in values:
                 raise TypeError(f"{call}() has no argument {name!r}, or has it twice")
-            values[meant] = x
+            values[canonical] = x
         tensors = [values.pop(name, None) for name in self.names]
         if len(args) > len(places) or any(x is None for x in tensors):
             raise TypeError(f"{call}() takes {', '.join(places)}; {len(args)} came by place")

@@ -38,14 +38,14 @@ class MonitoredBarrier:
         if self._rank:
             self._store.set(f"{self._number}/{self._rank}", "")
             if _wait(lambda: self._store.check([verdict]), deadline):
-                told = self._store.get(verdict).decode()
-                if not told:
+                verdict_text = self._store.get(verdict).decode()
+                if not verdict_text:
                     return
             else:
-                told = f"no answer within {timeout_s:g} s"
+                verdict_text = f"no answer within {timeout_s:g} s"
             raise RankTimeout(
                 f"Rank {me} successfully reached monitoredBarrier, but received errors while "
-                f"waiting for send/recv from rank {self._ranks[0]}\n  found: {told}",
+                f"waiting for send/recv from rank {self._ranks[0]}\n  found: {verdict_text}",
                 op="monitored_barrier",
             )
         late = [] if timeout_s > 0 else [0]
@@ -58,10 +58,10 @@ class MonitoredBarrier:
         missing = [self._ranks[rank] for rank in late]
         name = f"Rank{'s' if len(late) > 1 else ''} {', '.join(map(str, missing))}"
         what = "timed out in" if late == [0] else "failed to pass"
-        told = f"{name} {what} monitoredBarrier in {timeout_s * 1000:g} ms" if late else ""
-        self._store.set(verdict, told)
+        verdict_text = f"{name} {what} monitoredBarrier in {timeout_s * 1000:g} ms" if late else ""
+        self._store.set(verdict, verdict_text)
         if late:
-            raise RankTimeout(told, missing=missing, op="monitored_barrier")
+            raise RankTimeout(verdict_text, missing=missing, op="monitored_barrier")
         for rank in range(1, len(self._ranks)):
             self._store.delete_key(f"{self._number}/{rank}")
         self._store.delete_key(f"{self._number - 1}/verdict")  # read by all, who are here

@@ -96,7 +96,7 @@ class TransportProcessGroup(dist.ProcessGroup):
         self._splits = 0
         self._monitored_barrier = MonitoredBarrier(store, engine.rank, self._ranks)
         self._dropped: deque[TransportWork] = deque(maxlen=_KEPT_WORKS)
-        """Works that nobody has waited for: C++ may hold one whose Python object is gone."""
+        """Works that were not waited for: C++ may hold one whose Python object is gone."""
         self.is_for_torch = False
         """Whether torch.distributed makes the group, which does not know it yet."""
         self.recorded: private.RecordedGroup | None = None
@@ -284,7 +284,7 @@ class TransportProcessGroup(dist.ProcessGroup):
         call = Call(name, entry.name, entry.key, shape, dtype, kind, root)
         if trace.recorder is not None:
             call.sent = sum(t.nbytes for t in brought)
-            call.received = sum(t.nbytes for t in targets.wanted)
+            call.received = sum(t.nbytes for t in targets.originals)
 
         def run(**how: Unpack[How]) -> Ticket | None:
             tickets = [kernel(**how) for kernel in kernels]
@@ -294,8 +294,8 @@ class TransportProcessGroup(dist.ProcessGroup):
         transfer = Transfer(call, run, targets.deliver, self._timeout_s(opts))
         if not is_async:
             performer._perform(transfer)
-            return DoneWork(targets.wanted)
-        _ = call.site  # whoever waits for it, in another thread, could not look it up
+            return DoneWork(targets.originals)
+        _ = call.site  # a wait in another thread could not look it up
         return _as_work(performer._perform(transfer, True), targets, self._dropped)
 
     def _message(
@@ -327,9 +327,9 @@ class TransportProcessGroup(dist.ProcessGroup):
 
     def _timeout_s(self, opts: Any) -> float:
         """Return the deadline of a call: its own, the environment's, the group's."""
-        given = getattr(opts, "timeout", None)
-        if isinstance(given, timedelta) and given.total_seconds() > 0:
-            return given.total_seconds()
+        timeout = getattr(opts, "timeout", None)
+        if isinstance(timeout, timedelta) and timeout.total_seconds() > 0:
+            return timeout.total_seconds()
         return self._deadline_s or self.options._timeout.total_seconds()
 
     def _root(self, opts: Any, what: str, call: str) -> int:
@@ -501,8 +501,8 @@ class TransportProcessGroup(dist.ProcessGroup):
         for outs, x in zip(outputs, xs, strict=True):
             staging.check_count(outs, 1 if is_joined else size, "output", "all_gather")
             staging.check_one_dtype((x, *outs), "all_gather")
-            own, times = (outs[0], size) if is_joined else (outs[self.rank()], 1)
-            staging.check_same_bytes(own, x, "all_gather", times)
+            block, times = (outs[0], size) if is_joined else (outs[self.rank()], 1)
+            staging.check_same_bytes(block, x, "all_gather", times)
         targets = Targets([out for outs in outputs for out in outs])
         rows = [
             cut_evenly(targets.tensors[i], size, "all_gather")
@@ -615,11 +615,11 @@ class TransportProcessGroup(dist.ProcessGroup):
 
     @message
     def recv_anysource(self, tensors: Blocks, tag: int = 0) -> Work:
-        """Receive a tensor from whoever sends one first."""
+        """Receive the first tensor that comes, from any rank."""
         targets = Targets(tensors[:1])
-        anybody = tuple(rank for rank in range(self.size()) if rank != self.rank())
+        others = tuple(rank for rank in range(self.size()) if rank != self.rank())
         kernel = partial(self.unisono_engine.receive_any, targets.tensors[0], tag)
-        return self._message("recv", tensors[0], kernel, targets, source=anybody)
+        return self._message("recv", tensors[0], kernel, targets, source=others)
 
     @property
     def _later(self) -> How:
@@ -643,9 +643,9 @@ class _Calls(Performer):
     def _translated(self, call: Call, error: Exception, deadline: float) -> Exception:
         """See `Performer`; whether the group is broken, its engine knows."""
         before = self._entry.broken
-        told = super()._translated(call, error, deadline)
+        translated = super()._translated(call, error, deadline)
         self._entry.broken = before
-        return told
+        return translated
 
     def _unusable(self, op: str) -> UnisonoError:
         return super()._unusable(op) if self._engine.cause is None else self._engine.unusable()
@@ -656,5 +656,5 @@ def _as_work(pending: Pending[Any], targets: Targets, dropped: deque[TransportWo
     ticket = pending._ticket if isinstance(pending, Started) else None
     if ticket is None:
         pending.wait()
-        return DoneWork(targets.wanted, dropped)
-    return TransportWork(pending, ticket, targets.wanted, dropped)
+        return DoneWork(targets.originals, dropped)
+    return TransportWork(pending, ticket, targets.originals, dropped)

@@ -36,8 +36,8 @@ def all_reduce_(x: Tensor, op: str, engine: Engine, timeout_s: float) -> None:
     counts = [count for count, *_ in shapes]
     every_index = [indices.new_empty(len(indices), count) for count in counts]
     every_value = [values.new_empty(count, *values.shape[1:]) for count in counts]
-    for outs, mine in ((every_index, indices), (every_value, values)):
-        ticket = engine.all_gather(outs, mine, async_op=False, timeout_s=timeout_s)
+    for outs, block in ((every_index, indices), (every_value, values)):
+        ticket = engine.all_gather(outs, block, async_op=False, timeout_s=timeout_s)
         if ticket is not None:
             ticket.wait(timeout_s)
     total = torch.sparse_coo_tensor(

@@ -28,8 +28,8 @@ def op_name(options: Any) -> str:
     """Return our name of the reduction in an options object of torch.distributed."""
     op = options.reduceOp.op
     if op not in OPS:
-        known = ", ".join(OPS.values())
-        raise UnisonoError.because(f"a reduction with {op}", f"known here: {known}")
+        names = ", ".join(OPS.values())
+        raise UnisonoError.because(f"a reduction with {op}", f"known here: {names}")
     return OPS[op]
 
 
@@ -48,7 +48,7 @@ class Targets:
     """
 
     def __init__(self, wanted: Sequence[Tensor], *, keep: bool = False) -> None:
-        self.wanted = list(wanted)
+        self.originals = list(wanted)
         self.tensors: list[Tensor] = []
         self._copies: list[tuple[Tensor, Tensor]] = []
         for x in wanted:
@@ -108,13 +108,13 @@ def _equal(count: int, parts: int, what: str, things: str) -> list[int]:
     return [count // parts] * parts
 
 
-def check_count(given: Sequence[object], wanted: int, what: str, call: str) -> None:
+def check_count(tensors: Sequence[object], expected: int, what: str, call: str) -> None:
     """Refuse a list that does not hold `wanted` tensors: one per rank, or per input."""
-    if len(given) != wanted:
+    if len(tensors) != expected:
         raise PartitionError.because(
-            f"torch.distributed.{call} with a list of {len(given)} {what} tensors",
-            f"{wanted} are needed: one per rank of the group, or one output per input",
-            f"{len(given)} != {wanted}",
+            f"torch.distributed.{call} with a list of {len(tensors)} {what} tensors",
+            f"{expected} are needed: one per rank of the group, or one output per input",
+            f"{len(tensors)} != {expected}",
             "one tensor for each, in order",
         )
 

@@ -27,7 +27,7 @@ class TransportWork(Work):
         pending: the call.
         ticket: what the engine gave for it.
         outputs: tensors the call fills; kept alive until it has ended.
-        dropped: where this object goes when Python lets go of it before anybody has waited. C++ may
+        dropped: where this object goes when Python lets go of it before a wait. C++ may
             still hold its other half (`DDP.join` does), whose `wait` without it would never end.
     """
 
@@ -52,9 +52,9 @@ class TransportWork(Work):
         """Wait for the end; raises what the call raised, `RankTimeout` after `timeout`."""
         if self._error is not None:
             raise self._error
-        given = timeout.total_seconds() if timeout is not None else 0.0
+        limit_s = timeout.total_seconds() if timeout is not None else 0.0
         try:
-            self._pending.wait(given if given > 0 else None)
+            self._pending.wait(limit_s if limit_s > 0 else None)
         except BaseException as error:
             if not isinstance(error, TimeoutError) or self._pending.done():
                 self._error = error  # not only of this wait
@@ -101,7 +101,7 @@ class TransportWork(Work):
     def get_future(self) -> torch.futures.Future[Any]:
         """Return a future of the outputs; it fails as the call fails.
 
-        A message has nobody to complete its future later: it is waited for here.
+        No thread completes the future of a message later: it is waited for here.
         """
         if self._future is None:
             base: torch.futures.Future[None] = torch.futures.Future()
@@ -124,7 +124,7 @@ class TransportWork(Work):
     get_future_result = get_future
 
     def _source_rank(self) -> int:
-        """Return who sent the message (receives from anybody)."""
+        """Return the sender of the message (receives from any rank)."""
         return getattr(self._ticket, "source", -1)
 
     source_rank = _source_rank
