@@ -92,7 +92,7 @@ def choose_backend(
 
 
 def _checked(name: str, source: str, available: Mapping[str, str]) -> str:
-    """Return torch's name of `wanted`, or explain what is wrong with it."""
+    """Return torch's word for `name`, or explain what is wrong with it."""
     if ":" in name:
         return name  # a device map such as cpu:gloo,cuda:nccl, which torch checks itself
     name = "mpi" if name == "mpi4py" else name

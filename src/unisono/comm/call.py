@@ -160,12 +160,12 @@ _is_library_file: dict[str, bool] = {}
 
 def is_library(file: str) -> bool:
     """Whether a source file is unisono's, torch's or Python's own."""
-    is_library = _is_library_file.get(file)
-    if is_library is None:
+    known = _is_library_file.get(file)
+    if known is None:
         is_python = file.startswith(_STDLIB) and not any(word in file for word in _INSTALLED)
         is_ours = file.startswith(_LIBRARIES) and not file.startswith(_PROGRAMS)
-        is_library = _is_library_file[file] = is_python or is_ours
-    return is_library
+        known = _is_library_file[file] = is_python or is_ours
+    return known
 
 
 def call_site(depth: int = 1) -> str:

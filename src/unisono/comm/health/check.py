@@ -300,7 +300,7 @@ def _plain(facts: dict[str, Any]) -> Fingerprint:
 def _share(
     call: Call, what: str, record: Fingerprint, rank: int, size: int, timeout_s: float
 ) -> list[Fingerprint]:
-    """Exchange `mine` through the store of the call's group; the last reader removes the round."""
+    """Exchange `record` by the store of the call's group; the last reader removes the round."""
     key = f"{call.key}/{call.number}{what}"
     store: Store = PrefixStore("unisono/check", store_of(call.key))
     store.set(f"{key}/{rank}", json.dumps(record))

@@ -43,8 +43,8 @@ NEW_GROUP = "new_group"
 def post_failure(error: BaseException) -> None:
     """Tell the other ranks of this world that this rank failed with `error`.
 
-    Called by the launcher or the test bench. Ranks that wait in a
-    collective then raise `RankFailed` with this rank's traceback. Does nothing in a world of one.
+    Called by the launcher or the test bench. Ranks that wait in a collective then raise
+    `RankFailed` with this rank's traceback. Does nothing in a world of one.
     """
     watchdog.ensure()
     for dog in watchdog.running():
