@@ -23,6 +23,12 @@ REMOVED: dict[str, str] = {
     "unisono.DASO.diloco": (
         "DASO.post_local_sgd(optimizer, total_epochs, every=50); an optimizer on the means is gone"
     ),
+    "unisono.graph_parallel.layout_check": "unisono.comm.check(), or UNISONO_CHECK=1",
+    "unisono.graph_parallel.layout_of": "unisono.comm.check(), which compares values",
+    "unisono.graph_parallel.mark": "unisono.comm.check(), which compares values",
+    "unisono.graph_parallel.GraphBatchSampler": (
+        "torch_geometric.loader.DynamicBatchSampler, with one seed for a row of ranks"
+    ),
     "unisono topo": "unisono run --dry-run for the ranks, unisono.topology.draw for their blocks",
     "unisono run --script": "mpiexec or torchrun in the batch script: unisono.run joins its ranks",
     "unisono job list": "squeue --me",

@@ -195,7 +195,6 @@ if TYPE_CHECKING:
     from torch._ops import OpOverload as OpOverload
 else:
     OpOverload = _lookup("torch:_ops.OpOverload", _SPLIT)
-no_torch_function: Any = _lookup("torch:_C.DisableTorchFunction", "the layout check")
 no_subclass: Any = _lookup("torch:_C.DisableTorchFunctionSubclass", _SPLIT)
 exclude_set: Any = _lookup("torch:_C._dispatch_tls_local_exclude_set", _SPLIT)
 include_set: Any = _lookup("torch:_C._dispatch_tls_local_include_set", _SPLIT)
@@ -262,11 +261,6 @@ copy_each_: Callable[..., Any] = _lookup("torch:_foreach_copy_", "buckets", _cop
 divide_each_: Callable[..., Any] = _lookup("torch:_foreach_div_", "gradient scales", _divide_each)
 assert_async: Callable[..., None]
 assert_async = _lookup("torch:_assert_async", "checked targets")
-is_alias_of: Callable[[torch.Tensor, torch.Tensor], bool] = _lookup(
-    "torch:_C._is_alias_of",
-    "the layout check",
-    lambda a, b: a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr(),
-)
 
 # -- modules, optimizers, checkpoints -------------------------------------------------------------
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from unisono.errors import PartitionError
 from unisono.graph_parallel import GraphPartition, radius_graph
-from unisono.graph_parallel.partition import cut_by_cost, graph_file_report, morton_order
+from unisono.graph_parallel.partition import cut_by_cost, morton_order
 from unisono.graph_parallel.stats import comparison
 
 COUNTS = st.integers(0, 40)
@@ -168,21 +168,3 @@ def test_only_parts_that_exist_have_nodes():
             part.nodes_of(wrong)
     with pytest.raises(TypeError):
         part.nodes_of(0.5)
-
-
-def test_the_report_on_a_saved_graph_compares_all_partitions(tmp_path):
-    pos = drawn(300, 3)
-    edges = radius_graph(pos, 0.3).edge_index
-    owner = torch.arange(300) % 3
-    path = tmp_path / "graph.npz"
-    np.savez(path, edge_index=edges.numpy(), pos=pos.numpy(), owner=owner.numpy())
-    text = graph_file_report(path, 3)
-    for name in ("contiguous", "balanced", "morton", "balanced, morton", "owner"):
-        assert f"\n{name}\nrank " in text, name
-    np.savez(path, edge_index=edges.numpy(), num_nodes=np.array(310))
-    assert "morton" not in graph_file_report(path, 2)
-    np.savez(path, positions=pos.numpy())
-    with pytest.raises(PartitionError, match="edge_index=edge_index"):
-        graph_file_report(path, 2)
-    with pytest.raises(PartitionError, match="cannot be read"):
-        graph_file_report(tmp_path / "none.npz", 2)

@@ -6,6 +6,7 @@ import pytest
 import torch
 from tests.operators.checks import drawn
 
+from unisono import operators
 from unisono.comm import check, trace, world
 from unisono.errors import CollectiveMismatch, PartitionError, UnisonoError
 from unisono.graph_parallel import (
@@ -49,9 +50,9 @@ def serial(x, edges, attr=None):
 @pytest.mark.ranks([1, 2, 3, 4], timeout=60, backend=["gloo", "shm"])
 def test_message_passing_over_ranks_equals_one_process_to_the_second_derivative():
     comm = world()
-    several = [(*graph, (2,), ("nodes", "edges")) for graph in graphs(comm.size)]
-    one_number = [(*graph, (), ("edges",)) for graph in graphs(comm.size)]
-    for name, edges, part, shape, cuts in several + one_number:
+    for name, edges, part, shape in [
+        (*graph, shape) for shape in ((2,), ()) for graph in graphs(comm.size)
+    ]:
         x, attr, w = (
             drawn(part.num_nodes, *shape),
             drawn(edges.shape[1], *shape, seed=1),
@@ -61,35 +62,36 @@ def test_message_passing_over_ranks_equals_one_process_to_the_second_derivative(
         energy = (w * serial(serial(whole, edges, attr), edges)).sum()
         (force,) = torch.autograd.grad(energy, whole, create_graph=True)
         (second,) = torch.autograd.grad((force**2).sum(), whole)
-        for cut in cuts:
-            plan = GraphPlan(part, edges, cut=cut, comm=comm)
-            own = plan.local_nodes
-            assert torch.equal(plan.scatter(x), x[own])
-            assert torch.equal(plan.gather(x[own], grad="slice"), x)
-            assert torch.equal(plan.extend(x[own]), x[torch.cat([own, plan.halo_nodes])])
-            at = x[own].clone().requires_grad_()
-            y = plan.message_pass(at, message, edge_attr=attr[plan.edge_ids])
-            y = plan.message_pass(y, message)
-            wanted = serial(serial(x, edges, attr), edges)
-            torch.testing.assert_close(y.detach(), wanted[own], msg=name)
-            (mine,) = torch.autograd.grad((w[own] * y).sum(), at, create_graph=True)
-            torch.testing.assert_close(mine.detach(), force.detach()[own], msg=name)
-            (mine,) = torch.autograd.grad((mine**2).sum(), at)
-            torch.testing.assert_close(mine, second[own], msg=name)
+        plan = GraphPlan(part, edges, comm=comm)
+        own = plan.local_nodes
+        assert torch.equal(plan.scatter(x), x[own])
+        assert torch.equal(plan.gather(x[own], grad="slice"), x)
+        assert torch.equal(plan.extend(x[own]), x[torch.cat([own, plan.halo_nodes])])
+        at = x[own].clone().requires_grad_()
+        y = plan.message_pass(at, message, edge_attr=attr[plan.edge_ids])
+        y = plan.message_pass(y, message)
+        wanted = serial(serial(x, edges, attr), edges)
+        torch.testing.assert_close(y.detach(), wanted[own], msg=name)
+        (mine,) = torch.autograd.grad((w[own] * y).sum(), at, create_graph=True)
+        torch.testing.assert_close(mine.detach(), force.detach()[own], msg=name)
+        (mine,) = torch.autograd.grad((mine**2).sum(), at)
+        torch.testing.assert_close(mine, second[own], msg=name)
 
 
 @pytest.mark.ranks([1, 2, 3], backend=["gloo", "shm"])
-def test_exchange_and_close_are_adjoint_and_exchange_is_plain_indexing():
+def test_exchange_is_plain_indexing_and_its_backward_adds_the_rows_at_home():
     comm = world()
-    for dense in (False, True):
-        for _, edges, part in graphs(comm.size):
-            plan = GraphPlan(part, edges, comm=comm)
-            plan.is_dense = dense and comm.size > 1
-            x = drawn(part.num_nodes, 3)
-            mine = x[plan.local_nodes]
-            assert torch.equal(plan.exchange(mine), x[plan.halo_nodes])
-            y = drawn(plan.num_local + plan.num_halo, 3, seed=comm.rank)
-            check_adjoint(plan.extend, plan.close, mine, y, domain="S", range="I")
+    for _, edges, part in graphs(comm.size):
+        plan = GraphPlan(part, edges, comm=comm)
+        x = drawn(part.num_nodes, 3)
+        rows = x[plan.local_nodes]
+        assert torch.equal(plan.exchange(rows), x[plan.halo_nodes])
+        y = drawn(plan.num_halo, 3, seed=comm.rank)
+
+        def home(halo, rows=plan.rows):
+            return operators.add_rows(halo, rows, comm=comm)
+
+        check_adjoint(plan.exchange, home, rows, y, domain="S", range="I")
 
 
 @pytest.mark.ranks([2, 3])
@@ -102,7 +104,6 @@ def test_local_edge_lists_give_the_same_plan_as_the_whole_list():
             assert torch.equal(getattr(whole, name), getattr(local, name)), name
         assert whole.rows == local.rows
         assert whole.stats == local.stats == part.stats(edges)
-        assert whole.is_dense == local.is_dense
 
 
 @pytest.mark.ranks(2)
@@ -247,18 +248,16 @@ def test_ranks_with_another_graph_are_told_in_the_first_call_on_a_plan():
         (GraphPlan(part, mine(edges[:, :2]), comm=comm), "other edges than on rank"),
         (GraphPlan(part, mine(edges.flip(0)), comm=comm), "other edges than on rank"),
         (GraphPlan(part, edges, comm=comm).refresh(mine(edges[:, :1])), "other edges than on rank"),
-        (GraphPlan(part, edges, cut="nodes" if comm.rank else "edges", comm=comm), "other cut"),
         (GraphPlan(moved, edges, comm=comm), "other owners of nodes"),
         (GraphPlan(moved, edges[:, :0], edges="local", comm=comm), "other owners of nodes"),
     ):
-        own, held = torch.ones(plan.num_local), torch.ones(plan.num_local + plan.num_halo)
+        own = torch.ones(plan.num_local)
         calls = (
             lambda: plan.gather(own, grad="slice"),  # noqa: B023
             lambda: plan.extend(own),  # noqa: B023
             lambda: plan.exchange(own, own),  # noqa: B023
             lambda: plan.start(own),  # noqa: B023
             lambda: plan.message_pass(own, message),  # noqa: B023
-            lambda: plan.close(held),  # noqa: B023
         )
         for call in calls:  # the plan stays refused
             with pytest.raises(PartitionError, match=text):
@@ -270,7 +269,6 @@ def test_unlike_edges_are_told_where_the_halos_have_the_same_size():
     comm = world()
     edges = torch.tensor([[0, 5], [5, 0]]) if comm.rank else torch.tensor([[1, 6], [6, 1]])
     plan = GraphPlan(GraphPartition.contiguous(10, 2), edges, comm=comm)
-    assert not plan.is_dense
     with pytest.raises(PartitionError, match="other edges than on rank"):
         plan.message_pass(plan.scatter(torch.arange(10.0)), message)
 
@@ -280,7 +278,6 @@ def test_check_mode_finds_rows_that_need_gradients_on_some_ranks_only():
     comm = world()
     edges = torch.tensor([[0, 9, 3, 4], [9, 0, 4, 3]])
     plan = GraphPlan(GraphPartition.contiguous(10, 2), edges, comm=comm)
-    assert not plan.is_dense
     x = torch.ones(5, 2, requires_grad=comm.rank == 0)
     with check():
         for call in (plan.exchange, plan.start):
@@ -306,7 +303,7 @@ def test_a_plan_that_does_not_fit_is_refused():
     with pytest.raises(PartitionError, match="edges="):
         GraphPlan(part, edges, edges="some", comm=comm)
     plan = GraphPlan(part, edges, comm=comm)
-    for call in (plan.exchange, plan.start, plan.close):
+    for call in (plan.exchange, plan.start):
         with pytest.raises(PartitionError, match="5"):
             call(torch.ones(5, 2))
     for wrong in (torch.ones(5, 2), torch.tensor(1.0)):

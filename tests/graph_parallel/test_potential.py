@@ -69,9 +69,9 @@ def serial_loss(model, sample):
     return total**2 / 10 + ((force - target_force) ** 2).sum(), energy.detach(), force.detach()
 
 
-def parallel_loss(model, sample, part, mode="halo", cut="nodes", comm=None):
+def parallel_loss(model, sample, part, mode="halo", comm=None):
     pos, edges, target_force = sample
-    plan = gp.GraphPlan(part, edges, cut=cut, comm=comm)
+    plan = gp.GraphPlan(part, edges, comm=comm)
     source, target = plan.edge_index
     if mode == "halo":
         mine = plan.scatter(pos).requires_grad_()
@@ -141,9 +141,9 @@ def test_outputs_forces_and_gradients_equal_one_process():
             sample = molecule(atoms, atoms)
             ((loss, energy, force),), grads = expected([sample])
             for part in list(partitions(*sample[:2], comm.size))[some]:
-                for mode, cut in (("halo", "nodes"), ("gather", "nodes")):
+                for mode in ("halo", "gather"):
                     model = Potential()
-                    found = parallel_loss(model, sample, part, mode, cut)
+                    found = parallel_loss(model, sample, part, mode)
                     assert_equal(found, (loss, energy, force))
                     found[0].backward()
                     gp.sync_gradients(model)
@@ -287,8 +287,8 @@ def test_no_rank_ever_holds_a_row_of_features_for_every_node():
 
 
 @pytest.mark.ranks(2)
-def test_a_model_without_errors_passes_the_layout_check_and_check_mode():
-    with gp.use_groups(gp.graph_groups(2)), gp.layout_check(), check():
+def test_a_model_without_errors_passes_check_mode():
+    with gp.use_groups(gp.graph_groups(2)), check():
         sample = molecule(6, 6)
         for mode in ("halo", "gather"):
             model = Potential()

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import operator
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from numbers import Real
 
 import torch
@@ -24,9 +24,6 @@ from unisono.torch_private import (
 )
 
 _MOVABLE = frozenset(DTYPES)
-
-write_listener: Callable[[Tensor], None] | None = None
-"""Called with a tensor before an in-place verb replaces its values (the layout check)."""
 
 
 def check_tensor(x: object, device: torch.device, verb: str) -> Tensor:
@@ -120,8 +117,6 @@ def check_target(x: object, device: torch.device, verb: str) -> Tensor:
     target = check_tensor(x, device, verb)
     if not target.is_contiguous() or is_zero_tensor(target):
         check_writable(target, verb)
-    if write_listener is not None:
-        write_listener(target)
     return target
 
 

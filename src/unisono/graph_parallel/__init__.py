@@ -30,7 +30,6 @@ from unisono.graph_parallel.groups import (
     setup_graph_parallel_groups,
     use_groups,
 )
-from unisono.graph_parallel.layout import layout_check, layout_of, mark
 from unisono.graph_parallel.neighbours import Neighbours, radius_graph
 from unisono.graph_parallel.padding import pad_input, pad_tensor, size_list_fn, trim_tensor
 from unisono.graph_parallel.partition import GraphPartition
@@ -51,8 +50,8 @@ from unisono.graph_parallel.regions import (
     scatter,
     scatter_to_model_parallel_region,
 )
-from unisono.graph_parallel.sampler import GraphBatchSampler
 from unisono.graph_parallel.stats import GraphStats
+from unisono.removed import removed_name
 
 if TYPE_CHECKING:
     from unisono.graph_parallel.calculator import Calculator
@@ -95,7 +94,6 @@ __all__ = [
     "size_list_fn",
     "trim_tensor",
     # graphs
-    "GraphBatchSampler",
     "GraphParallel",
     "GraphPartition",
     "GraphPlan",
@@ -111,9 +109,6 @@ __all__ = [
     "split_potential",
     # gradients and debugging
     "LayoutError",
-    "layout_check",
-    "layout_of",
-    "mark",
     "sync_gradients",
 ]
 if find_spec("ase") is not None:  # `import *` asks for every name
@@ -121,9 +116,9 @@ if find_spec("ase") is not None:  # `import *` asks for every name
 
 
 def __getattr__(name: str) -> Any:
-    """Load `Calculator` when it is asked for: it needs ASE."""
+    """Load `Calculator` on first use: it needs ASE."""
     if name == "Calculator":
         from unisono.graph_parallel.calculator import Calculator
 
         return Calculator
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    raise removed_name(f"unisono.graph_parallel.{name}")

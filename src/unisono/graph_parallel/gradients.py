@@ -23,7 +23,7 @@ from unisono.comm.health import check as checking
 from unisono.errors import CollectiveMismatch, LayoutError, PartitionError
 from unisono.expect import expect, expect_float
 from unisono.graph_parallel.groups import GraphGroups, alone, current_groups, graph_groups
-from unisono.graph_parallel.layout import difference_over_ranks
+from unisono.graph_parallel.regions import difference_over_ranks
 from unisono.torch_private import at_end_of_backward
 
 

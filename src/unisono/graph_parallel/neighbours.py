@@ -1,10 +1,10 @@
-"""`radius_graph`: the points within a cutoff of some targets, by a cell list in pure torch."""
+"""`radius_graph`: the points within a cutoff of some targets; vesin searches, or all pairs."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
-from typing import NamedTuple
+from importlib.util import find_spec
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -12,8 +12,8 @@ from torch import Tensor
 from unisono.errors import PartitionError
 from unisono.graph_parallel.partition import finite_points, integer_list
 
-TARGETS = 4096
-"""So many at a time: what has to be held meanwhile stays small."""
+TARGETS = 256
+"""Rows of a table of distances that are made at a time."""
 
 
 class Neighbours(NamedTuple):
@@ -52,24 +52,16 @@ def radius_graph(
     >>> radius_graph(torch.tensor([[0.0, 0], [1, 0], [1, 1]]), 1.0).edge_index.tolist()
     [[1, 0, 2, 1], [0, 1, 1, 2]]
     """
-    points, wanted = _checked(pos, cutoff, targets)
+    points, chosen = _checked(pos, cutoff, targets)
     graphs = _graphs(batch, len(points))
     cells, repeats = _cells(cell, pbc, points.shape[1], graphs)
-    image, shift = _images(points, wanted, cutoff, cells, repeats, graphs)
-    if len(image) == 0:
-        none = torch.empty(2, 0, dtype=torch.int64, device=pos.device)
-        return Neighbours(none, pos.new_empty(0, pos.shape[1]))
-    where = points[image] + shift
-    grid = _Grid.of(where, graphs[image], cutoff)
-    found: list[tuple[Tensor, Tensor, Tensor]] = []
-    for some in wanted.split(TARGETS):
-        near, target = grid.near(points[some], graphs[some])
-        target = some[target]
-        source = image[near]
-        keep = (where[near] - points[target]).square().sum(1) <= cutoff * cutoff
-        keep &= (source != target) | (shift[near] != 0).any(1)
-        found.append((source[keep], target[keep], shift[near[keep]]))
-    source, target, shift = (torch.cat(part) for part in zip(*found, strict=True))
+    pieces = [_none(points.shape[1])]
+    for graph in graphs[chosen].unique().tolist():
+        members = (graphs == graph).nonzero()[:, 0]
+        homes = chosen[graphs[chosen] == graph]
+        vectors = cells[graph % len(cells)]
+        pieces.append(_near(points, members, homes, cutoff, vectors, repeats))
+    source, target, shift = (torch.cat(part) for part in zip(*pieces, strict=True))
     order = (target * len(points) + source).sort(stable=True).indices
     edges = torch.stack([source, target])[:, order]
     return Neighbours(edges.to(pos.device), shift[order].to(pos.device, pos.dtype))
@@ -79,93 +71,89 @@ def wrapped(pos: Tensor, cell: Tensor | None, pbc: bool | Sequence[bool]) -> Ten
     """Return positions inside the cell, along the vectors where things repeat."""
     cells, repeats = _cells(cell, pbc, pos.shape[1], torch.empty(0, dtype=torch.int64))
     points = pos.detach().cpu().double()
-    fraction = points @ torch.linalg.inv(cells[0])
-    return points - torch.where(repeats, fraction.floor(), 0.0) @ cells[0]
+    return points - _steps_outside(points, cells[0], repeats) @ cells[0]
 
 
-class _Grid(NamedTuple):
-    """Places in cells that are at least as wide as the cutoff, sorted by cell.
+def _steps_outside(points: Tensor, vectors: Tensor, repeats: Tensor) -> Tensor:
+    """Return how many cells away from the cell points are, along each vector that repeats."""
+    return torch.where(repeats, (points @ torch.linalg.inv(vectors)).floor(), 0.0)
 
-    Cells divide the widest dims, three at most: each dim more has three times as many neighbours.
-    """
 
-    dims: Tensor
-    low: Tensor
-    side: float
-    stride: Tensor
-    volume: int
-    keys: Tensor
-    by_cell: Tensor
+def _none(dims: int) -> tuple[Tensor, Tensor, Tensor]:
+    none = torch.empty(0, dtype=torch.int64)
+    return none, none, torch.empty(0, dims, dtype=torch.float64)
 
-    @classmethod
-    def of(cls, where: Tensor, graphs: Tensor, cutoff: float) -> _Grid:
-        """Sort places into cells; those of different graphs never share one."""
-        high, low = where.max(0).values, where.min(0).values
-        dims = (high - low).argsort(descending=True)[:3]
-        low = low[dims]
-        wide = high[dims] - low
-        # One point far away must not make more cells than an int64 can number.
-        most = (2**60 / (int(graphs.max()) + 1)) ** (1 / len(dims)) - 3
-        side = max(cutoff, float(wide.max()) / most)
-        extent = ((wide / side).floor().long() + 3).tolist()  # a free layer each side: never wraps
-        stride = torch.tensor([math.prod(extent[d + 1 :]) for d in range(len(dims))])
-        empty = cls(dims, low, side, stride, math.prod(extent), stride, stride)
-        keys, by_cell = empty._key(empty._cell(where), graphs).sort(stable=True)
-        return empty._replace(keys=keys, by_cell=by_cell)
 
-    def near(self, homes: Tensor, graphs: Tensor) -> tuple[Tensor, Tensor]:
-        """Return pairs (number of a place, number of a home) whose cells touch."""
-        steps = torch.cartesian_prod(*[torch.tensor([-1, 0, 1])] * len(self.dims))
-        steps = steps.reshape(-1, len(self.dims))
-        around = (self._cell(homes)[:, None] + steps).reshape(-1, len(self.dims))
-        wanted = self._key(around, graphs.repeat_interleave(len(steps)))
-        first = torch.searchsorted(self.keys, wanted)
-        counts = torch.searchsorted(self.keys, wanted, right=True) - first
-        start = (counts.cumsum(0) - counts).repeat_interleave(counts)
-        place = torch.arange(int(counts.sum())) - start + first.repeat_interleave(counts)
-        home = torch.arange(len(homes)).repeat_interleave(len(steps))
-        return self.by_cell[place], home.repeat_interleave(counts)
+def _near(
+    points: Tensor,
+    members: Tensor,
+    homes: Tensor,
+    cutoff: float,
+    vectors: Tensor,
+    repeats: Tensor,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return source, target and shift of the edges in one graph."""
+    outside = _steps_outside(points, vectors, repeats)
+    inside = points - outside @ vectors
+    image, step = _images(inside, members, homes, cutoff, vectors, repeats)
+    places = inside[image] + step @ vectors
+    number_of_home = torch.full((len(points),), -1)
+    number_of_home[homes] = torch.arange(len(homes))
+    is_home = (number_of_home[image] >= 0) & (step == 0).all(1)
+    first, second = _pairs(places, is_home, cutoff)
+    keep = (places[first] - places[second]).square().sum(1) <= cutoff * cutoff
+    first, second = first[keep], second[keep]
+    source, target = image[first], image[second]
+    return source, target, (step[first] + outside[target] - outside[source]) @ vectors
 
-    def _cell(self, where: Tensor) -> Tensor:
-        return ((where[:, self.dims] - self.low) / self.side).floor().long()
 
-    def _key(self, cell: Tensor, graphs: Tensor) -> Tensor:
-        return ((cell + 1) * self.stride).sum(1) + graphs * self.volume
+def _pairs(places: Tensor, is_home: Tensor, cutoff: float) -> tuple[Tensor, Tensor]:
+    """Return pairs of places that may be near each other, whose second is a home."""
+    dims = places.shape[1]
+    if dims > 3 or find_spec("vesin") is None:
+        homes = is_home.nonzero()[:, 0]
+        found = [torch.empty(2, 0, dtype=torch.int64)]
+        for some in homes.split(TARGETS):
+            apart = torch.cdist(places, places[some], compute_mode="donot_use_mm_for_euclid_dist")
+            first, second = (apart <= 1.000001 * cutoff).nonzero().T
+            found.append(torch.stack([first, some[second]]))
+        first, second = torch.cat(found, 1)
+        keep = first != second
+        return first[keep], second[keep]
+    import vesin  # an extra; GPUs of its own it finds through cupy, which is not used here
+
+    search: Any = vesin.NeighborList(
+        cutoff=1.000001 * cutoff, full_list=True, n_threads=torch.get_num_threads()
+    )
+    space = torch.nn.functional.pad(places, (0, 3 - dims))
+    first, second = search.compute(space.numpy(), space.new_zeros(3, 3).numpy(), False, "ij")
+    first, second = (torch.from_numpy(n.astype("int64", copy=False)) for n in (first, second))
+    keep = is_home[second]
+    return first[keep], second[keep]
 
 
 def _images(
-    points: Tensor,
-    wanted: Tensor,
+    inside: Tensor,
+    members: Tensor,
+    homes: Tensor,
     cutoff: float,
-    cells: Tensor,
+    vectors: Tensor,
     repeats: Tensor,
-    graphs: Tensor,
 ) -> tuple[Tensor, Tensor]:
-    """Return for each image of a point near the targets its number and its shift.
-
-    Points are counted from inside the cell, however far away they have drifted.
-    """
-    numbers: list[Tensor] = [torch.empty(0, dtype=torch.int64)]
-    shifts: list[Tensor] = [torch.empty(0, points.shape[1], dtype=points.dtype)]
-    for graph in graphs[wanted].unique().tolist():
-        vectors = cells[graph % len(cells)]
-        mine = (graphs == graph).nonzero()[:, 0]
-        inverse = torch.linalg.inv(vectors)
-        fraction = points[mine] @ inverse
-        around = points[wanted[graphs[wanted] == graph]] @ inverse
-        # A little more than the cutoff: fractions are rounded, distances decide in the end.
-        reach = 1.000001 * cutoff * inverse.norm(dim=0)  # in fractions of each vector
-        low, high = around.min(0).values - reach, around.max(0).values + reach
-        first = torch.where(repeats, (low - fraction).ceil(), 0.0)
-        most = torch.where(repeats, (high - low).floor(), 0.0)
-        ranges = [torch.arange(int(count) + 1) for count in most]
-        steps = torch.cartesian_prod(*ranges).reshape(-1, len(ranges)).double()
-        step = first[:, None] + steps
-        moved = fraction[:, None] + step
-        inside = ((moved >= low) & (moved <= high)).all(2)
-        numbers.append(mine[inside.nonzero()[:, 0]])
-        shifts.append(step[inside] @ vectors)
-    return torch.cat(numbers), torch.cat(shifts)
+    """Return for each image of a member near the homes its number and its steps, in cells."""
+    inverse = torch.linalg.inv(vectors)
+    fraction, around = inside[members] @ inverse, inside[homes] @ inverse
+    # A little more than the cutoff: fractions are rounded, distances decide in the end.
+    reach = 1.000001 * cutoff * inverse.norm(dim=0)  # in fractions of each vector
+    low, high = around.min(0).values - reach, around.max(0).values + reach
+    first = torch.where(repeats, (low - fraction).ceil(), 0.0)
+    most = torch.where(repeats, (high - low).floor(), 0.0)
+    ranges = [torch.arange(int(count) + 1) for count in most]
+    steps = torch.cartesian_prod(*ranges).reshape(-1, len(ranges)).double()
+    step = first[:, None] + steps
+    moved = fraction[:, None] + step
+    is_near = ((moved >= low) & (moved <= high)).all(2)
+    return members[is_near.nonzero()[:, 0]], step[is_near]
 
 
 def _cells(

@@ -6,17 +6,18 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from operator import index
-from pathlib import Path
 from typing import Literal
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from unisono.errors import PartitionError, an
 from unisono.expect import expect_choice, expect_int
-from unisono.graph_parallel.stats import GraphStats, comparison
+from unisono.graph_parallel.stats import GraphStats
 from unisono.topology.decompose import bounds, check_within, split_sizes
+
+TABLE = 64
+"""Rows are marked in a table of parts and nodes if it has at most this many places for each."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -143,7 +144,7 @@ class GraphPartition:
         check_edges(edge_index, self.num_nodes, "GraphPartition.stats")
         edges = edge_index.cpu()
         computes = self.owner[edges[1]]
-        fetcher, _, cut = self.fetched(edges, computes)
+        fetcher, _, cut = self.fetched(edges)
         return GraphStats(
             edges_total=edges.shape[1],
             edges_cut=cut,
@@ -152,22 +153,26 @@ class GraphPartition:
             halo_per_rank=counts(fetcher, self.parts),
         )
 
-    def fetched(self, edge_index: Tensor, edge_owner: Tensor) -> tuple[Tensor, Tensor, int]:
-        """Return which foreign rows are fetched for some edges, and how many edges need one.
+    def fetched(self, edge_index: Tensor) -> tuple[Tensor, Tensor, int]:
+        """Return which foreign rows some edges need, and how many edges need one.
 
         Args:
-            edge_index: `[2, E]`, on the CPU.
-            edge_owner: the part that computes each edge `[E]`.
+            edge_index: `[2, E]`, on the CPU; the owner of its target computes an edge.
 
         Returns:
             The part that fetches and the place in the new order of the node, for each such row
-            once, sorted by both; and the number of edges with a foreign end.
+            once, sorted by both; and the number of edges with a foreign source.
         """
-        foreign = self.owner[edge_index] != edge_owner
+        source, target = edge_index
+        cut = (self.owner[source] != self.owner[target]).nonzero()[:, 0]
         nodes = max(self.num_nodes, 1)
-        wanted = edge_owner.expand(2, -1)[foreign] * nodes + self.inverse[edge_index[foreign]]
-        rows = torch.unique(wanted)
-        return rows // nodes, rows % nodes, int(foreign.any(0).sum())
+        keys = self.owner[target[cut]].mul_(nodes).add_(self.inverse[source[cut]])
+        if self.parts * nodes <= TABLE * (cut.numel() + 1):  # quicker than to sort them
+            table = torch.zeros(self.parts * nodes, dtype=torch.bool)
+            rows = table.index_fill_(0, keys, True).nonzero()[:, 0]
+        else:
+            rows = torch.unique(keys)
+        return rows // nodes, rows % nodes, cut.numel()
 
     @classmethod
     def _cut(cls, order: Tensor, cost: Tensor, parts: int) -> GraphPartition:
@@ -316,41 +321,3 @@ def cut_by_cost(cost: Tensor, parts: int) -> Tensor:
         cost, total = torch.ones_like(cost), float(cost.numel())
     middle = cost.cumsum(0) - cost / 2
     return (parts * middle / total).floor().long().clamp(max=parts - 1)
-
-
-def graph_file_report(path: str | Path, parts: int) -> str:
-    """Return a comparison of partitions of a graph, and the table of each. Local.
-
-    Args:
-        path: an `.npz` file with `edge_index` `[2, E]`; if it has `pos` `[N, D]`, partitions in
-            space are shown too, and with `owner` `[N]` one of yours; `num_nodes` counts nodes
-            without edges.
-        parts: number of parts.
-    """
-    asked, hint = f"a report on {path}", "numpy.savez(path, edge_index=edge_index, pos=pos)"
-    try:
-        with np.load(path) as file:
-            arrays = {name: file[name] for name in file.files}
-    except (OSError, ValueError) as error:
-        raise PartitionError.because(asked, f"it cannot be read: {error}", None, hint) from None
-    if "edge_index" not in arrays:
-        raise PartitionError.because(asked, f"arrays {sorted(arrays)}", None, hint)
-    edges = torch.from_numpy(arrays["edge_index"]).long()
-    pos = torch.from_numpy(arrays["pos"]).double() if "pos" in arrays else None
-    nodes = int(edges.max()) + 1 if edges.numel() else 0
-    nodes = int(arrays["num_nodes"]) if "num_nodes" in arrays else nodes
-    nodes = len(pos) if pos is not None else nodes
-    ways = {
-        "contiguous": GraphPartition.contiguous(nodes, parts),
-        "balanced": GraphPartition.balanced(edges, nodes, parts),
-    }
-    if pos is not None:
-        ways["morton"] = GraphPartition.morton(pos, parts)
-        ways["balanced, morton"] = GraphPartition.balanced(
-            edges, nodes, parts, order="morton", pos=pos
-        )
-    if "owner" in arrays:
-        ways["owner"] = GraphPartition.from_owner(torch.from_numpy(arrays["owner"]), parts)
-    stats = {name: part.stats(edges) for name, part in ways.items()}
-    tables = [f"{name}\n{each.table()}" for name, each in stats.items()]
-    return "\n\n".join([comparison(stats), *tables])

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from functools import cached_property
 from typing import Any, Literal, overload
 
 import torch
@@ -20,18 +21,16 @@ from unisono.comm.arguments import check_tensor
 from unisono.errors import PartitionError
 from unisono.expect import expect, expect_choice
 from unisono.graph_parallel import regions
-from unisono.graph_parallel.layout import tagged, watched
 from unisono.graph_parallel.partition import GraphPartition, check_edges, counts
 from unisono.graph_parallel.regions import MISSING
 from unisono.graph_parallel.stats import GraphStats
 from unisono.graph_parallel.transfer import Depart, RowsUnderWay, Transfer
 from unisono.topology import RowPlan
-from unisono.topology.decompose import split_sizes
 
 Message = Callable[[Tensor, Tensor, Any], Tensor]
 """`message(x_src, x_dst, edge_attr) -> [E', ...]`."""
-DENSE = 0.6
-"""Where every rank needs more than this share of all foreign rows, all are gathered instead."""
+CHUNK = 1 << 20
+"""Numbers of a digest that are mixed at a time: a whole list of edges would be copied."""
 
 
 class GraphPlan:
@@ -39,16 +38,14 @@ class GraphPlan:
 
     An edge s -> d is a column of `edge_index`; the owner of d computes it. Own nodes are numbered
     `0..num_local-1`, halo nodes follow, grouped by owner; `edge_index` points into
-    `plan.extend(x)`. The first call that moves rows compares what ranks were given, by a digest of
-    owners and edges: if they differ, it raises on all ranks.
+    `plan.extend(x)`. The first call that moves rows compares digests of owners and edges over the
+    ranks: if they differ, it raises on all ranks.
 
     Args:
         partition: owner of every node, with as many parts as `comm` has ranks.
         edge_index: `[2, E]`, int64, original node numbers.
         edges: `"all"`: every rank passes the whole list, nothing is exchanged. `"local"`: each
             passes the edges that end in its own nodes; two small exchanges (collective).
-        cut: `"nodes"`, or `"edges"` for very dense graphs: edges are dealt out evenly, targets may
-            be foreign, and partial sums go home at the end of `message_pass`.
         comm: the ranks; default the current row.
     """
 
@@ -58,24 +55,22 @@ class GraphPlan:
         edge_index: Tensor,
         *,
         edges: Literal["all", "local"] = "all",
-        cut: Literal["nodes", "edges"] = "nodes",
         comm: Communicator | None = None,
     ) -> None:
         self.partition = partition
         """Owner of every node."""
         self.comm = regions.row(comm)
         """The ranks."""
-        self.cut: Literal["nodes", "edges"] = cut
-        """What is dealt out: nodes with their incoming edges, or edges."""
         self.rows: RowPlan
         """Which own rows go where, and how many come from each rank."""
         self.stats: GraphStats
         """What the split costs, over all ranks."""
         self._edges: Literal["all", "local"] = edges
         self._check(edge_index)
-        self._given = edge_index.clone()
-        self._to_compare = self._digest() if self.comm.size > 1 else None
+        self._digest = _digest(edge_index)
+        self._to_compare = self._shared_digest() if self.comm.size > 1 else None
         rank, device = self.comm.rank, edge_index.device
+        self._device = device
         edges_here, halo, self.rows, self.stats = self._lists(edge_index.cpu())
         self.num_local = partition.sizes[rank]
         """Own nodes."""
@@ -87,26 +82,16 @@ class GraphPlan:
         """Original numbers of the halo, in its order."""
         self.edge_ids = edges_here.to(device)
         """Columns of the given `edge_index` that this rank computes, ascending."""
-        held = torch.cat([self.local_nodes, self.halo_nodes])
+        nodes = torch.cat([self.local_nodes, self.halo_nodes])
         place = torch.empty(partition.num_nodes, dtype=torch.int64, device=device)
-        place[held] = torch.arange(held.numel(), device=device)
-        self.edge_index = place[edge_index[:, self.edge_ids]]
+        place[nodes] = torch.arange(nodes.numel(), device=device)
+        self.edge_index = torch.stack([place[ends[self.edge_ids]] for ends in edge_index])
         """`[2, E_r]`, local numbers; sources point into `extend(x)`."""
-        foreign = (self.edge_index >= self.num_local).any(0)
+        foreign = self.edge_index[0] >= self.num_local
         self.inner_edges = (~foreign).nonzero()[:, 0]
         """Positions of edges with own ends only."""
         self.outer_edges = foreign.nonzero()[:, 0]
         """Positions of edges that need the halo."""
-        self._inner = self.edge_index[:, self.inner_edges]
-        self._outer = self.edge_index[:, self.outer_edges]
-        if cut == "nodes":
-            self._outer[0] -= self.num_local  # sources point into the halo alone
-        self.is_dense = self.comm.size > 1 and all(
-            rows > DENSE * (partition.num_nodes - own)
-            for rows, own in zip(self.stats.halo_per_rank, partition.sizes, strict=True)
-        )
-        """Whether all ranks need most rows, so that `exchange` gathers all; alike everywhere."""
-        self._halo_places = halo.to(device)
         self.send_index = self.rows.send_index
         """Own rows that peers need, grouped by peer, in the peer's halo order."""
         self.send_sizes = self.rows.send_sizes
@@ -125,8 +110,7 @@ class GraphPlan:
         """Return the rows of all ranks in the original order; `grad` as in `regions.gather`."""
         self._compare()
         whole = regions.gather(x, grad=grad, sizes=self.partition.sizes, comm=self.comm)
-        in_order = whole.index_select(0, copied_once(self.partition.inverse, x.device))
-        return tagged(in_order, "replicated", is_summed=grad == "sum")
+        return whole.index_select(0, copied_once(self.partition.inverse, x.device))
 
     def reduce(self, x: Tensor, *, grad: Literal["identity", "sum"] = MISSING) -> Tensor:
         """Return the sum of `x` over ranks, such as an energy; `grad` as in `regions.reduce`."""
@@ -143,7 +127,7 @@ class GraphPlan:
         dtype travel in one exchange, and a tuple is returned.
         """
         if not more:
-            return watched("exchange", x, self._fetch, comm=self.comm)
+            return self._fetch(x)
         tensors = (x, *more)
         for t in tensors:
             check_tensor(t, self.comm.device, "exchange")
@@ -151,7 +135,7 @@ class GraphPlan:
         packed: dict[torch.dtype, Tensor] = {}
         for dtype in dict.fromkeys(t.dtype for t in tensors):
             flat = [t.reshape(len(t), t.shape[1:].numel()) for t in tensors if t.dtype == dtype]
-            packed[dtype] = self._fetch(torch.cat(flat, 1), self.comm)
+            packed[dtype] = self._fetch(torch.cat(flat, 1))
         out: list[Tensor] = []
         taken = dict.fromkeys(packed, 0)
         for t in tensors:
@@ -197,30 +181,8 @@ class GraphPlan:
         under_way = self.start(x)
         inner = None if edge_attr is None else edge_attr.index_select(0, self.inner_edges)
         outer = None if edge_attr is None else edge_attr.index_select(0, self.outer_edges)
-        total = self._add_messages(None, (x, x), self._inner, message, inner)
-        halo = under_way.wait()
-        if self.cut == "nodes":
-            return tagged(
-                self._add_messages(total, (halo, x), self._outer, message, outer), "sharded", 0
-            )
-        both = _joined(x, halo)
-        total = self._add_messages(total, (both, both), self._outer, message, outer)
-        return tagged(self.close(total), "sharded", 0)
-
-    def close(self, partial: Tensor) -> Tensor:
-        """Return the own rows of the sum over ranks of `partial`, a row for each row of `extend`.
-
-        Collective; the adjoint of `extend`. Foreign rows go home and are added there.
-        """
-        self._check_rows(partial, self.num_local + self.num_halo, "close")
-        self._compare()
-        own, foreign = partial.split([self.num_local, self.num_halo])
-        if not self.is_dense:
-            return own + operators.add_rows(foreign, self.rows, comm=self.comm)
-        part = self.partition
-        whole = partial.new_zeros((part.num_nodes, *partial.shape[1:]))
-        whole = whole.index_add(0, self._halo_places, foreign)
-        return own + regions.reduce_scatter(whole, sizes=part.sizes, comm=self.comm)
+        total = self._add_messages(None, x, x, self._inner, message, inner)
+        return self._add_messages(total, under_way.wait(), x, self._outer, message, outer)
 
     def refresh(self, edge_index: Tensor) -> GraphPlan:
         """Return the plan for other edges between the same nodes; itself if no rank's have changed.
@@ -228,12 +190,10 @@ class GraphPlan:
         Collective.
         """
         check_edges(edge_index, self.partition.num_nodes, "GraphPlan.refresh")
-        same = torch.equal(edge_index.to(self._given.device), self._given)
-        if all(flag for (flag,) in self.comm.all_gather_ints([int(same)])):
+        is_same = _digest(edge_index) == self._digest
+        if all(flag for (flag,) in self.comm.all_gather_ints([int(is_same)])):
             return self
-        return GraphPlan(
-            self.partition, edge_index, edges=self._edges, cut=self.cut, comm=self.comm
-        )
+        return GraphPlan(self.partition, edge_index, edges=self._edges, comm=self.comm)
 
     def __repr__(self) -> str:
         return (
@@ -249,28 +209,36 @@ class GraphPlan:
             found = f"a partition of {part.parts} parts, {ranks} ranks"
             raise PartitionError.because("GraphPlan", found, f"{part.parts} != {ranks}", hint)
         expect_choice("edges", self._edges, ("all", "local"), error=PartitionError)
-        expect_choice("cut", self.cut, ("nodes", "edges"), error=PartitionError)
         check_edges(edge_index, part.num_nodes, "GraphPlan")
-        if self._edges == "local" and self.cut == "nodes":
+        if self._edges == "local":
             _check_own_targets(part, edge_index.cpu(), self.comm.rank)
 
-    def _digest(self) -> list[int]:
-        """Return numbers that are alike where ranks were given the same graph."""
-        shared = self._given if self._edges == "all" else self._given[:, :0]
-        owners = self.partition.owner
-        return [shared.shape[1], _mixed(shared), _mixed(owners), int(self.cut == "edges")]
+    @cached_property
+    def _inner(self) -> Tensor:
+        return self.edge_index[:, self.inner_edges]
+
+    @cached_property
+    def _outer(self) -> Tensor:
+        """Ends of the edges from the halo; sources are places in the halo alone."""
+        source, target = self.edge_index[:, self.outer_edges]
+        return torch.stack([source - self.num_local, target])
+
+    def _shared_digest(self) -> list[int]:
+        """Return numbers that are alike where ranks have the same graph."""
+        shared = self._digest if self._edges == "all" else (0, 0)
+        return [*shared, _mixed(self.partition.owner)]
 
     def _compare(self) -> None:
-        """Raise on all ranks unless they were given the same graph; asked once, in the first call.
+        """Raise on all ranks unless they have the same graph; compared once, in the first call.
 
         Not when the plan is made, which needs no other rank; a compiled graph cannot wait for it.
         """
-        told = self._to_compare
-        if told is None or torch.compiler.is_compiling():
+        here = self._to_compare
+        if here is None or torch.compiler.is_compiling():
             return
-        answers = self.comm.all_gather_ints(told)
-        for place, words in enumerate(("edges", "edges", "owners of nodes", "cut")):
-            odd = [rank for rank, answer in enumerate(answers) if answer[place] != told[place]]
+        answers = self.comm.all_gather_ints(here)
+        for place, words in enumerate(("edges", "edges", "owners of nodes")):
+            odd = [rank for rank, answer in enumerate(answers) if answer[place] != here[place]]
             if len({answer[place] for answer in answers}) > 1:
                 raise PartitionError.because(
                     f"GraphPlan(edges={self._edges!r}) on rank {self.comm.rank}",
@@ -283,30 +251,30 @@ class GraphPlan:
     def _lists(self, edge_index: Tensor) -> tuple[Tensor, Tensor, RowPlan, GraphStats]:
         """Return this rank's edges, its halo (places in the new order), what it sends, the costs.
 
-        Where every rank knows all edges, nothing has to be asked; else two exchanges do.
+        Where every rank has all edges, no other rank is needed; else two exchanges are.
         """
-        part, comm, edges = self.partition, self.comm, edge_index.shape[1]
-        rank, first = comm.rank, part.offsets[comm.rank]
+        part, comm, rank = self.partition, self.comm, self.comm.rank
+        first = part.offsets[rank]
         if self._edges == "local":
-            computes = torch.full((edges,), rank)
-        elif self.cut == "nodes":
-            computes = part.owner[edge_index[1]]
-        else:
-            shares = torch.tensor(split_sizes(edges, part.parts))
-            computes = torch.arange(part.parts).repeat_interleave(shares)
-        fetcher, node, cut = part.fetched(edge_index, computes)
-        halo = node[fetcher == rank]
-        halo_sizes = counts(part.owner[part.perm[halo]], part.parts)
-        if self._edges == "local":
-            told = comm.all_gather_ints([*halo_sizes, edges, cut])
-            send_sizes = tuple(row[rank] for row in told)
+            edge_ids = torch.arange(edge_index.shape[1])
+            _, node, cut = part.fetched(edge_index)
+            halo = node
+            halo_sizes = counts(part.owner[part.perm[halo]], part.parts)
+            gathered = comm.all_gather_ints([*halo_sizes, edge_index.shape[1], cut])
+            send_sizes = tuple(row[rank] for row in gathered)
             sends = comm.all_to_all(halo.to(comm.device), halo_sizes, send_sizes).cpu()
-            *fetched, computed, cuts = zip(*told, strict=True)
+            *fetched, computed, cuts = zip(*gathered, strict=True)
             cut, halo_per_rank = sum(cuts), tuple(map(sum, zip(*fetched, strict=True)))
         else:
+            computes = part.owner[edge_index[1]]
+            edge_ids, computed = (computes == rank).nonzero()[:, 0], counts(computes, part.parts)
+            del computes
+            fetcher, node, cut = part.fetched(edge_index)
+            halo = node[fetcher == rank]
+            halo_sizes = counts(part.owner[part.perm[halo]], part.parts)
             is_own = (node >= first) & (node < first + part.sizes[rank])
             sends, send_sizes = node[is_own], counts(fetcher[is_own], part.parts)
-            computed, halo_per_rank = counts(computes, part.parts), counts(fetcher, part.parts)
+            halo_per_rank = counts(fetcher, part.parts)
         stats = GraphStats(
             edges_total=sum(computed),
             edges_cut=cut,
@@ -314,32 +282,27 @@ class GraphPlan:
             edges_per_rank=computed,
             halo_per_rank=halo_per_rank,
         )
-        index = (sends - first).to(self._given.device)
-        rows = RowPlan(part.sizes[rank], index, send_sizes, halo_sizes)
-        return (computes == rank).nonzero()[:, 0], halo, rows, stats
+        index = (sends - first).to(self._device)
+        return edge_ids, halo, RowPlan(part.sizes[rank], index, send_sizes, halo_sizes), stats
 
-    def _fetch(self, x: Tensor, comm: Communicator) -> Tensor:
+    def _fetch(self, x: Tensor) -> Tensor:
         self._compare()
-        if not self.is_dense:
-            return operators.all_gather_rows(x, self.rows, comm=comm)
-        self._check_rows(x, self.num_local, "exchange")
-        whole = operators.all_gather(x, 0, self.partition.sizes, comm=comm)
-        return whole.index_select(0, self._halo_places)
+        return operators.all_gather_rows(x, self.rows, comm=self.comm)
 
     def _add_messages(
         self,
         total: Tensor | None,
-        rows: tuple[Tensor, Tensor],
+        sources: Tensor,
+        targets: Tensor,
         ends: Tensor,
         message: Message,
         edge_attr: Tensor | None,
     ) -> Tensor:
         source, target = ends
-        x_src, x_dst = rows[0].index_select(0, source), rows[1].index_select(0, target)
+        x_src, x_dst = sources.index_select(0, source), targets.index_select(0, target)
         sent = _messages(message, x_src, x_dst, edge_attr)
         if total is None:
-            held = self.num_local + (self.num_halo if self.cut == "edges" else 0)
-            total = sent.new_zeros((held, *sent.shape[1:]))
+            total = sent.new_zeros((self.num_local, *sent.shape[1:]))
         return total.index_add(0, target, sent)
 
     def _check_rows(
@@ -365,12 +328,24 @@ def _joined(own: Tensor, halo: Tensor) -> Tensor:
     return torch.cat([own[:, None], halo[:, None]])[:, 0]
 
 
+def _digest(edge_index: Tensor) -> tuple[int, int]:
+    """Return the number of edges, and a number that other edges do not have."""
+    return edge_index.shape[1], _mixed(edge_index)
+
+
 def _mixed(numbers: Tensor) -> int:
     """Return a digest of numbers in order; by torch, since plans may be made in `torch.func`."""
-    mixed = torch.arange(numbers.numel(), device=numbers.device).mul_(0x1E3779B97F4A7C15)
-    mixed.add_(numbers.flatten())
-    mixed.bitwise_xor_(mixed >> 30).mul_(0x3F58476D1CE4E5B9)
-    return int(mixed.bitwise_xor_(mixed >> 27).sum())
+    total = 0
+    for row in numbers if numbers.dim() == 2 else [numbers]:
+        row_digest = 0
+        for start in range(0, row.numel(), CHUNK):
+            part = row[start : start + CHUNK]
+            mixed = torch.arange(start, start + part.numel(), device=part.device)
+            mixed.mul_(0x1E3779B97F4A7C15).add_(part)
+            mixed.bitwise_xor_(mixed >> 30).mul_(0x3F58476D1CE4E5B9)
+            row_digest += int(mixed.bitwise_xor_(mixed >> 27).sum())
+        total = (31 * total + row_digest) % 2**62
+    return total
 
 
 def _check_own_targets(part: GraphPartition, edge_index: Tensor, rank: int) -> None:

@@ -19,7 +19,6 @@ from unisono.errors import PartitionError
 from unisono.expect import expect
 from unisono.graph_parallel import regions
 from unisono.graph_parallel.adapters import Adapter, Piece, adapter_of
-from unisono.graph_parallel.layout import difference_over_ranks
 from unisono.graph_parallel.neighbours import radius_graph
 from unisono.graph_parallel.partition import GraphPartition
 from unisono.graph_parallel.plan import GraphPlan
@@ -149,7 +148,7 @@ class SplitPotential(nn.Module):
             )
         if checking.active and self.comm.size > 1:
             for name, given in (("pos", pos), ("numbers", numbers), ("cell", cell)):
-                apart = None if given is None else difference_over_ranks(given, self.comm)
+                apart = None if given is None else regions.difference_over_ranks(given, self.comm)
                 if apart is not None:
                     raise PartitionError.because(
                         f"a potential whose {name} must be equal on all ranks", apart

@@ -13,23 +13,25 @@ import operator
 from collections.abc import Sequence
 from typing import Any, Literal
 
+import torch
 from torch import Tensor
 
 from unisono import operators
 from unisono.comm import Communicator
 from unisono.comm.arguments import whole_numbers
+from unisono.comm.call import call_site
 from unisono.comm.health import check as checking
-from unisono.errors import PartitionError, UnisonoError, an
+from unisono.errors import LayoutError, PartitionError, UnisonoError, an
 from unisono.expect import is_integer
-from unisono.graph_parallel import layout
 from unisono.graph_parallel.groups import current_gp
-from unisono.graph_parallel.layout import watched
 from unisono.operators import LinearMap
 from unisono.operators.plans import GroupPlan
 from unisono.topology.decompose import split_sizes
 
 MISSING: Any = None
-"""The `grad` of a region that was told nothing; refused, with an explanation."""
+"""The `grad` of a region without one; refused, with an explanation."""
+TOLERANCE = 1e-6
+"""Largest difference between ranks that check mode accepts, relative to the largest value."""
 
 _GATHERS = {"slice": operators.concat_replicated, "sum": operators.all_gather}
 _REDUCES = {"identity": operators.sum_to_replicated, "sum": operators.all_sum_reduce}
@@ -40,7 +42,9 @@ def copy(x: Tensor, *, comm: Communicator | None = None) -> Tensor:
 
     R -> I. Local forward, collective backward.
     """
-    return watched("copy", x, operators.copy, comm=row(comm))
+    comm = row(comm)
+    _check_equal("copy", x, comm)
+    return operators.copy(x, comm=comm)
 
 
 def reduce(
@@ -53,7 +57,11 @@ def reduce(
     """
     if not isinstance(grad, str) or grad not in _REDUCES:
         raise _unclear("reduce", grad, "identity", "the sum alike (an energy, a loss)")
-    return watched(f"reduce {grad}", x, _REDUCES[grad], comm=row(comm))
+    comm = row(comm)
+    total = _REDUCES[grad](x, comm=comm)
+    if grad == "sum" and _is_checked(comm) and total.requires_grad and total.numel() == 1:
+        _refuse_equal_gradients(total, comm)
+    return total
 
 
 def scatter(
@@ -64,8 +72,9 @@ def scatter(
     R -> S. Local forward; the backward joins the blocks' gradients (collective). Blocks are
     balanced, or as `sizes` says.
     """
-    move = operators.slice_replicated
-    return watched("scatter", x, move, dim, sizes, comm=row(comm), dim=dim)
+    comm = row(comm)
+    _check_equal("scatter", x, comm)
+    return operators.slice_replicated(x, dim, sizes, comm=comm)
 
 
 def gather(
@@ -94,10 +103,10 @@ def gather(
     comm = current_gp() if comm is None else comm
     if sizes is not None or natoms is not None:
         sizes = _known_sizes(x, dim, sizes, natoms, comm)
-    move = _GATHERS[grad]
-    if layout.follower is None:  # a small gather takes little longer than a call
-        return move(x, dim, sizes, comm=comm)
-    return watched(f"gather {grad}", x, move, dim, sizes, comm=comm, dim=dim)
+    whole = _GATHERS[grad](x, dim, sizes, comm=comm)
+    if grad == "slice" and _is_checked(comm) and whole.requires_grad:
+        _compare_gradients(whole, comm)
+    return whole
 
 
 def reduce_scatter(
@@ -107,8 +116,7 @@ def reduce_scatter(
 
     I -> S. `x` has the same shape everywhere; blocks are balanced, or as `sizes` says.
     """
-    move = operators.reduce_scatter
-    return watched("reduce_scatter", x, move, dim, sizes, comm=row(comm), dim=dim)
+    return operators.reduce_scatter(x, dim, sizes, comm=row(comm))
 
 
 def all_to_all(
@@ -125,6 +133,78 @@ def all_to_all(
 def row(comm: Communicator | None) -> Communicator:
     """Return `comm`, or the current row of ranks."""
     return current_gp() if comm is None else comm
+
+
+def difference_over_ranks(x: Tensor, comm: Communicator) -> str | None:
+    """Return in words how far the ranks' tensors are apart, None if they are equal. Collective.
+
+    The same answer on every rank.
+    """
+    if comm.size == 1 or x.numel() == 0:
+        return None
+    with torch.no_grad():
+        values = torch.view_as_real(x.detach()) if x.is_complex() else x.detach()
+        values = values.double()
+        # A difference of two infinities, or with nan, is no number: compare their kinds.
+        kinds = values.isposinf() + 2 * values.isneginf() + 3 * values.isnan()
+        sent = torch.stack([torch.where(kinds == 0, values, 0.0), kinds.double()])
+        highest, lowest = comm.all_reduce(sent, "max"), comm.all_reduce(sent, "min")
+        apart = float((highest[0] - lowest[0]).max())
+        scale = float(torch.maximum(highest[0].abs(), lowest[0].abs()).max())
+        odd = int((highest[1] != lowest[1]).sum())
+    if odd:
+        return f"{odd} of {values.numel()} values are nan or infinite on some ranks only"
+    if apart <= TOLERANCE * scale:
+        return None
+    return f"values differ by {apart:.3g}, the largest is {scale:.3g}"
+
+
+def _is_checked(comm: Communicator) -> bool:
+    return checking.active and comm.size > 1 and not torch.compiler.is_compiling()
+
+
+def _check_equal(verb: str, x: Tensor, comm: Communicator) -> None:
+    """Raise on all ranks, in check mode, unless they hold the same values."""
+    difference = difference_over_ranks(x, comm) if _is_checked(comm) else None
+    if difference is not None:
+        asked = f"{verb} of a tensor that must be equal on all ranks"
+        raise LayoutError.because(asked, difference, None, "reduce it first")
+
+
+def _compare_gradients(whole: Tensor, comm: Communicator) -> None:
+    """Raise in the backward unless the gradients of a gather with `grad="slice"` are equal."""
+    site = call_site(2)
+
+    def compare(grad: Tensor) -> None:
+        difference = difference_over_ranks(grad, comm)
+        if difference is not None:
+            raise LayoutError.because(
+                f'the gradient of gather(grad="slice") at {site}: it must be equal on all ranks',
+                difference,
+                None,
+                'grad="sum", where each rank uses the result for its own nodes or edges',
+            )
+
+    whole.register_hook(compare)
+
+
+def _refuse_equal_gradients(total: Tensor, comm: Communicator) -> None:
+    """Raise in the backward if every rank brings the same gradient of a sum that adds them up.
+
+    Each rank then differentiates its own copy of one number, such as a loss.
+    """
+    site = call_site(2)
+
+    def compare(grad: Tensor) -> None:
+        if bool(grad.any()) and difference_over_ranks(grad, comm) is None:
+            raise LayoutError.because(
+                f'the gradient of reduce(grad="sum") at {site}',
+                f"all {comm.size} ranks bring the same one, {grad.item():.6g}",
+                f"they are added up: {comm.size} times too large where all ranks use the sum alike",
+                'grad="identity", or the gradient of this rank\'s term alone',
+            )
+
+    total.register_hook(compare)
 
 
 def _unclear(verb: str, grad: object, alike: str, use: str) -> UnisonoError:
