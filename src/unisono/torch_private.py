@@ -216,6 +216,11 @@ _key: Any = _lookup("torch:_C.DispatchKey", _SPLIT)
 _key: Any = _lookup("torch:_C.DispatchKey", _SPLIT)
 
 
+def decomposition_of(op: Any) -> Callable[..., Any] | None:
+    """Return how torch writes an operator with others; None if it does not."""
+    return _lookup("torch._decomp:decomposition_table", _SPLIT, {}).get(op)
+
+
 def functions_that_pass_on() -> list[type[torch.autograd.Function]]:
     """Return the functions, of what is loaded, through which modules pass tensors unchanged."""
     places = {

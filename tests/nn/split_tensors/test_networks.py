@@ -254,6 +254,67 @@ def compare_autoencoder(name: str) -> None:
         assert all(torch.Size(of.shape).numel() <= large for of, _ in parts.report())
 
 
+# Arguments and the shape of a volume.
+VOLUMES: dict[str, tuple[dict[str, Any], tuple[int, ...]]] = {
+    "UNet": (
+        {"spatial_dims": 3, "in_channels": 1, "out_channels": 2, "channels": (8, 16),
+         "strides": (2,), "num_res_units": 1},
+        (1, 1, 12, 12, 12),
+    ),
+    "SegResNet": (
+        {"spatial_dims": 3, "in_channels": 1, "out_channels": 2, "init_filters": 8,
+         "blocks_down": (1, 1), "blocks_up": (1,)},
+        (1, 1, 12, 12, 12),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("name", VOLUMES)
+def test_a_network_of_volumes_runs_on_slabs(name, ranks_with_networks):
+    if importlib.util.find_spec("monai") is None:
+        pytest.skip("monai is not installed: pip install 'unisono[others]'")
+    ranks_with_networks.run(compare_volume, name, world=2, backend="shm", timeout=120)
+
+
+def compare_volume(name: str) -> None:
+    """Compare output and gradients of a network whose volume is cut in slabs."""
+    warnings.simplefilter("ignore")
+    torch.manual_seed(0)
+    arguments, shape = VOLUMES[name]
+    net = _monai(name, **arguments).double()
+    largest = 0
+
+    def measure(module: nn.Module, args: Any, y: Any) -> None:
+        nonlocal largest
+        largest = max([largest, *[t.numel() for t in [y] if isinstance(t, Tensor)]])
+
+    whole = copy.deepcopy(net)
+    for module in whole.modules():
+        module.register_forward_hook(measure)
+    x = drawn(shape, 1).requires_grad_()
+    y = whole(x)
+    probe = drawn(y.shape, 2)
+    (y * probe).sum().backward()
+    partition = Partition([1, 1, 2, 1, 1])
+    own = partition.local_slices(shape)
+    block = x.detach()[own].clone().requires_grad_()
+    parts = split(net, partition)
+    found = parts(block)
+    (found * probe).sum().backward()
+    assert isinstance(found, Split)
+    assert x.grad is not None
+    agree(found.whole(), y, "output")
+    agree(block.grad, x.grad[own], "gradient of the input", x.grad.abs().max())
+    grads = {key: p.grad for key, p in whole.named_parameters() if p.grad is not None}
+    top = max(grad.abs().max() for grad in grads.values())
+    for key, p in net.named_parameters():
+        if key in grads:
+            agree(p.grad, grads[key], key, max(grads[key].abs().max(), SMALL_GRADIENT * top))
+    large = [of for of, _ in parts.report() if torch.Size(of.shape).numel() > 0.05 * largest]
+    assert not large, (largest, large)
+
+
 def compare_all(name: str) -> None:
     """Compare every case of a network; ranks that a cut does not need wait."""
     warnings.simplefilter("ignore")  # what these libraries warn of is not ours

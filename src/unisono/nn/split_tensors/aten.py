@@ -88,6 +88,18 @@ _MATRICES = re.compile(
 _IMAGES = re.compile(r"_?(?:adaptive_|avg_|max_|reflection_|replication_|upsample_).*?([123])d")
 
 
+_FURTHER: dict[str, tuple[int, ...]] = {
+    "embedding": (0,), "index_select": (1,), "searchsorted": (1,), "cholesky_solve": (0,),
+    "lu_solve": (0,), "linalg_lu_solve": (2,), "_linalg_solve_ex": (1,),
+    "linalg_solve_triangular": (1,), "triangular_solve": (0,),
+}  # fmt: skip
+"""Tensors of which the last dim is beside the others': columns of right sides, or of a table."""
+_DECOMPOSED = frozenset(
+    """index_fill block_diag _softmax_backward_data nll_loss_forward
+    nll_loss2d_forward multi_margin_loss multilabel_margin_loss_forward""".split()  # noqa: SIM905
+)
+"""Operators that torch's own decompositions write with others, rather than gathering for them."""
+
 _PLACED_BY_DATA = re.compile("index|gather|scatter|take|embedding|one_hot")
 """Operators that raise for some data: on a CPU, kernels look whether an index is in range."""
 
@@ -97,8 +109,19 @@ class _Operand:
     """A tensor among the arguments."""
 
     tensor: Tensor
-    batch: tuple[int, ...]
-    """Dims along which the operator does not act, the last one first: equal places go together."""
+    batch: tuple[int | None, ...]
+    """Dims along which the operator does not act, the last one first: equal places go together.
+
+    None at a place that only other tensors have."""
+
+    def dim(self, label: int) -> int | None:
+        """Return the dim at a place of the batch; None if there is none."""
+        return self.batch[label] if label < len(self.batch) else None
+
+    def length(self, label: int) -> int:
+        """Return the points along a place of the batch; 0 if there is none."""
+        dim = self.dim(label)
+        return 0 if dim is None else self.tensor.shape[dim]
 
 
 def _bound(op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
@@ -121,6 +144,8 @@ def _operands(op: OpOverload, values: Mapping[str, Any]) -> list[_Operand]:
     tensors = [x for x in values.values() if isinstance(x, Tensor)]
     if name in ("index", "_unsafe_index"):
         return _indexed(values["self"], values["indices"])
+    if name in ("index_put", "_unsafe_index_put"):
+        return _put(values["self"], values["indices"], values["values"])
     if len(tensors) < len(list(tensors_in(values))):
         raise NoRule(f"no rule for lists of tensors in {name}")
     last = _LAST_DIMS.get(name)
@@ -130,10 +155,13 @@ def _operands(op: OpOverload, values: Mapping[str, Any]) -> list[_Operand]:
         last = (int(image[1]),)
     if last is not None:
         counts = [last[min(i, len(last) - 1)] for i in range(len(tensors))]
-        return [
-            _Operand(x, tuple(range(_batch_dims(x, count) - 1, -1, -1)))
-            for x, count in zip(tensors, counts, strict=True)
-        ]
+        return _with_further(
+            name,
+            [
+                _Operand(x, tuple(range(_batch_dims(x, count) - 1, -1, -1)))
+                for x, count in zip(tensors, counts, strict=True)
+            ],
+        )
     named = _DIM_NAMES & values.keys()
     lead, acted = tensors[0], set(_ALONG.get(name, ()))
     if not (named or acted) or name in _NOT_ALONG:
@@ -146,7 +174,36 @@ def _operands(op: OpOverload, values: Mapping[str, Any]) -> list[_Operand]:
     for x in tensors:
         if x.ndim == lead.ndim and any(x.shape[d] != lead.shape[d] for d in free):
             raise NoRule(f"{name} of tensors of unlike sizes")
-    return [_Operand(x, tuple(free) if x.ndim == lead.ndim else ()) for x in tensors]
+    return _with_further(
+        name, [_Operand(x, tuple(free) if x.ndim == lead.ndim else ()) for x in tensors]
+    )
+
+
+def _with_further(name: str, operands: list[_Operand]) -> list[_Operand]:
+    """Return the tensors, the last dim of some at a place of its own."""
+    count = max(len(x.batch) for x in operands)
+    for i in _FURTHER.get(name, ()):
+        x = operands[i]
+        is_vector = name == "_linalg_solve_ex" and x.tensor.ndim < operands[0].tensor.ndim
+        if x.tensor.ndim and x.tensor.ndim - 1 not in x.batch and not is_vector:
+            before = (None,) * (count - len(x.batch))
+            operands[i] = _Operand(x.tensor, (*x.batch, *before, x.tensor.ndim - 1))
+            count += 1
+    return operands
+
+
+def _put(x: Tensor, indices: Sequence[Tensor | None], values: Tensor) -> list[_Operand]:
+    """Return the last dims of `x[i, j] = values`, which no index is for."""
+    first = len(indices)
+    if any(i is None or i.dtype in (torch.bool, torch.uint8) for i in indices):
+        raise NoRule("data that decides how many points there are")
+    dims = tuple(range(x.ndim - 1, first - 1, -1))
+    of_values = tuple(range(values.ndim - 1, -1, -1))[: len(dims)]
+    return [
+        _Operand(x, dims),
+        *[_Operand(i, ()) for i in indices if i is not None],
+        _Operand(values, of_values),
+    ]
 
 
 def _indexed(x: Tensor, indices: Sequence[Tensor | None]) -> list[_Operand]:
@@ -181,11 +238,7 @@ def _places(
 
     One point more along the dim: torch's kernels without data show where it appears.
     """
-    grown = {
-        id(x.tensor): x.batch[label]
-        for x in operands
-        if label < len(x.batch) and x.tensor.shape[x.batch[label]] != 1
-    }
+    grown = {id(x.tensor): x.dim(label) for x in operands if x.length(label) > 1}
     tensors: list[Tensor] = []
     key = op, label, described((args, kwargs), tensors), torch.get_default_dtype()
     try:
@@ -257,15 +310,9 @@ def _on_blocks(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
             continue
         if op._schema.is_mutable:
             raise NoRule("changed in place along the cut")
-        label, found = _other_label(op, args, kwargs, operands, operand, cut, layout)
-        layout[label], places[label] = (
-            Cut(
-                split_sizes(operand.tensor.shape[operand.batch[label]], cut.comm.size),
-                cut.comm,
-                joins=cut.joins,
-            ),
-            found,
-        )
+        label, places[label] = _other_label(op, args, kwargs, operands, operand, cut, layout)
+        length = max(x.length(label) for x in operands)
+        layout[label] = Cut(split_sizes(length, cut.comm.size), cut.comm, joins=cut.joins)
     blocks = {id(x.tensor): _block(x, layout, run) for x in operands}
     call = with_tensors((args, kwargs), lambda x: blocks[id(x)])
     target = args[0] if op._schema.is_mutable else None
@@ -310,7 +357,7 @@ def _block(x: _Operand, layout: Mapping[int, Cut], run: Run) -> Tensor:
     """Return the block of an argument for work on blocks of a layout."""
     cuts, rest = dict[int, Cut](), list[Cut]()
     for label, cut in layout.items():
-        dim = x.batch[label] if label < len(x.batch) else None
+        dim = x.dim(label)
         if dim is None or x.tensor.shape[dim] == 1:
             rest.append(cut)
         else:
@@ -327,12 +374,23 @@ def _other_label(
     cut: Cut,
     layout: Mapping[int, Cut],
 ) -> tuple[int, tuple[int | None, ...]]:
-    """Return a dim that can be cut instead of one that the operator acts along."""
-    ranks, shape = cut.comm.size, operand.tensor.shape
-    labels = [i for i, d in enumerate(operand.batch) if i not in layout and shape[d] >= ranks]
-    for label in sorted(labels, key=lambda i: (shape[operand.batch[i]] % ranks != 0, -i)):
+    """Return a dim that can be cut instead of one that the operator acts along.
+
+    It may be one of another tensor, if that is larger: this one is then whole on all ranks.
+    """
+    ranks = cut.comm.size
+
+    def fits(label: int) -> bool:
+        largest = max((x.tensor.numel() for x in operands if x.length(label) >= ranks), default=0)
+        return largest > operand.tensor.numel()
+
+    labels = [i for i in range(max(len(x.batch) for x in operands)) if i not in layout and fits(i)]
+    lengths = {i: max(x.length(i) for x in operands) for i in labels}
+    for label in sorted(
+        labels, key=lambda i: (operand.length(i) < ranks, lengths[i] % ranks != 0, -i)
+    ):
         found = _places(op, args, kwargs, operands, label)
-        if found is not None:
+        if found is not None and any(d is not None for d in found):
             return label, found
     raise NoRule(f"{_name(op)} acts along the cut, and no other dim can be cut instead")
 
@@ -480,6 +538,8 @@ def _by_operator(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) 
         return _taken_apart(op, args, kwargs)
     if changes:
         raise NoRule(reason)
+    if name in _DECOMPOSED and (parts := private.decomposition_of(op)) is not None:
+        return through_aten(parts, _WAY.name, args, kwargs, _WAY.changed)
     return gather_all(op, _WAY.name, reason, args, kwargs, ())
 
 

@@ -30,6 +30,7 @@ from unisono.nn.split_tensors.tensor import (
     NeedsWhole,
     NoRule,
     Split,
+    call,
     like,
     own_copy,
     resized,
@@ -364,7 +365,9 @@ def _pad(
             continue
         low, high = widths[at], widths[at + 1]
         if min(low, high) < 0:
-            raise NeedsWhole(dim, "a crop along the cut")
+            if mode != "constant":
+                raise NeedsWhole(dim, "a crop along the cut")
+            return _cropped(func, x, dim, list(pad), value)
         cut = without_runs(x, dim)
         length = check_window(cut.length, 1, 1, low, high, 1, PAD_MODES[mode])
         out = resized(cut, balanced(length, x, dim, "pad"))
@@ -382,6 +385,15 @@ def _pad(
     if any(widths):
         local = F.pad(local, widths, mode, value)
     return like(x, local, cuts)
+
+
+def _cropped(func: Callable[..., Any], x: Split, dim: int, widths: list[int], value: Any) -> Tensor:
+    """Take off a cut dim what a negative width says, then pad the rest."""
+    at = 2 * (x.ndim - 1 - dim)
+    low, high = max(0, -widths[at]), max(0, -widths[at + 1])
+    widths[at], widths[at + 1] = max(0, widths[at]), max(0, widths[at + 1])
+    rest = call(torch.narrow, x, dim, low, x.shape[dim] - low - high)
+    return call(F.pad, rest, widths, "constant", value)
 
 
 # -- interpolation --------------------------------------------------------------------------------
