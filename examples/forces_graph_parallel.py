@@ -11,12 +11,28 @@ import argparse
 
 import torch
 from morse_potential import Potential, cluster, loss_of
-from potential_gp import difference_from_one_process
 
 import unisono
 from unisono import graph_parallel as gp
 
 WIDTH = 20
+
+
+def difference_from_one_process(model, groups):
+    """Return how far energy, forces and gradients of all ranks are from those of this one."""
+    results, this_row_first = (
+        [],
+        sorted(range(groups.dp.size), key=lambda row: row != groups.dp.rank),
+    )
+    one_rank = gp.graph_groups(1).gp
+    for comm, seeds in ((groups.gp, this_row_first[:1]), (one_rank, this_row_first)):
+        model.zero_grad()
+        losses = [loss_of(model, cluster(seed), comm) for seed in seeds]
+        torch.stack([loss for loss, *_ in losses]).mean().backward()
+        if comm is groups.gp:
+            gp.sync_gradients(model, groups=groups)
+        results.append([*losses[0][1:], *(p.grad.clone() for p in model.parameters())])
+    return max(float((a - b).abs().max()) for a, b in zip(*results, strict=True))
 
 
 def train(size, steps, snapshots=16):

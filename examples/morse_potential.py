@@ -1,6 +1,6 @@
 """A small message-passing potential whose graph may be split over ranks, and data to train it on.
 
-`potential_gp.py` and `forces_graph_parallel.py` train it. By itself this file shows how a cluster
+`forces_graph_parallel.py` trains it. By itself this file shows how a cluster
 is split: who owns which atoms, what has to travel, and that energy and forces stay the same.
 """
 

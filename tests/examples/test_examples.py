@@ -1,4 +1,4 @@
-"""Every example runs as a user would run it, is short, and ends well."""
+"""Every example runs as a user would run it, and ends well."""
 
 from __future__ import annotations
 
@@ -10,15 +10,11 @@ import pytest
 
 EXAMPLES = sorted((Path(__file__).parents[2] / "examples").glob("*.py"))
 SHORTER = {
-    "digits_data_parallel": ["--epochs", "3"],
-    "dp_transformer_amp_clip": ["--epochs", "2"],
     "elastic_digits": ["--epochs", "3", "--seconds", "0.5"],
     "forces_graph_parallel": ["--steps", "30", "--atoms", "300"],
     "heat_mnist": ["--epochs", "2"],
     "mace_split": ["--cubes", "2", "--steps", "6"],
     "morse_potential": ["--atoms", "150"],
-    "potential_gp": ["--steps", "40", "--check-serial"],
-    "spatial_cnn": ["--epochs", "2"],
 }
 """What an example claims of its ranks, and checks itself, it shows in a shorter training too."""
 UNLOADED = ("bayes_ddp", "checkpoint_resume", "composed", "launch_hello", "mpi_style")
@@ -99,7 +95,7 @@ def test_the_page_of_the_script_shows_every_line_that_differs():
     assert shown == "\n".join(lines)
 
 
-@pytest.mark.parametrize("name", ["checkpoint_resume", "composed", "save_on_two_load_on_one"])
+@pytest.mark.parametrize("name", ["checkpoint_resume", "composed"])
 def test_an_example_that_shares_files_or_a_mesh_can_be_recorded(name, interpreter, tmp_path):
     example = next(path for path in EXAMPLES if path.stem == name)
     words = ["-m", "unisono", "run", "--record", "--ranks", "2", str(example)]
@@ -108,10 +104,5 @@ def test_an_example_that_shares_files_or_a_mesh_can_be_recorded(name, interprete
     assert (tmp_path / "runs" / name / "report.html").exists()
 
 
-@pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.stem)
-def test_an_example_is_short(example):
-    assert len(example.read_text().splitlines()) < 150
-
-
 def test_there_are_examples():
-    assert EXAMPLES
+    assert len(EXAMPLES) == 20
