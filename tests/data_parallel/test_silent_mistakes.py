@@ -240,16 +240,18 @@ def test_synchronised_batch_norm_is_that_of_one_process(dims, momentum):
     assert list(model.module.state_dict()) == list(plain.state_dict())
 
 
-def save_alone(directory: str) -> None:
-    checkpoint = unisono.Checkpoint(directory)
+def save_alone(directory: str, construct_alone: bool) -> None:
+    checkpoint = None if construct_alone else unisono.Checkpoint(directory)
     if world().rank == 0:
-        checkpoint.save(1, epoch=1)
-    world().all_reduce(torch.ones(3))
+        (checkpoint or unisono.Checkpoint(directory)).save(1, epoch=1)
+    if not construct_alone:
+        world().all_reduce(torch.ones(3))
 
 
-def test_a_save_by_rank_0_alone_says_what_to_remove(tmp_path):
+@pytest.mark.parametrize("construct_alone", [False, True])
+def test_a_save_by_rank_0_alone_says_what_to_remove(tmp_path, construct_alone):
     with pytest.raises(unisono.errors.RankFailed) as caught:
-        unisono.run(save_alone, str(tmp_path), ranks=2)
+        unisono.run(save_alone, str(tmp_path), construct_alone, ranks=2)
     assert "save is collective: remove the `if rank == 0:`" in str(caught.value)
 
 

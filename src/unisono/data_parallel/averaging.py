@@ -1,6 +1,6 @@
 """How one bucket becomes its mean over ranks: plainly, as 16-bit floats, by PowerSGD or a function.
 
-An averaging starts when a bucket is full and ends when somebody waits for it. Sparse gradients pass
+An averaging starts when a bucket is full and ends when it is waited for. Sparse gradients pass
 by the buckets: rows of all ranks are gathered.
 """
 
@@ -128,11 +128,11 @@ class PowerSGD:
 def check_compression(compression: object) -> None:
     """Raise ValueError unless `compression` is one of those there are."""
     if isinstance(compression, str):
-        known = compression in _CASTS or compression == "powersgd"
+        is_known = compression in _CASTS or compression == "powersgd"
     else:
         is_ready = compression is None or isinstance(compression, PowerSGD)
-        known = is_ready or (callable(compression) and not isinstance(compression, type))
-    if not known:
+        is_known = is_ready or (callable(compression) and not isinstance(compression, type))
+    if not is_known:
         raise refusal(ValueError, f"compression={compression!r}", hint=f"one of {_ALLOWED}")
 
 
@@ -197,8 +197,8 @@ def _in_shares(flat: Tensor, dtype: torch.dtype, comm: Communicator) -> Handle:
     def proceed() -> None:
         if not joined:
             parts = first.wait().view(comm.size, share)
-            mine = parts.to(torch.float32).sum(0).to(dtype)
-            joined.append(comm.start.all_gather(mine, sizes=even))
+            reduced = parts.to(torch.float32).sum(0).to(dtype)
+            joined.append(comm.start.all_gather(reduced, sizes=even))
 
     def wait() -> None:
         proceed()
@@ -314,20 +314,22 @@ class PowerSGDAveraging(Averaging):
             whole = slot.reshape(slot.shape[0], -1).to(wide, copy=True)
             error = self._errors.get(name)
             wholes[name] = whole if error is None else whole.add_(error)
-        left = {name: whole @ self._factor(name, whole) for name, whole in wholes.items()}
-        self.sent += sum(p.nbytes for p in left.values())
-        average_tensors(left.values(), comm)
+        left_factors = {name: whole @ self._factor(name, whole) for name, whole in wholes.items()}
+        self.sent += sum(p.nbytes for p in left_factors.values())
+        average_tensors(left_factors.values(), comm)
         # An inf or NaN of one rank is in the means, which all ranks hold: they decide alike, and
         # on the device, since the host would have to wait for it.
-        is_good = {name: p.isfinite().all() for name, p in left.items()}
-        left = {name: torch.linalg.qr(p.nan_to_num(0, 0, 0)).Q for name, p in left.items()}
-        right = {name: wholes[name].T @ p for name, p in left.items()}
+        is_good = {name: p.isfinite().all() for name, p in left_factors.items()}
+        left_factors = {
+            name: torch.linalg.qr(p.nan_to_num(0, 0, 0)).Q for name, p in left_factors.items()
+        }
+        right = {name: wholes[name].T @ p for name, p in left_factors.items()}
         self.sent += sum(q.nbytes for q in right.values())
         average_tensors(right.values(), comm)
         for name, slot in slots.items():
-            whole, mean = wholes[name], left[name] @ right[name].T
+            whole, mean = wholes[name], left_factors[name] @ right[name].T
             good = is_good[name] & mean.isfinite().all()
-            # Everybody sees that a step is none. Kept, it would spoil every later one.
+            # All ranks see that such a step does not count. Kept, it would spoil every later one.
             slot.copy_(torch.where(good, mean, torch.nan).view(slot.shape))
             error = self._errors.get(name, whole.new_zeros(()))
             self._errors[name] = torch.where(good, whole - mean, error)
@@ -335,10 +337,10 @@ class PowerSGDAveraging(Averaging):
 
     def _factor(self, name: str, whole: Tensor) -> Tensor:
         """Return the right factor of the last step, or a random one, the same on all ranks."""
-        known = self._factors.get(name)
+        factor = self._factors.get(name)
         columns = min(self._config.rank, *whole.shape)
-        if known is not None and known.shape == (whole.shape[1], columns):
-            return known
+        if factor is not None and factor.shape == (whole.shape[1], columns):
+            return factor
         generator = torch.Generator().manual_seed(_SEED)
         start = torch.randn(whole.shape[1], columns, generator=generator, dtype=whole.dtype)
         return start.to(whole.device)
@@ -381,21 +383,21 @@ class SparseParameters:
         sent = 0
         for i, param in enumerate(self.params):
             is_used = self.used[i] and param.grad is not None  # it may have been cleared since
-            mine = torch.zeros_like(param) if param.grad is None else param.grad
-            mine = (mine if mine.is_sparse else mine.to_sparse(1)).coalesce()
-            counts = comm.all_gather_ints([int(is_used), mine._nnz()])
+            gradient = torch.zeros_like(param) if param.grad is None else param.grad
+            gradient = (gradient if gradient.is_sparse else gradient.to_sparse(1)).coalesce()
+            counts = comm.all_gather_ints([int(is_used), gradient._nnz()])
             self.used[i] = False
             if not any(used for used, _ in counts):
                 continue
             sizes = [count for _, count in counts]
             here = on_device(comm, param.device)
-            values = torch.empty_like(mine.values())
-            weigh(mine.values(), weight, values)
+            values = torch.empty_like(gradient.values())
+            weigh(gradient.values(), weight, values)
             param.grad = torch.sparse_coo_tensor(
-                here.all_gather(mine.indices(), dim=1, sizes=sizes),
+                here.all_gather(gradient.indices(), dim=1, sizes=sizes),
                 here.all_gather(values, sizes=sizes),
                 param.shape,
                 check_invariants=False,
             ).coalesce()
-            sent += values.numel() * values.element_size() + 8 * mine._nnz()
+            sent += values.numel() * values.element_size() + 8 * gradient._nnz()
         return sent

@@ -127,7 +127,7 @@ class GradientBucket:
 
     @property
     def version(self) -> int:
-        """A number that changes when somebody writes to a gradient."""
+        """A number that changes when a gradient is written to."""
         return self._shown._version
 
     def describe(self) -> str:
@@ -239,7 +239,7 @@ class GradientBucket:
 
     @torch.no_grad()
     def take_back(self) -> None:
-        """Bring slots home that somebody pointed elsewhere: `module.double().float()` does that.
+        """Point slots at the bucket again: `module.double().float()` points them elsewhere.
 
         Their values come along, and `.grad` is again what travels.
         """
@@ -259,7 +259,7 @@ class GradientBucket:
         Args:
             factor: what gradients were multiplied by.
             has_left: whether the bucket was summed over ranks.
-            was_written: whether somebody wrote to gradients that were under way, as a
+            was_written: whether gradients that were under way were written to, as a
                 `zero_grad(set_to_none=False)` does: those of before must not come back either.
         """
         for i in list(self._weighted):

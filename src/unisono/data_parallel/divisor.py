@@ -13,7 +13,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from unisono.torch_private import on_backward
 
 _SAMPLE = 64
-"""So many elements of a gradient are remembered."""
+"""Number of elements of a gradient that are remembered."""
 
 
 class Divisor:

@@ -2,7 +2,7 @@
 
 Gradients live in flat buckets, each averaged by one collective (`averaging.py`). The engine hears
 of every gradient by a hook, files it, and starts buckets in the same order on all ranks. Wrappers
-call `before_forward` and `after_forward`; everything else happens by itself.
+call `before_forward` and `after_forward`; everything else is automatic.
 """
 
 from __future__ import annotations
@@ -129,7 +129,7 @@ class GradientEngine:
         module: gradients of its trainable parameters are averaged.
         comm: the ranks.
         options: how they are averaged.
-        blocking: whether gradients are complete when `backward()` returns. Else whoever needs
+        blocking: whether gradients are complete when `backward()` returns. Else the code that needs
             them waits for their buckets.
     """
 
@@ -450,7 +450,7 @@ class GradientEngine:
 
     @property
     def under_way(self) -> list[GradientBucket]:
-        """The buckets that were started and for which nobody has waited yet."""
+        """The buckets that were started and that were not waited for yet."""
         return [self.buckets[index] for index in sorted(self._handles)]
 
     def has_arrived(self, bucket: GradientBucket) -> bool:
@@ -611,9 +611,9 @@ def named_error(
         lines.append(
             "  HINT: samples() and join() go around the same backwards on all ranks, or on none"
         )
-    told = type(error)("\n".join(lines))
-    told.__dict__.update(error.__dict__)
-    return told
+    explained = type(error)("\n".join(lines))
+    explained.__dict__.update(error.__dict__)
+    return explained
 
 
 _OPAQUE = (nn.Module, type, ModuleType, FunctionType)
@@ -623,43 +623,43 @@ _OBJECTS = 4
 """How many ordinary objects, one inside the other, are looked into."""
 
 
-def _tensors_in(outputs: Any, depth: int, seen: set[int]) -> Iterator[Tensor]:
+def _tensors_in(outputs: Any, depth: int, visited: set[int]) -> Iterator[Tensor]:
     """Yield the tensors in nested lists, tuples, mappings, dataclasses and other objects."""
     if isinstance(outputs, Tensor):
         yield outputs
         return
-    held: Iterable[Any] = ()
+    parts: Iterable[Any] = ()
     if isinstance(outputs, Mapping):
-        held = outputs.values()
+        parts = outputs.values()
     elif isinstance(outputs, list | tuple):
-        held = outputs
+        parts = outputs
     elif dataclasses.is_dataclass(outputs) and not isinstance(outputs, type):
-        held = [getattr(outputs, field.name) for field in dataclasses.fields(outputs)]
+        parts = [getattr(outputs, field.name) for field in dataclasses.fields(outputs)]
     elif (
         depth > 0
         and hasattr(outputs, "__dict__")
         and not isinstance(outputs, _OPAQUE)
-        and id(outputs) not in seen
+        and id(outputs) not in visited
     ):
-        seen.add(id(outputs))
+        visited.add(id(outputs))
         depth -= 1
-        held = list(vars(outputs).values())
-    for value in held:
-        yield from _tensors_in(value, depth, seen)
+        parts = list(vars(outputs).values())
+    for value in parts:
+        yield from _tensors_in(value, depth, visited)
 
 
 def _reached_leaves(outputs: list[Tensor]) -> set[int]:
     """Return ids of the leaf tensors that a backward from `outputs` gives a gradient to."""
     reached = {id(x) for x in outputs if x.grad_fn is None}
     todo = [x.grad_fn for x in outputs if x.grad_fn is not None]
-    seen = set(todo)
+    visited = set(todo)
     while todo:
         node = todo.pop()
         leaf = getattr(node, "variable", None)
         if leaf is not None:
             reached.add(id(leaf))
         for parent, _ in node.next_functions:
-            if parent is not None and parent not in seen:
-                seen.add(parent)
+            if parent is not None and parent not in visited:
+                visited.add(parent)
                 todo.append(parent)
     return reached

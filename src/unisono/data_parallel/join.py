@@ -1,6 +1,6 @@
 """Uneven data: how much each rank's gradient counts, and ranks that have run out of batches.
 
-Those take part in the collectives of the others until nobody has data.
+Those take part in the collectives of the others until all have run out.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Weights:
         self._samples: float | None = None
         self._reference: float | None = None
         self._total = 0.0
-        self._held: list[tuple[int, int] | None] = []  # gradients after the last of them
+        self._marks_before: list[tuple[int, int] | None] = []  # gradients after the last of them
         self._is_scaling = self._accumulates = False
         self._joining: bool | None = None
         self.divide_by_world = False
@@ -75,7 +75,7 @@ class Weights:
                 yield
             if self._accumulates:
                 self._total += n
-                self._held = self._marks()
+                self._marks_before = self._marks()
             elif self._engine.comm.size == 1:
                 self._divide_alone(n)
         finally:
@@ -83,18 +83,18 @@ class Weights:
             self._offer()
 
     def _forget_what_was_cleared(self) -> None:
-        """Begin anew where an accumulation was given up: its gradients are gone.
+        """Start again where an accumulation was given up: its gradients are gone.
 
-        Or they are zeros, which somebody has written: those of a backward may be zeros, too.
+        Or they are zeros that were written; those of a backward may be zeros, too.
         """
-        if (self._reference is None and self._total == 0) or self._marks() == self._held:
+        if (self._reference is None and self._total == 0) or self._marks() == self._marks_before:
             return
         grads = [p.grad for p in self._engine.module.parameters() if p.grad is not None]
         if not any((g.coalesce().values() if g.is_sparse else g).any() for g in grads):
             self._reference, self._total = None, 0.0
 
     def _marks(self) -> list[tuple[int, int] | None]:
-        """Return what tells whether somebody has replaced gradients, or written to them."""
+        """Return marks that change when gradients are replaced or written to."""
         grads = [p.grad for p in self._engine.module.parameters()]
         return [None if grad is None else (id(grad), grad._version) for grad in grads]
 
@@ -131,15 +131,15 @@ class Weights:
 
     def weigh(self) -> float:
         """Return this rank's weight in the backward that begins. Collective over the ranks."""
-        mine, counted = 0.0, self._samples is not None or self._total > 0
+        samples, counted = 0.0, self._samples is not None or self._total > 0
         if self._joining is not False:
-            mine = self._total + (self._samples or 0.0) if counted else 1.0
+            samples = self._total + (self._samples or 0.0) if counted else 1.0
         buckets, comm = self._engine.buckets, self._engine.comm
         if buckets:
             comm = on_device(comm, buckets[0].info.device)
         dtype = torch.float32 if comm.device.type == "mps" else torch.float64
-        report = torch.tensor([[mine, float(counted)]], dtype=dtype, device=comm.device)
-        # Odd in bytes, and gathered by a call of which gloo knows that it is none for a bucket:
+        report = torch.tensor([[samples, float(counted)]], dtype=dtype, device=comm.device)
+        # Odd in bytes, and gathered by a call that gloo cannot mistake for that of a bucket:
         # a rank without weights cannot take it for one.
         odd = nn.functional.pad(report.view(torch.uint8), (0, 1))
         try:
@@ -151,10 +151,10 @@ class Weights:
         total, anybody_counted = reports.sum(0).tolist()
         if not anybody_counted and self.divide_by_world:
             total = comm.size
-        worth = mine if self._reference is None else self._reference
+        worth = samples if self._reference is None else self._reference
         self._reference, self._total = None, 0.0
         self._offer()
-        return worth / total if total > 0 and mine > 0 else 0.0
+        return worth / total if total > 0 and samples > 0 else 0.0
 
     def _divide_alone(self, n: float) -> None:
         """Finish an accumulation in a world of one, where nothing else sees to it."""
@@ -182,19 +182,19 @@ class Join:
         engine: GradientEngine,
         weights: Weights,
         attached: Sequence[DataParallelOptimizer],
-        given: Sequence[object],
+        partners: Sequence[object],
     ) -> None:
         self._engine = engine
         self._weights = weights
         self._attached = attached
         self._last_source: int | None = None
         self._batches = 0
-        self._own = {id(p) for p in engine.module.parameters()}
+        self._parameter_ids = {id(p) for p in engine.module.parameters()}
         self._stepped: dict[int, Any] = {}
         self._first_rates: dict[int, list[float]] = {}
         for optimizer in attached:
             self._note(optimizer)
-        for one in given:
+        for one in partners:
             _check_stateful(one)
             of_scheduler = getattr(one, "optimizer", None)
             if isinstance(of_scheduler, optim.Optimizer):
@@ -211,9 +211,9 @@ class Join:
 
     @only_observes
     def _saw_step(self, optimizer: optim.Optimizer, *_: object) -> None:
-        known = id(optimizer) in self._stepped
-        if not known and any(
-            id(p) in self._own for g in optimizer.param_groups for p in g["params"]
+        is_stepped = id(optimizer) in self._stepped
+        if not is_stepped and any(
+            id(p) in self._parameter_ids for g in optimizer.param_groups for p in g["params"]
         ):
             self._note(optimizer)
 
@@ -228,7 +228,7 @@ class Join:
 
     @contextlib.contextmanager
     def block(self, divide_by_world: bool) -> Iterator[None]:
-        """Run the user's loop, then shadow the others until nobody has data. Collective."""
+        """Run the user's loop, then shadow the others until all have run out. Collective."""
         self._weights.joining, self._weights.divide_by_world = True, divide_by_world
         hook = register_optimizer_step_post_hook(self._saw_step)
         self._engine.is_joining = True
@@ -246,10 +246,10 @@ class Join:
 
     def _exchange(self, has_data: bool) -> tuple[int | None, bool]:
         """Return the lowest rank with data, None if there is none, and whether they synchronise."""
-        mine = [int(has_data), int(has_data and self._engine.require_sync)]
+        flags = [int(has_data), int(has_data and self._engine.require_sync)]
         try:
             with forcing("all_gather", "native"):  # as in `Weights`: never taken for a bucket
-                rows = self._engine.comm.all_gather_ints(mine)
+                rows = self._engine.comm.all_gather_ints(flags)
         except Unfinished as error:
             raise named_error(error, "who has data left, from join()") from None
         source = next((rank for rank, (active, _) in enumerate(rows) if active), None)
@@ -280,7 +280,7 @@ class Join:
         mine = (self._batches, [_describe(x) for x in stepped], rates, rates != before)
         reports = comm.all_gather_object(mine)
         batches = [report[0] for report in reports]
-        _check_found(batches, [report[1] for report in reports])
+        _check_descriptions(batches, [report[1] for report in reports])
         if not any(_is_schedule(x) for x in stepped):
             _check_rates(batches, [report[2] for report in reports], any(r[3] for r in reports))
         broadcast_module(self._engine.module, comm, source)
@@ -320,12 +320,16 @@ def _check_stateful(one: object) -> None:
         )
 
 
-def _check_found(batches: list[int], found: list[list[str]]) -> None:
+def _check_descriptions(batches: list[int], descriptions: list[list[str]]) -> None:
     """Raise on all ranks unless they know of the same optimizers."""
-    if all(known == found[0] for known in found):
+    if all(text == descriptions[0] for text in descriptions):
         return
-    other = next(rank for rank, known in enumerate(found) if known != found[0])
-    lines = [f"rank {r}: {batches[r]} batches, {', '.join(found[r]) or '-'}" for r in (0, other)]
+    other = next(
+        rank for rank, description in enumerate(descriptions) if description != descriptions[0]
+    )
+    lines = [
+        f"rank {r}: {batches[r]} batches, {', '.join(descriptions[r]) or '-'}" for r in (0, other)
+    ]
     raise refusal(
         ValueError,
         "join(), which gives all ranks the same optimizer state at its end",
@@ -336,11 +340,11 @@ def _check_found(batches: list[int], found: list[list[str]]) -> None:
 
 
 def _check_rates(batches: list[int], rates: list[list[list[float]]], changed: bool) -> None:
-    """Raise on all ranks if a schedule that nobody has named has gone different ways."""
-    if changed and (len(set(batches)) > 1 or any(mine != rates[0] for mine in rates)):
+    """Raise on all ranks if a schedule that was not passed has gone different ways."""
+    if changed and (len(set(batches)) > 1 or any(rate != rates[0] for rate in rates)):
         lines = [
-            f"rank {rank}: {count} batches, learning rates {mine}"
-            for rank, (count, mine) in enumerate(zip(batches, rates, strict=True))
+            f"rank {rank}: {count} batches, learning rates {rate}"
+            for rank, (count, rate) in enumerate(zip(batches, rates, strict=True))
         ]
         raise refusal(
             ValueError,

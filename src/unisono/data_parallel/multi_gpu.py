@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NoReturn
+from typing import NoReturn
 
 from torch import nn
 
@@ -115,7 +115,3 @@ class DataParallelMultiGPU(DataParallel):
             "DASO weights ranks alike",
             hint="DataParallel.samples() without DASO",
         )
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> DataParallelMultiGPU:
-        """Return a copy with the optimizer's own copy, as `copy.deepcopy((model, optimizer))`."""
-        return self._copied(memo)

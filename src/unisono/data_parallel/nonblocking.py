@@ -39,7 +39,7 @@ Hook = TypeVar("Hook", bound=Callable[..., None])
 
 
 def fallback_reason(optimizers: Sequence[DataParallelOptimizer], module: nn.Module) -> str | None:
-    """Return why updates cannot be deferred; None if they can, or if nobody asked for it.
+    """Return why updates cannot be deferred; None if they can, or if it was not requested.
 
     The same answer on every rank: it depends on classes and parameters alone, never on what has
     arrived. By the very class: a subclass, and an optimizer from elsewhere, may keep what it learns
@@ -74,7 +74,7 @@ def only_observes(hook: Hook) -> Hook:
 
 
 @dataclass
-class Owed:
+class PendingUpdates:
     """A step that was asked for and is not complete."""
 
     frozen: Frozen
@@ -99,13 +99,13 @@ class DeferredUpdates:
         """Whether the module is compiled code, which calls no hooks of its layers."""
         self._engine = engine
         self._optimizer = optimizer.torch_optimizer
-        self._owed: Owed | None = None
+        self._pending: PendingUpdates | None = None
         self._layers: dict[str, list[int]] = {}
         self._called: set[str] = set()  # layers whose forward has begun in this forward
         self._passed_over: set[str] = set()  # layers of which others read parameters directly
         self.layer_hooks: list[RemovableHandle] = []
         """Of the layers' forwards."""
-        # Whoever steps, saves or loads the optimizer or the module inside finds everything paid.
+        # A step, save or load of the optimizer or the module inside finds no update pending.
         hook, module = UpdateHook(self), engine.module
         self._step_hook = self._optimizer.register_step_pre_hook(hook)
         self._hooks: list[RemovableHandle] = [
@@ -130,10 +130,10 @@ class DeferredUpdates:
         for name, part in module.named_modules():
             # A split network reads the parameters of all its layers before it calls the first.
             reads_all = getattr(part, "reads_all_parameters", False)
-            own = {id(p) for p in part.parameters(recurse=reads_all)}
-            found = [b.index for b in buckets if any(id(p) in own for p in b.params)]
-            if found or not name:
-                self._layers[name] = found
+            part_ids = {id(p) for p in part.parameters(recurse=reads_all)}
+            indices = [b.index for b in buckets if any(id(p) in part_ids for p in b.params)]
+            if indices or not name:
+                self._layers[name] = indices
                 _remove_copied_hooks(part)
                 hook = UpdateHook(self, name)
                 self.layer_hooks.append(part.register_forward_pre_hook(hook))
@@ -149,12 +149,12 @@ class DeferredUpdates:
         self._remove_layer_hooks()
         for hook in self._hooks:
             hook.remove()
-        self._owed = None
+        self._pending = None
 
     # -- what the engine asks -------------------------------------------------------------------
 
     def check_untouched(self, bucket: GradientBucket) -> None:
-        """Raise if somebody has written to the gradients of `bucket`, which has just arrived."""
+        """Raise if the gradients were written to of `bucket`, which has just arrived."""
         if bucket.version != bucket.sent_version and not self._engine.in_backward:
             raise refusal(
                 RuntimeError,
@@ -165,32 +165,32 @@ class DeferredUpdates:
             )
 
     def owes_with(self, bucket: GradientBucket) -> bool:
-        """Whether the step that is owed needs the gradients of `bucket`."""
-        return self._owed is not None and bucket.index in self._owed.buckets
+        """Whether the pending step needs the gradients of `bucket`."""
+        return self._pending is not None and bucket.index in self._pending.buckets
 
     def clear_later(self, bucket: GradientBucket) -> None:
-        """Fill `bucket` with zeros right after the step that is owed with it."""
-        if self._owed is not None:
-            self._owed.clears.add(bucket.index)
+        """Fill `bucket` with zeros right after the pending step of it."""
+        if self._pending is not None:
+            self._pending.clears.add(bucket.index)
 
     # -- what the optimizer asks ----------------------------------------------------------------
 
     @property
     def owes(self) -> bool:
-        """Whether a step is owed."""
-        return self._owed is not None
+        """Whether a step is pending."""
+        return self._pending is not None
 
     @property
     def active(self) -> bool:
         """Whether anything is under way or owed."""
-        return self._owed is not None or bool(self._engine.under_way)
+        return self._pending is not None or bool(self._engine.under_way)
 
     def step(self) -> None:
         """Take a step: at once for what is here on all ranks, later for the rest. Local.
 
-        Whoever looks at a parameter before then sees the same value on all ranks.
+        A parameter that is read before then has the same value on all ranks.
         """
-        if self._owed is not None:
+        if self._pending is not None:
             self.finalize()
         engine, optimizer = self._engine, self._optimizer
         # Not only those that have not arrived: which these are differs from rank to rank.
@@ -207,11 +207,11 @@ class DeferredUpdates:
             return
         # A scheduler on the inner optimizer asks whether it has stepped.
         optimizer._opt_called = True  # type: ignore[attr-defined]
-        owed = Owed(_freeze(optimizer), {b.index for b in waiting})
+        pending = PendingUpdates(_freeze(optimizer), {b.index for b in waiting})
         inside = {id(p) for bucket in waiting for p in bucket.params}
         everything = {id(p) for group in optimizer.param_groups for p in group["params"]}
-        _step_some(optimizer, everything - inside, owed.frozen)
-        self._owed = owed
+        _step_some(optimizer, everything - inside, pending.frozen)
+        self._pending = pending
         for hook in list(private.optimizer_post_hooks.values()):  # those that only observe
             hook(optimizer, (), {})
 
@@ -224,7 +224,7 @@ class DeferredUpdates:
 
     def show_gradients(self) -> None:
         """Complete what an optimizer's parameters are read for before a step. Local."""
-        if self._owed is None:
+        if self._pending is None:
             self.finalize()
 
     def settle_layer(self, layer: str) -> None:
@@ -253,9 +253,13 @@ class DeferredUpdates:
     def active_layers(self) -> set[str]:
         """Return the names of layers with a reduction under way or an update owed."""
         buckets = {bucket.index for bucket in self._engine.under_way}
-        if self._owed is not None:
-            buckets |= self._owed.buckets
-        return {name for name, own in self._layers.items() if not buckets.isdisjoint(own)}
+        if self._pending is not None:
+            buckets |= self._pending.buckets
+        return {
+            name
+            for name, layer_buckets in self._layers.items()
+            if not buckets.isdisjoint(layer_buckets)
+        }
 
     def _settle(self, indices: Sequence[int]) -> None:
         if torch.is_inference_mode_enabled():
@@ -266,26 +270,26 @@ class DeferredUpdates:
         while True:
             # Whatever is here is used while the rest travels.
             self._update_arrived()
-            wanted = next((b for b in self._engine.under_way if b.index in indices), None)
-            if wanted is None:
+            first = next((b for b in self._engine.under_way if b.index in indices), None)
+            if first is None:
                 return
-            self._engine.wait(wanted)
+            self._engine.wait(first)
 
     def _update_arrived(self) -> None:
-        owed, engine = self._owed, self._engine
-        if owed is None:
+        pending, engine = self._pending, self._engine
+        if pending is None:
             return
-        ready = [b for b in engine.buckets if b.index in owed.buckets and engine.has_arrived(b)]
+        ready = [b for b in engine.buckets if b.index in pending.buckets and engine.has_arrived(b)]
         if not ready:
             return
         for bucket in ready:
             engine.wait(bucket)
-        owed.buckets.difference_update(b.index for b in ready)
-        if not owed.buckets:
-            self._owed = None
-        self._update(owed, ready)
+        pending.buckets.difference_update(b.index for b in ready)
+        if not pending.buckets:
+            self._pending = None
+        self._update(pending, ready)
 
-    def _update(self, owed: Owed, buckets: Sequence[GradientBucket]) -> None:
+    def _update(self, pending: PendingUpdates, buckets: Sequence[GradientBucket]) -> None:
         """Carry out the step for these buckets with the gradients of the time of the step."""
         shown: list[tuple[nn.Parameter, Tensor | None]] = []
         for bucket in buckets:
@@ -293,12 +297,12 @@ class DeferredUpdates:
                 shown.append((param, param.grad))
                 param.grad = None if i in bucket.idle else slot
         try:
-            _step_some(self._optimizer, {id(param) for param, _ in shown}, owed.frozen)
+            _step_some(self._optimizer, {id(param) for param, _ in shown}, pending.frozen)
         finally:
             for param, grad in shown:
                 param.grad = grad
         for bucket in buckets:
-            if bucket.index in owed.clears:
+            if bucket.index in pending.clears:
                 bucket.clear(set_to_none=False)
 
 
@@ -333,12 +337,12 @@ class UpdateHook:
 
 def _remove_copied_hooks(part: nn.Module) -> None:
     """Remove the hooks that came with a copy of the module; torch lists them in no public place."""
-    held: tuple[dict[int, Any], ...] = (
+    hook_tables: tuple[dict[int, Any], ...] = (
         part._forward_pre_hooks,
         part._state_dict_pre_hooks,
         part._load_state_dict_pre_hooks,
     )
-    for table in held:
+    for table in hook_tables:
         for key, hook in list(table.items()):
             ours = getattr(hook, "hook", hook)  # torch wraps those of loading
             if isinstance(ours, UpdateHook) and ours._updates is None:
@@ -349,7 +353,7 @@ def _remove_copied_hooks(part: nn.Module) -> None:
 
 
 def _is_watched(optimizer: optim.Optimizer, own_hook: int) -> bool:
-    """Whether somebody may tell a step in parts from a whole one: hooks, another `step`."""
+    """Whether a step in parts can be observed: hooks, another `step`."""
     patched = vars(optimizer).get("step")
     return bool(
         any(key != own_hook for key in optimizer._optimizer_step_pre_hooks)
@@ -372,12 +376,12 @@ def _freeze(optimizer: optim.Optimizer) -> Frozen:
     ]
 
 
-def _step_some(optimizer: optim.Optimizer, wanted: set[int], frozen: Frozen) -> None:
+def _step_some(optimizer: optim.Optimizer, parameter_ids: set[int], frozen: Frozen) -> None:
     """Update the parameters with these ids, with the frozen hyper-parameters. No hooks run."""
     groups = optimizer.param_groups
     shown: list[dict[str, Any]] = []
     for group, values in zip(groups, frozen, strict=True):
-        params = [p for p in group["params"] if id(p) in wanted]
+        params = [p for p in group["params"] if id(p) in parameter_ids]
         if params:
             shown.append({"params": params, **values})
     if not shown:

@@ -77,7 +77,7 @@ class DataParallelOptimizer(optim.Optimizer):
 
     @property
     def state(self) -> Any:
-        """State of the inner optimizer; completes what is owed."""
+        """State of the inner optimizer; completes pending updates."""
         self.finalize()
         return self.torch_optimizer.state
 
@@ -97,7 +97,7 @@ class DataParallelOptimizer(optim.Optimizer):
 
     @property
     def update_next(self) -> bool:
-        """Whether a step is owed."""
+        """Whether a step is pending."""
         return (updates := self._updates()) is not None and updates.owes
 
     def __getattr__(self, name: str) -> Any:
@@ -144,7 +144,7 @@ class DataParallelOptimizer(optim.Optimizer):
         return loss
 
     def zero_grad(self, set_to_none: bool = False) -> None:
-        """Clear gradients, by default to zeros, as HeAT does; a step that is owed is not lost."""
+        """Clear gradients, by default to zeros, as HeAT does; a pending step is not lost."""
         engine = None if self._engine is None else self._engine()
         inner = self.torch_optimizer
         if engine is None or type(inner).zero_grad is not optim.Optimizer.zero_grad:
@@ -153,7 +153,7 @@ class DataParallelOptimizer(optim.Optimizer):
             engine.clear_gradients(inner, set_to_none)
 
     def finalize(self) -> None:
-        """Carry out a step that is owed. Local."""
+        """Carry out a pending step. Local."""
         if (updates := self._updates()) is not None:
             updates.finalize()
 

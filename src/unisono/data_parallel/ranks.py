@@ -29,7 +29,7 @@ def communicator_of(comm: object) -> Communicator:
     """Return the communicator that `comm` names; None is the world, or what `use_comm` set. Local.
 
     A `Communicator` is used as it is, so that a subclass keeps its own behaviour. Where a launcher
-    started this process as a rank and nobody has joined its world yet, None joins it (collective).
+    started this process as a rank and its world was not joined yet, None joins it (collective).
 
     Raises:
         TypeError: it names no group of ranks.
@@ -130,26 +130,26 @@ def check_same_module(module: nn.Module, comm: Communicator, options: Mapping[st
     Raises:
         CollectiveMismatch: names the first parameter that differs and two ranks.
     """
-    told = {
+    descriptions = {
         name: getattr(value, "__qualname__", type(value).__name__) if callable(value) else value
         for name, value in options.items()
     }
-    lines = [*_described(module), f"options: {told}"]
+    lines = [*_described(module), f"options: {descriptions}"]
     if comm.all_equal("\n".join(lines)):
         return
-    everybody: list[list[str]] = comm.all_gather_object(lines)
-    other = next(r for r in range(1, comm.size) if everybody[r] != everybody[0])
-    both = zip_longest(everybody[0], everybody[other], fillvalue="(nothing)")
-    mine, theirs = next(pair for pair in both if pair[0] != pair[1])
-    name = (mine if theirs == "(nothing)" else theirs).partition(":")[0]
+    lines_by_rank: list[list[str]] = comm.all_gather_object(lines)
+    other = next(r for r in range(1, comm.size) if lines_by_rank[r] != lines_by_rank[0])
+    both = zip_longest(lines_by_rank[0], lines_by_rank[other], fillvalue="(nothing)")
+    ours, theirs = next(pair for pair in both if pair[0] != pair[1])
+    name = (ours if theirs == "(nothing)" else theirs).partition(":")[0]
     first, second = comm.ranks[0], comm.ranks[other]
     text = explain(
         f"the same module on {comm.size} ranks",
         f"{name} differs between rank {first} and rank {second}",
-        f"rank {first}: {mine}\nrank {second}: {theirs}",
+        f"rank {first}: {ours}\nrank {second}: {theirs}",
         "build the module and its options from the same code on every rank",
     )
-    raise CollectiveMismatch(text, calls={first: mine, second: theirs})
+    raise CollectiveMismatch(text, calls={first: ours, second: theirs})
 
 
 def _described(module: nn.Module) -> list[str]:
@@ -207,11 +207,13 @@ def name_as_wrapped(state: dict[str, Any], prefix: str, module: nn.Module) -> No
     """
     inside = f"{prefix}module."
     tensors = (module.named_parameters, module.named_buffers)
-    own = {name for each in tensors for name, _ in each(remove_duplicate=False)}
-    if sum(prefix + name in state for name in own) <= sum(inside + name in state for name in own):
+    local_names = {name for each in tensors for name, _ in each(remove_duplicate=False)}
+    if sum(prefix + name in state for name in local_names) <= sum(
+        inside + name in state for name in local_names
+    ):
         return
     # Other names stay, and are reported as they are.
-    heads = {"_extra_state", *(name.partition(".")[0] for name in own), *module._modules}
+    heads = {"_extra_state", *(name.partition(".")[0] for name in local_names), *module._modules}
     bare = [name.removeprefix(prefix) for name in state if name.startswith(prefix)]
     moved = {name: state.pop(prefix + name) for name in bare if name.partition(".")[0] in heads}
     state.update((inside + name, x) for name, x in moved.items())

@@ -36,7 +36,7 @@ _PARAMETERS = 64
 _ROUNDING = 1e-5
 """Replicas that are closer than this, relative to their values, may differ by rounding alone."""
 _BATCHES = 2
-"""So many batches are compared outside of check mode."""
+"""Number of batches that are compared outside of check mode."""
 
 
 class Averaged(Protocol):
@@ -122,7 +122,7 @@ class ReplicaCheck:
         self.may_drift = False
         """Whether replicas are meant to differ between exchanges."""
         self._batches: list[Tensor] = []
-        self._seen = 0
+        self._forwards = 0
         self._rows = -1
         self._backwards = 0
         self._generator = 0
@@ -137,9 +137,9 @@ class ReplicaCheck:
 
     def see_forward(self, module: nn.Module, inputs: Any) -> None:
         """Look at the inputs of a training forward. Local, and nothing after the first ones."""
-        if self._seen >= _BATCHES and not check.active:
+        if self._forwards >= _BATCHES and not check.active:
             return
-        self._seen += 1
+        self._forwards += 1
         tensors = list(_tensors_in(inputs))
         self._rows = tensors[0].shape[0] if tensors and tensors[0].dim() else -1
         if tensors:
@@ -276,9 +276,9 @@ def _report_drift(engine: Averaged, equal_at: int, step: int) -> None:
     odd = [comm.ranks[r] for r, number in enumerate(column) if number != column[0]]
     unlike = unlike_settings(everywhere, comm)
     when = f"at step {step}" if step - equal_at <= 1 else f"between steps {equal_at} and {step}"
-    asked = f"replicas of {type(engine.module).__name__} on {comm.size} ranks have drifted apart"
+    title = f"replicas of {type(engine.module).__name__} on {comm.size} ranks have drifted apart"
     text = explain(
-        asked,
+        title,
         f"{name} differs between {name_ranks([comm.ranks[0]])} and {name_ranks(odd)}, {when}, "
         f"noticed at {call_site()}" + (f"\n{unlike}" if unlike else ""),
         f"values differ by {apart:.3g}; the largest is {scale:.3g}",
@@ -291,7 +291,7 @@ def _report_drift(engine: Averaged, equal_at: int, step: int) -> None:
     )
     if not unlike and apart <= _ROUNDING * scale:
         if comm.rank == 0:
-            check.warn_once(asked, f"{text}\n  so far by rounding only")
+            check.warn_once(title, f"{text}\n  so far by rounding only")
         return
     raise LayoutError(text)
 
@@ -299,7 +299,7 @@ def _report_drift(engine: Averaged, equal_at: int, step: int) -> None:
 def _settings_of(module: nn.Module) -> list[dict[str, Any]]:
     """Return the settings of the optimizers of a module, found among all objects: rarely asked."""
     params = {id(p) for p in module.parameters()}
-    found: list[dict[str, Any]] = []
+    differences: list[dict[str, Any]] = []
     for thing in gc.get_objects():
         if not issubclass(type(thing), torch.optim.Optimizer):
             continue
@@ -307,9 +307,9 @@ def _settings_of(module: nn.Module) -> list[dict[str, Any]]:
         for group in groups:
             if any(id(p) in params for p in group["params"]):
                 kept = plain_settings(group)
-                if kept not in found:
-                    found.append(kept)
-    return found
+                if kept not in differences:
+                    differences.append(kept)
+    return differences
 
 
 def plain_settings(group: dict[str, Any]) -> dict[str, Any]:
@@ -397,16 +397,16 @@ def _report_divided_twice(table: Sequence[_Record], engine: Averaged) -> None:
     if divisor <= count:
         return
     if count > 1 and divisor == count * count:
-        found = f"the loss and its gradient are divided by {count} each"
+        problem = f"the loss and its gradient are divided by {count} each"
         hint = f"loss / {count} in each backward, and nothing else"
     elif divisor == count * size:
-        found = f"gradients are averaged over {size} ranks already, and divided by {size} besides"
+        problem = f"gradients are averaged over {size} ranks already, and divided by {size} besides"
         hint = "leave the division by the number of ranks out"
     else:
         return
     check.report(
         f"the gradient of {engine.wrapper} is divided twice",
-        found,
+        problem,
         hint,
         arithmetic=f"{count} backwards a step, {size} ranks: divided by {divisor}, not by {count}",
     )

@@ -7,7 +7,7 @@ import copy
 import warnings
 import weakref
 from collections.abc import Generator, Iterator, Sequence
-from typing import Any, Literal, Self, cast
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor, nn, optim
@@ -155,7 +155,7 @@ class DataParallel(nn.Module):
         """The ranks over which gradients are averaged."""
         return self.communicator
 
-    # -- ways to the parameters: what is owed is completed first -----------------------------------
+    # -- ways to the parameters: pending updates are completed first -------------------------------
 
     @property
     def _inner(self) -> nn.Module:
@@ -163,19 +163,19 @@ class DataParallel(nn.Module):
 
     @property
     def module(self) -> nn.Module:
-        """The module inside; completes what is owed."""
+        """The module inside; completes pending updates."""
         self.finalize()
         return self._inner
 
     def named_modules(
         self, *args: Any, **kwargs: Any
     ) -> Generator[tuple[str, nn.Module], None, None]:
-        """Yield all modules, as `parameters()` and its like ask for; completes what is owed."""
+        """Yield all modules, as `parameters()` and its like ask for; completes pending updates."""
         self.finalize()
         return super().named_modules(*args, **kwargs)
 
     def named_children(self) -> Iterator[tuple[str, nn.Module]]:
-        """Yield the module inside; completes what is owed."""
+        """Yield the module inside; completes pending updates."""
         self.finalize()
         return super().named_children()
 
@@ -217,8 +217,8 @@ class DataParallel(nn.Module):
     @property
     def optimizer(self) -> DataParallelOptimizer | Sequence[DataParallelOptimizer] | None:
         """The optimizer that was given, or several of them; None without one."""
-        found = self._dp_optimizers
-        return found[0] if len(found) == 1 else tuple(found) or None
+        optimizers = self._dp_optimizers
+        return optimizers[0] if len(optimizers) == 1 else tuple(optimizers) or None
 
     @property
     def pending(self) -> bool:
@@ -348,7 +348,7 @@ class DataParallel(nn.Module):
             ) from None
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Set an attribute; the end of training (`training` false) completes what is owed."""
+        """Set an attribute; the end of training (`training` false) completes pending updates."""
         if name == "training" and not value:
             self.finalize()
         super().__setattr__(name, value)
@@ -370,19 +370,14 @@ class DataParallel(nn.Module):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> DataParallel:
         """Return a parallel copy with its own hooks, buckets and optimizers. Collective."""
-        twin = self._copied(memo)
-        averaging = twin._start().averaging
-        if self._engine is not None:
-            averaging.load_state_dict(self._engine.averaging.state_dict())
-        return twin
-
-    def _copied(self, memo: dict[int, Any]) -> Self:
-        """Return a copy that makes its engine at the first use."""
         twin = type(self).__new__(type(self))
         memo[id(self)] = twin
         memo[id(self._options)] = self._options  # a function, or what it holds, is not copied
         super(DataParallel, twin).__setstate__(copy.deepcopy(self.__getstate__(), memo))
         twin.comm, twin.communicator = self.comm, self.communicator
+        averaging = twin._start().averaging
+        if self._engine is not None:
+            averaging.load_state_dict(self._engine.averaging.state_dict())
         return twin
 
     def __getstate__(self) -> dict[str, Any]:
@@ -416,8 +411,8 @@ def _refuse_ddp_arguments(wrapper: str, arguments: dict[str, object]) -> None:
     for name in arguments:
         if name not in _INSTEAD_OF_DDP:
             raise TypeError(f"{wrapper}.__init__() got an unexpected keyword argument {name!r}")
-        asked = f"{wrapper}(..., {name}=...)"
-        raise refusal(TypeError, asked, "an argument of torch's DDP", hint=_INSTEAD_OF_DDP[name])
+        call = f"{wrapper}(..., {name}=...)"
+        raise refusal(TypeError, call, "an argument of torch's DDP", hint=_INSTEAD_OF_DDP[name])
 
 
 def _leave(engine: GradientEngine) -> None:
@@ -450,14 +445,14 @@ def _check_module(wrapper: str, module: nn.Module) -> None:
             )
     for name, x in [*module.named_parameters(), *module.named_buffers()]:
         if is_lazy(x):
-            found, hint = "has no shape yet", "run one forward first: module(example_batch)"
+            problem, hint = "has no shape yet", "run one forward first: module(example_batch)"
         elif x.is_meta:
-            found = "is on meta, without values"
+            problem = "is on meta, without values"
             hint = "module.to_empty(device='cpu'), then load or initialise its values"
         else:
             continue
         raise refusal(
-            ValueError, f"{wrapper}({type(module).__name__})", f"{name} {found}", hint=hint
+            ValueError, f"{wrapper}({type(module).__name__})", f"{name} {problem}", hint=hint
         )
 
 
@@ -465,9 +460,9 @@ def _checked_optimizers(optimizer: Any, module: nn.Module) -> list[DataParallelO
     """Return the optimizers as a list, each with at least one parameter of the module."""
     if optimizer is None:
         return []
-    given = list(optimizer) if isinstance(optimizer, list | tuple) else [optimizer]
-    own = {id(p) for p in module.parameters()}
-    for one in given:
+    optimizers = list(optimizer) if isinstance(optimizer, list | tuple) else [optimizer]
+    module_ids = {id(p) for p in module.parameters()}
+    for one in optimizers:
         kind = type(one).__name__
         if not isinstance(one, DataParallelOptimizer):
             hint = "optimizer=DataParallelOptimizer(torch_optimizer), a list of such, or None"
@@ -476,11 +471,11 @@ def _checked_optimizers(optimizer: Any, module: nn.Module) -> list[DataParallelO
             elif isinstance(one, optim.Optimizer):
                 hint = f"DataParallelOptimizer(optimizer), with your {kind} inside"
             raise refusal(TypeError, f"optimizer={kind}", "not a DataParallelOptimizer", hint=hint)
-        if not any(id(p) in own for p in one.params_ref):
+        if not any(id(p) in module_ids for p in one.params_ref):
             raise refusal(
                 ValueError,
                 f"an optimizer with {len(one.params_ref)} parameters",
-                f"none of them is one of the module's {len(own)} parameters",
+                f"none of them is one of the module's {len(module_ids)} parameters",
                 hint="build the optimizer from the parameters of this very module",
             )
-    return given
+    return optimizers

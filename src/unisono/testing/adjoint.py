@@ -108,21 +108,21 @@ def check_adjoint(
     raise_what_was_found(title, [part.problems for part in parts])
 
     limit = rtol if rtol is not None else max(_RTOL.get(t.dtype, 0.0) for t in (x, y))
-    (left, scale), (right, other) = (
+    (first, scale), (right, other) = (
         _total([part.sides[i] for part in parts], space) for i, space in enumerate((range, domain))
     )
     if x.is_complex() != y.is_complex():  # linear over the reals only
-        left, right = complex(left.real), complex(right.real)
-    error = abs(left - right) / (max(scale, other) or 1.0)
+        first, right = complex(first.real), complex(right.real)
+    error = abs(first - right) / (max(scale, other) or 1.0)
     if not error <= limit:
-        shown = (left.real, right.real) if left.imag == right.imag == 0 else (left, right)
-        ratio = f", ratio {abs(left / right):.6g}" if right else ""
-        found = (
+        shown = (first.real, right.real) if first.imag == right.imag == 0 else (first, right)
+        ratio = f", ratio {abs(first / right):.6g}" if right else ""
+        difference = (
             f"<Fx, y>  = {shown[0]:.12g} (space {range})\n"
             f"<x, F*y> = {shown[1]:.12g} (space {domain})\n"
             f"relative difference {error:.3g} > {limit:.3g}{ratio}"
         )
-        raise_what_was_found(title, [[found]] * comm.size)
+        raise_what_was_found(title, [[difference]] * comm.size)
     if derive:
         allowed_fx, allowed_fy = (limit * max(part.largest[i] for part in parts) for i in (0, 1))
         seed = y.detach().clone().requires_grad_(twice)
@@ -190,11 +190,11 @@ def _same(a: Tensor, b: Tensor) -> bool:
 
 
 def _difference(
-    name: str, found: Tensor, other: str, expected: Tensor, allowed: float
+    name: str, actual: Tensor, other: str, expected: Tensor, allowed: float
 ) -> list[str]:
-    if found.shape != expected.shape:
-        return _shape_problems(name, found, other, expected)
-    gap = _largest(found.detach() - expected.detach())
+    if actual.shape != expected.shape:
+        return _shape_problems(name, actual, other, expected)
+    gap = _largest(actual.detach() - expected.detach())
     if gap <= allowed:
         return []
     return [f"{name} is not {other}: largest difference {gap:.6g}, allowed {allowed:.3g}"]

@@ -122,12 +122,12 @@ def _processes() -> dict[str, str]:
         return {f"pid:{p.pid}": f"{p.pid} {p.name}" for p in multiprocessing.active_children()}
     if (server := _warm_server()) is not None:
         _ = server.is_alive  # collects one that has left, idle; else the next run would do so
-    found: dict[str, str] = {}
+    entries: dict[str, str] = {}
     for pid in _children():
         command = _read(f"/proc/{pid}/cmdline").replace("\0", " ").strip()
         if not any(word in command for word in _LASTING_COMMANDS):
-            found[f"pid:{pid}"] = f"{pid} ({command[:80] or _ENDED})"
-    return found
+            entries[f"pid:{pid}"] = f"{pid} ({command[:80] or _ENDED})"
+    return entries
 
 
 def _warm_server() -> Any:
@@ -152,12 +152,12 @@ def _parents() -> dict[int, int]:
 
 def _files() -> dict[str, str]:
     lasting = _lasting_fds()
-    found: dict[str, str] = {}
+    entries: dict[str, str] = {}
     for entry in _numbered(_PROC):
         target = _target(entry)  # none: the descriptor of this very listing
         if target and int(entry.name) not in lasting:
-            found[f"fd:{entry.name}"] = f"fd {entry.name} -> {target}"
-    return found
+            entries[f"fd:{entry.name}"] = f"fd {entry.name} -> {target}"
+    return entries
 
 
 def _lasting_fds() -> set[int]:
@@ -172,7 +172,7 @@ def _lasting_fds() -> set[int]:
 
 
 def _own_entries(directory: Path, prefixes: str | tuple[str, ...]) -> dict[str, str]:
-    """Return the entries of this user; what vanishes meanwhile is none."""
+    """Return the entries of this user; what vanishes meanwhile is left out."""
     found: dict[str, str] = {}
     with suppress(OSError), os.scandir(directory) as entries:
         for entry in entries:

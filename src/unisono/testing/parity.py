@@ -87,10 +87,10 @@ def check_parity(
     if rtol is not None and atol is None:
         atol = 0.0
 
-    def compare(name: str, found: Tensor, wanted: Tensor) -> None:
+    def compare(name: str, actual: Tensor, expected: Tensor) -> None:
         try:
-            found, wanted = found.detach(), wanted.detach()
-            torch.testing.assert_close(found, wanted, rtol=rtol, atol=atol, equal_nan=True)
+            actual, expected = actual.detach(), expected.detach()
+            torch.testing.assert_close(actual, expected, rtol=rtol, atol=atol, equal_nan=True)
         except AssertionError as error:
             problems.append(f"{name}: {error}")
 
@@ -134,7 +134,7 @@ def check_parity(
             if name not in grads or want is None:
                 continue
             if (grad := grads[name]) is None:
-                problems.append(f"gradient of {name}: there is none")
+                problems.append(f"gradient of {name}: missing")
             elif grad.numel() or not want.numel():
                 compare(f"gradient of {name}", grad, want)
         raise_together(title, problems, comm=comm)
@@ -177,34 +177,34 @@ def _whole_inputs(
 ) -> list[Tensor]:
     if isinstance(inputs, Tensor):
         return [inputs]
-    given = list(inputs)
-    if given and all(isinstance(x, Tensor) for x in given):
-        return [x for x in given if isinstance(x, Tensor)]
-    sizes = [n for n in given if isinstance(n, int)]
-    if len(sizes) != len(given):
+    values = list(inputs)
+    if values and all(isinstance(x, Tensor) for x in values):
+        return [x for x in values if isinstance(x, Tensor)]
+    sizes = [n for n in values if isinstance(n, int)]
+    if len(sizes) != len(values):
         raise PartitionError.because(
             "check_parity(..., inputs)",
-            f"a sequence of {sorted({type(x).__name__ for x in given})}",
+            f"a sequence of {sorted({type(x).__name__ for x in values})}",
             hint="give tensors, or one shape such as [2, 3, 8, 8]",
         )
     return [torch.randn(sizes, dtype=dtype, generator=generator)]
 
 
-def _one_each(given: object, count: int) -> list[Spread]:
+def _one_each(spreads: object, count: int) -> list[Spread]:
     """Spread one layout over `count` tensors, or check that a list has that many."""
-    if isinstance(given, list):
-        if len(given) != count:
+    if isinstance(spreads, list):
+        if len(spreads) != count:
             raise PartitionError.because(
                 "check_parity(..., partition=[...])",
-                f"{len(given)} layouts for {count} tensors",
+                f"{len(spreads)} layouts for {count} tensors",
                 hint="one for each, or a single one for all",
             )
-        return given
-    if given is None or isinstance(given, (Partition, Layout)):
-        return [given] * count
+        return spreads
+    if spreads is None or isinstance(spreads, (Partition, Layout)):
+        return [spreads] * count
     raise PartitionError.because(
         "check_parity(..., partition)",
-        an(type(given).__name__),
+        an(type(spreads).__name__),
         hint="a Partition, a Layout, None (replicated), or a list of them",
     )
 
@@ -244,8 +244,8 @@ def blocks(partition: Partition, comm: Communicator) -> Layout:
         return whole[_slices_of(partition, shapes)].contiguous()
 
     def join(part: Tensor) -> Tensor:
-        everybody: list[Tensor] = comm.all_gather_object(part.detach().cpu())
-        return _assembled(partition, everybody, ()).to(part.device)
+        parts: list[Tensor] = comm.all_gather_object(part.detach().cpu())
+        return _assembled(partition, parts, ()).to(part.device)
 
     return Layout(split=split, join=join, split_like=split_like)
 

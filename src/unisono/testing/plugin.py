@@ -104,12 +104,12 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """Refuse the marker where it would have no effect."""
     if item.get_closest_marker("ranks") and is_unittest(item):
-        told = explain(
+        text = explain(
             "@pytest.mark.ranks on a method of unittest.TestCase",
             f"{item.nodeid}, which unittest runs itself, in this process",
             hint="write it as a function, or as a method of a plain class",
         )
-        pytest.fail(told, pytrace=False)
+        pytest.fail(text, pytrace=False)
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -122,8 +122,8 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> object:
     leaks = run_on_ranks(pyfuncitem, marker)
     watch = watched_kinds(pyfuncitem)
     lines: list[str] = []
-    for rank, found in leaks.items():
-        if watched := {kind: items for kind, items in found.items() if kind in watch}:
+    for rank, entries in leaks.items():
+        if watched := {kind: items for kind, items in entries.items() if kind in watch}:
             lines.append(f"rank {rank}:\n{describe(watched)}")
     if lines:
         from unisono.testing.report import LeakFound

@@ -244,17 +244,17 @@ class RankPool:
         main = "unisono.testing.rank:answer_pool"
         try:
             with RankProcess(number, warm.directory) as rank:
-                own = {"rank": number, "stacks": str(rank.stack_path)}
+                context = {"rank": number, "stacks": str(rank.stack_path)}
                 rank.process = process = warm.server.fork(
-                    main, own, rank.theirs, streams=rank.streams, linger_s=_LINGER_S
+                    main, context, rank.theirs, streams=rank.streams, linger_s=_LINGER_S
                 )
             why = process.confirm(ANSWER_S)
         except ServerGone as error:
-            told = warm.server.last_words()
+            last_words = warm.server.last_words()
             raise RankFailed(
-                f"the process that starts the ranks ended, or does not answer\n{told}",
+                f"the process that starts the ranks ended, or does not answer\n{last_words}",
                 rank=number,
-                log_tail=told,
+                log_tail=last_words,
             ) from error
         if why is not None:
             rank.close()
@@ -408,8 +408,8 @@ class RankWorld:
         raised: dict[int, Raised] = {}
         pending = list(self._ranks)
         waited = ""
-        while pending and (left := deadline - time.monotonic()) > 0:
-            monitor.wait(left)
+        while pending and (remaining_s := deadline - time.monotonic()) > 0:
+            monitor.wait(remaining_s)
             pending = [rank for rank in pending if rank.rank not in replies]
             ended = {rank.rank: rank.known.exit_code for rank in pending}
             died |= {number: code for number, code in ended.items() if code is not None}

@@ -42,18 +42,18 @@ from unisono.testing.report import STACK_SIGNAL, Raised
 _WATCHED = tuple(kind for kind in KINDS if kind not in HOST_KINDS)
 
 
-def answer_pool(own: dict[str, Any], report_fd: int, control_fd: int, result_fd: int) -> None:
+def answer_pool(context: dict[str, Any], report_fd: int, control_fd: int, result_fd: int) -> None:
     """Answer the pool until its pipe closes."""
     # What a test forks must neither speak for this rank nor listen to its orders.
     for fd in (report_fd, control_fd):
         os.register_at_fork(after_in_child=lambda fd=fd: drop_descriptor(fd))
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(encoding="utf-8", errors="replace")  # pyright: ignore[reportAttributeAccessIssue]
-    stacks = os.open(own["stacks"], os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
-    rank = Rank(own["rank"], stacks, result_fd)
+    stacks = os.open(context["stacks"], os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    rank = Rank(context["rank"], stacks, result_fd)
     tell(report_fd, state="running")
     orders = os.fdopen(control_fd, "rb", closefd=False)
-    while orders.read(8):  # the length of the order, which ends by itself
+    while orders.read(8):  # the length of the order, which marks its own end
         method, arguments = pickle.load(orders)
         try:
             reply = getattr(rank, method)(**arguments)
@@ -197,8 +197,8 @@ def describe_exception(error: BaseException) -> Raised:
     Left out are our own frames, and those that set `__tracebackhide__`, pytest's word for "not
     interesting".
     """
-    told = traceback.TracebackException.from_exception(error)
-    for one, its_error in chain_of(told, error):
+    report = traceback.TracebackException.from_exception(error)
+    for one, its_error in chain_of(report, error):
         frames = [frame for frame, _ in traceback.walk_tb(its_error.__traceback__)]
         if len(frames) == len(one.stack):
             one.stack[:] = [
@@ -206,10 +206,12 @@ def describe_exception(error: BaseException) -> Raised:
                 for entry, frame in zip(one.stack, frames, strict=True)
                 if entry.filename != __file__ and not frame.f_locals.get("__tracebackhide__")
             ]
-    summary = "".join(told.format_exception_only()).strip()
+    summary = "".join(report.format_exception_only()).strip()
     kind = type(error)
     outcome = _OUTCOMES.get(f"{kind.__module__}.{kind.__name__}", "error")
-    return Raised(text="".join(told.format()), summary=summary, outcome=outcome, reason=str(error))
+    return Raised(
+        text="".join(report.format()), summary=summary, outcome=outcome, reason=str(error)
+    )
 
 
 _OUTCOMES = {
@@ -230,8 +232,8 @@ def _set_signals(handlers: dict[str, Any]) -> None:
 
 
 def _signals() -> dict[str, Any]:
-    found = {name: signal.getsignal(getattr(signal, name)) for name in _SIGNALS}
-    return {name: handler for name, handler in found.items() if handler is not None}
+    handlers = {name: signal.getsignal(getattr(signal, name)) for name in _SIGNALS}
+    return {name: handler for name, handler in handlers.items() if handler is not None}
 
 
 def _directory() -> str:
@@ -272,7 +274,7 @@ _SETTINGS: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
 }
 
 _RESTORED_SILENTLY = ("environment", "sys.path")
-"""The environment is told by `leaks.py` in more detail; importing helpers may extend the path."""
+"""`leaks.py` reports the environment in more detail; importing helpers may extend the path."""
 
 
 def _restore(settings: dict[str, Any]) -> list[str]:

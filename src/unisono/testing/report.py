@@ -26,7 +26,7 @@ _ADDRESSES = re.compile(r"\[[0-9.]+\]:[0-9]+|0x[0-9a-f]+")
 
 @dataclass(frozen=True, kw_only=True)
 class Raised:
-    """What a rank tells of an exception."""
+    """What a rank reports of an exception."""
 
     text: str
     """The traceback."""
@@ -166,7 +166,7 @@ def name_of(function: object) -> str:
     return getattr(function, "__name__", type(function).__name__)
 
 
-def raise_together(title: str, found: Sequence[str], *, comm: Communicator) -> None:
+def raise_together(title: str, problems: Sequence[str], *, comm: Communicator) -> None:
     """Raise one `AssertionError` on every rank if any rank found something. Collective.
 
     Args:
@@ -175,18 +175,18 @@ def raise_together(title: str, found: Sequence[str], *, comm: Communicator) -> N
         comm: the ranks that take part.
     """
     __tracebackhide__ = True
-    raise_what_was_found(title, comm.all_gather_object(list(found)))
+    raise_what_was_found(title, comm.all_gather_object(list(problems)))
 
 
-def raise_what_was_found(title: str, everybody: Sequence[Sequence[str]]) -> None:
+def raise_what_was_found(title: str, problems_by_rank: Sequence[Sequence[str]]) -> None:
     """Raise an `AssertionError` if there is anything in the lists that all ranks know."""
     __tracebackhide__ = True
     by_text: dict[str, list[int]] = {}
-    for rank, texts in enumerate(everybody):
+    for rank, texts in enumerate(problems_by_rank):
         for text in texts:
             by_text.setdefault(text, []).append(rank)
     if by_text:
-        lines = [_line(text, ranks, len(everybody)) for text, ranks in by_text.items()]
+        lines = [_line(text, ranks, len(problems_by_rank)) for text, ranks in by_text.items()]
         raise AssertionError("\n".join([title, *lines]))
 
 

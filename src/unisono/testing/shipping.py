@@ -131,15 +131,15 @@ class TestModules:
 
     def __init__(self, root: Path) -> None:
         self._root = root
-        self._seen: dict[str, object] = {}
+        self._visited: dict[str, object] = {}
         self._by_value: dict[str, types.ModuleType] = {}
 
     def current(self) -> list[types.ModuleType]:
         """Return the modules loaded by now that a rank could not import in the same form."""
         for name, module in sys.modules.copy().items():  # a list could meet an import half-way
-            if self._seen.get(name) is module:  # a name may get another module: conftest does
+            if self._visited.get(name) is module:  # a name may get another module: conftest does
                 continue
-            self._seen[name] = module
+            self._visited[name] = module
             self._by_value.pop(name, None)
             if isinstance(module, types.ModuleType) and self._travels_by_value(name, module):
                 self._by_value[name] = module
@@ -173,16 +173,16 @@ def _blame(
 ) -> UnisonoError:
     """Find what could not be pickled and say it."""
     name = getattr(function, "__qualname__", repr(function))
-    given = {f"{kind} number {i} of {name}": value for i, value in enumerate(args)}
-    given |= {f"{kind} {key!r} of {name}": value for key, value in kwargs.items()}
-    path, culprit = first_unpicklable({**given, name: function}) or (name, function)
-    found = f"{an(type(culprit).__qualname__)} that cannot be sent to another process: {error}"
+    arguments = {f"{kind} number {i} of {name}": value for i, value in enumerate(args)}
+    arguments |= {f"{kind} {key!r} of {name}": value for key, value in kwargs.items()}
+    path, culprit = first_unpicklable({**arguments, name: function}) or (name, function)
+    problem = f"{an(type(culprit).__qualname__)} that cannot be sent to another process: {error}"
     if path == name:
         return CannotTravel.because(f"{name} is needed on the ranks", f"it cannot be sent: {error}")
-    is_given = path.startswith(tuple(given))
-    asked = f"{path} is needed on the ranks" if is_given else f"{name} uses the global {path!r}"
+    is_given = path.startswith(tuple(arguments))
+    use = f"{path} is needed on the ranks" if is_given else f"{name} uses the global {path!r}"
     hint = f"make it inside {name}, on each rank, or pass plain data"
-    return CannotTravel.because(asked, found, hint=hint)
+    return CannotTravel.because(use, problem, hint=hint)
 
 
 def _travels(value: Any) -> bool:

@@ -20,7 +20,7 @@ __all__ = ["Resumable"]
 class Resumable:
     """A loader with a position, for `Checkpoint`.
 
-    Iterating it is one epoch: the sampler is told its number, if it has `set_epoch`. After
+    Iterating it is one epoch: the sampler gets its number, if it has `set_epoch`. After
     `load_state_dict` the next iteration yields what was left of the epoch that was interrupted, in
     the order it had; batches that were trained on are not loaded again. With another number of
     ranks or another batch size it begins at the same sample, rounded down to a whole batch.
@@ -153,15 +153,15 @@ class Resumable:
 
     def _own_generators(self) -> dict[str, torch.Generator | None]:
         sampler = getattr(self._inner.batch_sampler, "sampler", self._inner.sampler)
-        found = getattr(sampler, "generator", None)
-        is_one = isinstance(found, torch.Generator)
-        return {"generator": self._inner.generator, "sampler": found if is_one else None}
+        generator = getattr(sampler, "generator", None)
+        is_one = isinstance(generator, torch.Generator)
+        return {"generator": self._inner.generator, "sampler": generator if is_one else None}
 
     def _generators(self) -> list[torch.Generator]:
         """Return those that the order of an epoch may be drawn from, the loader's first."""
-        own = self._own_generators()
-        found = (own["generator"], torch.default_generator, own["sampler"])
-        return list(dict.fromkeys(g for g in found if g is not None))
+        generators = self._own_generators()
+        candidates = (generators["generator"], torch.default_generator, generators["sampler"])
+        return list(dict.fromkeys(g for g in candidates if g is not None))
 
     def _states(self) -> list[Tensor]:
         return [generator.get_state() for generator in self._generators()]
@@ -176,15 +176,15 @@ class _Rest:
 
     def __init__(self, batches: Any, first: int) -> None:
         self._batches, self._first = batches, first
-        self._left: Iterator[Any] | None = None
+        self._remaining: Iterator[Any] | None = None
 
     def begin(self) -> Iterator[Any]:
         """Draw the order of the epoch, and pass over the first items, once."""
-        if self._left is None:
-            self._left = iter(self._batches)
+        if self._remaining is None:
+            self._remaining = iter(self._batches)
             for _ in range(self._first):
-                next(self._left, None)
-        return self._left
+                next(self._remaining, None)
+        return self._remaining
 
     def __iter__(self) -> Iterator[Any]:
         return self

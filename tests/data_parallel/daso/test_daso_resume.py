@@ -113,44 +113,11 @@ def test_one_state_from_the_middle_leaves_out_what_travelled_with_one_warning():
     assert resumed.epoch == 2
 
 
-@pytest.mark.ranks([1, 4], timeout=150)
-def test_copies_go_on_bit_for_bit_with_groups_of_their_own(rank_count):
-    options = {"ranks_per_node": 2 if rank_count == 4 else 1}
-    daso, model = make(options)
-    begin = N + 1  # an exchange is in flight, and the node does not synchronise the next batch
-    advance(daso, model, 0, begin)
-    assert daso.sent_at == 0
-    copies = [
-        copy.deepcopy((daso, model)),
-        copy.deepcopy((model, daso))[::-1],
-        pickle.loads(pickle.dumps((daso, model))),
-        pickle.loads(pickle.dumps((model, daso)))[::-1],
-    ]
-    before = flat_of(model).clone()
-    advance(daso, model, begin, 3 * N)
-    for other, again in copies:
-        assert other.epoch == 1
-        assert other.params_ref[0] is next(again.parameters())
-        assert torch.equal(flat_of(again), before), "the original trains its copy"
-        advance(other, again, begin, 3 * N)
-        assert torch.equal(flat_of(again), flat_of(model))
-        assert other.scheduler.optimizer is other.local_optimizer
-        assert other.param_groups[0]["lr"] == daso.param_groups[0]["lr"]
-        assert other.loc_gpus == daso.loc_gpus
-
-
-@pytest.mark.ranks(4, timeout=90)
-def test_a_copy_stays_with_the_ranks_of_the_original():
-    comm = world().split(world().rank % 2)
-    options = {"ranks_per_node": 1, "comm": comm}
-    daso, model = make(options)
-    advance(daso, model, 0, 2)
-    other, again = copy.deepcopy((daso, model))
-    assert other.comm is comm
-    assert again.comm is comm
-    advance(other, again, 2, N)
-    advance(daso, model, 2, N)
-    assert torch.equal(flat_of(again), flat_of(model))
+@pytest.mark.parametrize("duplicate", [copy.deepcopy, pickle.dumps])
+def test_copies_are_refused(duplicate):
+    for original in make({}):
+        with pytest.raises(TypeError, match="groups of ranks"):
+            duplicate(original)
 
 
 def test_a_state_without_a_model_or_of_something_else_is_refused():

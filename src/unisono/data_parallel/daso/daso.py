@@ -6,10 +6,9 @@ a batch and an epoch do, with scheduler and scaler, its checkpoint, and its copi
 
 from __future__ import annotations
 
-import copy
 import warnings
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -36,9 +35,6 @@ _WIRES = (torch.float32, torch.bfloat16, torch.float16)
 
 _COUNTERS = ("current_batch", "rotation", "sent_at", "batches_done", "has_closed", "last_batch")
 """What a checkpoint has of the optimizer itself."""
-
-_CONNECTED = ("exchange", "reduced_ranks")
-"""What a copy gets when it is first used."""
 
 _READABLE = {
     "param_groups": ("local_optimizer", "param_groups"),
@@ -81,7 +77,7 @@ class DASO(Optimizer):
         skip_reduction_factor: skips are divided by this on a plateau.
         local_skip_factor: the largest skip over this gives how rarely a node synchronises.
         verbose: rank 0 prints what each epoch did.
-        ranks_per_node: None: by hostname; else blocks of so many consecutive ranks, or of these.
+        ranks_per_node: None: by hostname; else sizes of blocks of consecutive ranks.
         downcast_cycling: `downcast_type` also for exchanges in the background.
         local_merge: ranks of a node that went apart meet at their `"mean"`, or at the `"rank"` that
             sends.
@@ -98,8 +94,6 @@ class DASO(Optimizer):
     exchange: NodeExchange
     reduced_ranks: tuple[tuple[int, ...], ...]
     """Ranks of each global group."""
-    _unconnected: tuple[NodeExchange, int, int]
-    """In a copy that was not yet used: its exchange, and rank and size where it was made."""
 
     def __init__(
         self,
@@ -164,13 +158,15 @@ class DASO(Optimizer):
         """Whether ranks of the node may differ since they were brought together."""
         self._switch: Callable[[bool], None] | None = None
         self._by_epoch = scheduler_step == "epoch" or isinstance(scheduler, ReduceLROnPlateau)
-        self._ranks_per_node = ranks_per_node
-        exchange = NodeExchange(
+        layout = _node_layout(self.communicator, ranks_per_node)
+        self.reduced_ranks = layout.groups
+        self.exchange = NodeExchange(
+            self.communicator,
+            layout,
             chunk=sending_chunk_size,
             wire=downcast_type,
             by_mean=local_merge == "mean",
         )
-        self._connect(exchange)
         self._warned_of_length = False
         self._start_over()
         if verbose and self.schedule.never_cycles:
@@ -185,7 +181,7 @@ class DASO(Optimizer):
         warmup_epochs: int = 1,
         **options: Any,
     ) -> DASO:
-        """Return DASO that averages parameters every so many batches after the warm-up."""
+        """Return DASO that averages parameters every `every` batches after the warm-up."""
         options = {"cooldown_epochs": 0, **options}
         return cls(
             local_optimizer, total_epochs, warmup_epochs=warmup_epochs, every=every, **options
@@ -225,13 +221,13 @@ class DASO(Optimizer):
                 none, and ranks of a node meet at each exchange instead.
         """
         expect("module", module, nn.Module)
-        known = {id(p) for p in module.parameters()}
-        held = self.params_ref
-        if not any(id(p) in known for p in held):
+        module_ids = {id(p) for p in module.parameters()}
+        optimized = self.params_ref
+        if not any(id(p) in module_ids for p in optimized):
             raise refusal(
                 ValueError,
-                f"set_model of a module with {len(known)} parameters",
-                f"the optimizer holds {len(held)} parameters, none of them this module's",
+                f"set_model of a module with {len(module_ids)} parameters",
+                f"the optimizer holds {len(optimized)} parameters, none of them this module's",
                 hint="build the optimizer from module.parameters()",
             )
         broadcast_module(module, self.communicator)
@@ -317,7 +313,7 @@ class DASO(Optimizer):
     def _agree(self) -> None:
         """Compare what must be the same on all ranks, and take up what has changed. Collective.
 
-        Called once an epoch, and after what may have changed it: a model, a checkpoint, a copy.
+        Called once an epoch, and after what may have changed it: a model or a checkpoint.
 
         Raises:
             ValueError: on all ranks, where a model is missing or numbers of batches differ.
@@ -325,8 +321,8 @@ class DASO(Optimizer):
         exchange, module = self.exchange, self.module
         begins = self.batches_done == 0
         changed = begins and module is not None and exchange.has_changed()
-        mine = [self.last_batch or 0, module is not None, self.is_foreign, changed]
-        everybody = self.communicator.all_gather_ints([int(x) for x in mine])
+        settings = [self.last_batch or 0, module is not None, self.is_foreign, changed]
+        everybody = self.communicator.all_gather_ints([int(x) for x in settings])
         lengths, models, foreign, changes = zip(*everybody, strict=True)
         if not all(models):
             raise refusal(
@@ -517,46 +513,21 @@ class DASO(Optimizer):
     def _is_elsewhere(self, rank: int, size: int) -> bool:
         return (rank, size) != (self.communicator.rank, self.communicator.size)
 
-    # -- copies, by deepcopy or pickle: the same state, and groups of ranks of their own ----------
-    # A copy meets the other ranks when it is first used, so any rank can load a file by itself.
-
-    def _connect(self, exchange: NodeExchange) -> None:
-        """Find the nodes and make their groups. Collective over `comm`."""
-        layout = _node_layout(self.communicator, self._ranks_per_node)
-        exchange.connect(self.communicator, layout)
-        self.exchange, self.reduced_ranks = exchange, layout.groups
-
     def __getattr__(self, name: str) -> Any:
-        """Read what the parts hold; a copy that is used for the first time is connected."""
-        if name in _CONNECTED and "_unconnected" in self.__dict__:
-            exchange, rank, size = self._unconnected
-            self._connect(exchange)
-            if self.module is not None:
-                exchange.take(self.module)
-            self.is_foreign = exchange.in_flight is not None and self._is_elsewhere(rank, size)
-            del self._unconnected
-            return self.__dict__[name]
-        home, own_name = _READABLE.get(name, ("", ""))
-        if not home or (home == "local_optimizer" and home not in self.__dict__):
+        """Read what the parts hold."""
+        home, attribute = _READABLE.get(name, ("", ""))
+        if not home or home not in self.__dict__:
             raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
-        return getattr(getattr(self, home), own_name)
+        return getattr(getattr(self, home), attribute)
 
-    def __getstate__(self) -> dict[str, Any]:
-        parts = (self.exchange, self.communicator.rank, self.communicator.size)
-        ours = ("comm", "communicator", *_CONNECTED)
-        rest = {name: value for name, value in self.__dict__.items() if name not in ours}
-        return {**rest, "must_agree": True, "_unconnected": parts}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
-        self.comm = self.communicator = _all_ranks(None)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> DASO:
-        twin = type(self).__new__(type(self))
-        memo[id(self)] = twin
-        twin.__dict__.update(copy.deepcopy(self.__getstate__(), memo))
-        twin.comm, twin.communicator = self.comm, self.communicator
-        return twin
+    def __getstate__(self) -> NoReturn:
+        """Refuse a copy or a pickle: the groups of ranks belong to this object."""
+        raise refusal(
+            TypeError,
+            f"a copy or a pickle of {type(self).__name__}",
+            "it holds groups of ranks",
+            hint="another DASO, and load_state_dict(daso.state_dict())",
+        )
 
     # -- what users read ------------------------------------------------------------------------
 

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate, pairwise
-from typing import Any, cast
+from typing import cast
 
 import torch
 import torch.distributed as dist
@@ -206,11 +206,11 @@ def _torchs_node(comm: Communicator, members: Sequence[int]) -> Communicator | N
         return None
     is_there = dist.is_initialized() and dist.get_world_size() == len(members)
     is_there = is_there and members[dist.get_rank()] == comm.rank
-    if not all(told for (told,) in comm.all_gather_ints([int(is_there)])):
+    if not all(flag for (flag,) in comm.all_gather_ints([int(is_there)])):
         return None
     node = world()
     is_node = [rank for (rank,) in node.all_gather_ints([comm.rank])] == list(members)
-    return node if all(told for (told,) in comm.all_gather_ints([int(is_node)])) else None
+    return node if all(flag for (flag,) in comm.all_gather_ints([int(is_node)])) else None
 
 
 class NodeExchange:
@@ -233,6 +233,8 @@ class NodeExchange:
 
     def __init__(
         self,
+        comm: Communicator,
+        layout: NodeLayout,
         *,
         chunk: int,
         wire: torch.dtype,
@@ -244,35 +246,18 @@ class NodeExchange:
         self._chunk = chunk
         self._wire = wire
         self._by_mean = by_mean
-
-    def connect(self, comm: Communicator, layout: NodeLayout) -> None:
-        """Make the groups of nodes and between them. Collective over `comm`.
-
-        Args:
-            comm: all ranks.
-            layout: which of them share a node.
-        """
         self.comm = comm
         self.layout = layout
-        own = layout.node_of(comm.rank)
-        node = _torchs_node(comm, layout.nodes[own]) or comm.sub(layout.nodes[own])
+        this_node = layout.node_of(comm.rank)
+        node = _torchs_node(comm, layout.nodes[this_node]) or comm.sub(layout.nodes[this_node])
         self.node = cast(Communicator, node)
         self._groups = [comm.sub(ranks) for ranks in layout.groups]
         self.n_nodes = len(layout.nodes)
-        self._weight = layout.weights[own]
-
-    def take(self, module: nn.Module) -> None:
-        """Take the parameters of a module, whose values are those known here. Local."""
-        self.flat = FlatParameters(module)
-
-    def __getstate__(self) -> dict[str, Any]:
-        self.complete()
-        ours = ("comm", "layout", "node", "_groups", "n_nodes", "_weight", "flat")
-        return {name: value for name, value in self.__dict__.items() if name not in ours}
+        self._weight = layout.weights[this_node]
 
     def bind(self, module: nn.Module) -> None:
         """Take the parameters of a module; rank 0's become the common value. Collective."""
-        self.take(module)
+        self.flat = FlatParameters(module)
         self.in_flight = None
         values = self.flat.pack()
         needed = any(x.dtype != self._dtype(x, True) for x in values)
@@ -397,14 +382,14 @@ class NodeExchange:
         rank = next((r for r, place in enumerate(places) if place >= 0), None)
         if rank is not None:
             name = self.flat.named[places[rank]][0]
-            found = f"{name} is not finite on rank {rank}"
+            problem = f"{name} is not finite on rank {rank}"
             hint = "lower the learning rate, clip gradients, or look for the batch that did it"
         else:
             offset = int(torch.isfinite(sums[kind]).logical_not().nonzero()[0])
             name = self.flat.name_at(kind, offset)
-            found = f"the sum of {name} over nodes overflows {sums[kind].dtype}"
+            problem = f"the sum of {name} over nodes overflows {sums[kind].dtype}"
             hint = "downcast_type=torch.bfloat16 has the range of float32"
-        text = explain("mean of parameters over nodes", found, hint=hint)
+        text = explain("mean of parameters over nodes", problem, hint=hint)
         raise NonFiniteParameters(text, rank=rank, parameter=name)
 
 
@@ -421,14 +406,14 @@ def average_state(optimizer: Optimizer, comm: Communicator) -> None:
     A rank whose parameter never had a gradient has no state for it; what not all ranks have stays.
     """
     params = [param for group in optimizer.param_groups for param in group["params"]]
-    own: dict[tuple[int, str], Tensor] = {
+    local_sums: dict[tuple[int, str], Tensor] = {
         (i, name): value
         for i, param in enumerate(params)
         for name, value in optimizer.state.get(param, {}).items()
         if isinstance(value, Tensor) and value.shape == param.shape and _has_mean(value)
     }
-    shared = set.intersection(*map(set, comm.all_gather_object(sorted(own))))
-    average_tensors([own[key] for key in sorted(shared)], comm)
+    shared = set.intersection(*map(set, comm.all_gather_object(sorted(local_sums))))
+    average_tensors([local_sums[key] for key in sorted(shared)], comm)
 
 
 def _is_finite(x: Tensor) -> bool:

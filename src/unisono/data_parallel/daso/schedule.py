@@ -23,9 +23,9 @@ class Skips(NamedTuple):
     """How rarely ranks synchronise in one epoch; all 0 means after every batch."""
 
     global_skip: int
-    """Nodes start an exchange every so many batches."""
+    """Number of batches from one exchange of the nodes to the next."""
     local_skip: int
-    """Away from exchanges, ranks of a node average gradients every so many batches."""
+    """Batches from one average of gradients inside a node to the next, away from exchanges."""
     batches_to_wait: int
     """Batches between the start of an exchange and the use of its result; 0: waits at once."""
 
@@ -167,7 +167,7 @@ class DasoSchedule:
         skip_reduction_factor: `global_skip` and `local_skip` are divided by this on a plateau.
         local_skip_factor: the largest `global_skip` over this gives `local_skip`.
         stability_level: relative improvement of the loss below which an epoch counts as a plateau.
-        every: fixed skips instead: a blocking mean every so many batches, plateaus ignored.
+        every: fixed skips instead: a blocking mean every `every` batches, plateaus ignored.
 
     >>> schedule = DasoSchedule(total_epochs=8, warmup_epochs=1, cooldown_epochs=1)
     >>> [skips.global_skip for skips in schedule.preview([1.0] * 8)]
@@ -271,13 +271,13 @@ class DasoSchedule:
 
     def exchanges(self, n_batches: int) -> list[tuple[int, str]]:
         """Return (batch, `"send"` or `"mean"`) for every exchange of an epoch with these skips."""
-        found: list[tuple[int, str]] = []
+        exchanges: list[tuple[int, str]] = []
         for batch in range(n_batches):
             # Whether one is in flight decides about merges only, which send nothing.
             plan = self.plan(batch, n_batches, None)
             if plan.blocking or plan.send:
-                found.append((batch, "mean" if plan.blocking else "send"))
-        return found
+                exchanges.append((batch, "mean" if plan.blocking else "send"))
+        return exchanges
 
     def preview(self, losses: Sequence[float]) -> list[Skips]:
         """Return the skips of the coming epochs if they ended with these losses. Changes nothing.
@@ -317,7 +317,7 @@ class DasoSchedule:
         return costs
 
     def _rehearsal(self, losses: Sequence[float]) -> list[DasoSchedule]:
-        """Return a copy of this schedule as it stands in each of the coming epochs."""
+        """Return a copy of this schedule as it will be in each of the coming epochs."""
         stages: list[DasoSchedule] = []
         current = copy.deepcopy(self)
         for loss in losses:

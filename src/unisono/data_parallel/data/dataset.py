@@ -30,7 +30,7 @@ Attributes = Sequence[Sequence[str | None]]
 """Pairs: name of a tensor of the dataset, and of an object whose `.larray` follows it, or None."""
 
 
-def local_rows(array: object, asked: str) -> Tensor:
+def local_rows(array: object, call: str) -> Tensor:
     """Return this rank's rows of `array` as a tensor over the same memory. Local.
 
     Raises:
@@ -46,20 +46,20 @@ def local_rows(array: object, asked: str) -> Tensor:
     if not isinstance(rows, Tensor):
         raise refusal(
             TypeError,
-            f"{asked} of {type(array).__name__}",
+            f"{call} of {type(array).__name__}",
             "not an array",
             hint="a torch tensor, a numpy array, or an object whose .larray is the local one",
         )
     split = 0 if isinstance(array, Tensor | np.ndarray) else getattr(array, "split", 0)
     if split != 0:
         raise PartitionError.because(
-            f"{asked} of an array with split={split!r}",
+            f"{call} of an array with split={split!r}",
             "rows have to be split over ranks",
             f"{split!r} != 0",
             "array.resplit(0)",
         )
     if rows.dim() == 0:
-        raise PartitionError.because(f"{asked} of a scalar", "0 dims, so no rows")
+        raise PartitionError.because(f"{call} of a scalar", "0 dims, so no rows")
     return rows.detach()
 
 

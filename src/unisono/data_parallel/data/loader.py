@@ -19,7 +19,7 @@ class DataLoader:
 
     A `Dataset` is shuffled over ranks before every epoch but the first; with its `ishuffle` rows
     travel during one epoch and are used from the next. Iterating is then collective over its
-    communicator. Any other torch dataset is iterated as it is. A `sampler` with `set_epoch` is told
+    communicator. Any other torch dataset is iterated as it is. A `sampler` with `set_epoch` gets
     each epoch's number.
 
     Args:
@@ -116,7 +116,7 @@ class DataLoader:
                 ValueError,
                 f"go_to_epoch({epoch})",
                 f"{self.epoch} epochs were begun, and their shuffles are not undone",
-                hint="make the loader anew",
+                hint="make another loader",
             )
         while self.epoch < epoch:
             self.begin_epoch()

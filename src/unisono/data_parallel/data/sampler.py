@@ -118,10 +118,10 @@ class DistributedSampler(torch.utils.data.Sampler[int]):
 
     def _all_linked(self) -> list[DistributedSampler]:
         """Return this sampler and all that follow it, each once."""
-        found: list[DistributedSampler] = [self]
-        for sampler in found:
-            found += [s for s in sampler._linked if s not in found]
-        return found
+        samplers: list[DistributedSampler] = [self]
+        for sampler in samplers:
+            samplers += [s for s in sampler._linked if s not in samplers]
+        return samplers
 
     def _shuffle(self) -> None:
         cuts = self.dataset.cuts
@@ -130,8 +130,8 @@ class DistributedSampler(torch.utils.data.Sampler[int]):
             return
         order = torch.arange(cuts[-1]) if self._order is None else self._order
         # From sorted rows, so that an epoch's order does not depend on the one before.
-        held = [order[a:b].sort().values for a, b in pairwise(cuts)]
-        self._reorder(torch.cat([part[self._permutation(len(part))] for part in held]))
+        rows_by_rank = [order[a:b].sort().values for a, b in pairwise(cuts)]
+        self._reorder(torch.cat([part[self._permutation(len(part))] for part in rows_by_rank]))
 
     def _permutation(self, n: int) -> Tensor:
         generator = torch.Generator().manual_seed((self.seed or 0) + self.epoch)
@@ -139,12 +139,12 @@ class DistributedSampler(torch.utils.data.Sampler[int]):
 
     def _reorder(self, order: Tensor | None) -> None:
         """Bring rows into `order` of the original array; None: as they were."""
-        wanted = torch.arange(self.dataset.cuts[-1]) if order is None else order
-        places = wanted
+        target = torch.arange(self.dataset.cuts[-1]) if order is None else order
+        places = target
         if self._order is not None:
-            now_at = torch.empty_like(wanted)
-            now_at[self._order] = torch.arange(len(wanted))
-            places = now_at[wanted]
+            now_at = torch.empty_like(target)
+            now_at[self._order] = torch.arange(len(target))
+            places = now_at[target]
         elif order is None:
             return
         self.dataset.data = _reorder_rows(
@@ -219,8 +219,8 @@ def _reorder_rows(
     ends = torch.searchsorted(targets, torch.tensor(cuts))
     outgoing = rows[(places[targets] - start).to(rows.device)]
     # My new rows, by the rank that has them: each sends in ascending order of place.
-    mine = places[start:stop]
-    by_source = [((mine >= a) & (mine < b)).nonzero().squeeze(1) for a, b in pairwise(cuts)]
+    share = places[start:stop]
+    by_source = [((share >= a) & (share < b)).nonzero().squeeze(1) for a, b in pairwise(cuts)]
     arrived = on_device(comm, rows.device).all_to_all(
         outgoing,
         send_sizes=ends.diff().tolist(),

@@ -28,7 +28,7 @@ from unisono.testing.comparing.table import as_text
 __all__ = ["Cause", "Comparison", "FormResult", "compare", "judge"]
 
 STEPS = 50
-"""So many optimizer steps are followed, if nothing else is said."""
+"""Number of optimizer steps that are followed by default."""
 _PRELOAD = ("torch._dynamo", "unisono.data_parallel")
 """What the first optimizer step of each run would spend seconds on."""
 _CURVES = ("loss", "gradient", "parameter", "buffer")
@@ -127,17 +127,17 @@ def compare(
     The first form runs twice, to tell randomness from rank. Each rank notes its batches, the
     results of all modules, losses, gradients, parameters, buffers and optimizer states by step; a
     few numbers of each tensor. A second pass keeps the first tensor that differs whole. It does not
-    matter who wraps the model: `DataParallel`, torch's DDP or FSDP2, `split`, or nobody.
+    matter what wraps the model: `DataParallel`, torch's DDP or FSDP2, `split`, or nothing.
 
     Args:
         fn: trains a model with a torch optimizer; called on each rank as by `unisono.run`.
         args: its positional arguments.
         ranks: numbers of ranks; all others are compared with the first.
         on: where ranks run, as in `unisono.run`.
-        steps: end the program after so many steps of its optimizer.
+        steps: end the program after this number of optimizer steps.
         timeout_s: deadline of each run.
         name: what to call the program.
-        is_script: whether it joins its world by itself.
+        is_script: whether it joins its world without help.
         kwargs: keyword arguments of `fn`.
 
     Raises:
@@ -154,9 +154,9 @@ def compare(
     True
     """
     if len(ranks) < 2 or is_in_world():
-        found = "this process is a rank" if is_in_world() else f"{len(ranks)} numbers of ranks"
+        problem = "this process is a rank" if is_in_world() else f"{len(ranks)} numbers of ranks"
         raise PlatformError.because(
-            f"compare(..., ranks={tuple(ranks)})", found, hint="compare(fn, ranks=(1, 2))"
+            f"compare(..., ranks={tuple(ranks)})", problem, hint="compare(fn, ranks=(1, 2))"
         )
     for number in ranks:
         expect_int("ranks", number, 1, error=PlatformError)
@@ -213,11 +213,11 @@ def judge(name: str, base: Form, again: Form, forms: dict[int, Form]) -> Compari
 
 
 def _result(base: Form, form: Form, cause: Cause) -> FormResult:
-    found = list(differences(base, form))
+    all_differences = list(differences(base, form))
     steps = min(base.steps, form.steps)
     curves = {kind: [0.0] * steps for kind in _CURVES}
     modules: dict[str, tuple[str, int | None]] = {}
-    for one in found:
+    for one in all_differences:
         key = one.key
         if key.kind in curves and key.step < steps:
             curves[key.kind][key.step] = max(curves[key.kind][key.step], one.distance)
@@ -226,7 +226,7 @@ def _result(base: Form, form: Form, cause: Cause) -> FormResult:
             modules[key.name] = kind, key.step if step is None and one.is_real else step
     first = None
     if cause.name != causes.EQUAL:
-        first = next((one for one in found if one.is_real), None)
+        first = next((one for one in all_differences if one.is_real), None)
     curves = {kind: values for kind, values in curves.items() if any(values)}
     return FormResult(form.size, form.steps, cause, first, curves, modules)
 

@@ -49,16 +49,16 @@ def first_real(base: Form, other: Form) -> Difference | None:
 
 def nondeterminism(base: Form, again: Form) -> Cause | None:
     """Return why two runs of the very same form differ, if they do."""
-    found = next((d for d in differences(base, again) if d.distance > 0), None)
-    if found is None:
+    difference = next((d for d in differences(base, again) if d.distance > 0), None)
+    if difference is None:
         return None
     seeds = [form.recordings[0].seeds for form in (base, again)]
     unseeded = bool(seeds[0]) and seeds[0][:1] != seeds[1][:1]
     why = "the random state differs from the first step on" if unseeded else "random states agree"
     return Cause(
         RANDOM,
-        f"{found.key} of step {found.key.step} differs by {found.distance:.2g} between two runs on "
-        f"{base.size} rank{'s' * (base.size > 1)}; {why}",
+        f"{difference.key} of step {difference.key.step} differs by {difference.distance:.2g} "
+        f"between two runs on {base.size} rank{'s' * (base.size > 1)}; {why}",
         "torch.manual_seed(0) before the model and the data are made"
         if unseeded
         else "torch.use_deterministic_algorithms(True); a fixed order of data and workers",
@@ -68,17 +68,17 @@ def nondeterminism(base: Form, again: Form) -> Cause | None:
 def explain(base: Form, other: Form) -> Cause:
     """Return why a form differs from the first one."""
     sizes = _batch_cause(base, other)
-    found = first_real(base, other)
-    if found is None:
+    difference = first_real(base, other)
+    if difference is None:
         if sizes is not None:
             return sizes
         return _rounding(base, other)
-    if sizes is not None and found.key.kind not in ("start", "setting"):
+    if sizes is not None and difference.key.kind not in ("start", "setting"):
         # A step that differs in its rows differs in everything after them.
         step = _first_unlike_rows(base, other)
-        if step is None or step <= found.key.step:
+        if step is None or step <= difference.key.step:
             return sizes
-    key = found.key
+    key = difference.key
     by_kind = {
         "start": _start,
         "setting": _setting,
@@ -90,7 +90,7 @@ def explain(base: Form, other: Form) -> Cause:
         "state": _parameter,
         "buffer": _buffer,
     }
-    return by_kind[key.kind](base, other, found)
+    return by_kind[key.kind](base, other, difference)
 
 
 def _rounding(base: Form, other: Form) -> Cause:
@@ -239,31 +239,32 @@ def _ranks_with(form: Form, step: int, rows: set[int]) -> list[int]:
 
 def _whole(form: Form) -> Counter[int]:
     """Return all rows that a form sees in all its steps."""
-    found: Counter[int] = Counter()
+    counts: Counter[int] = Counter()
     for step in range(form.steps):
-        found.update(form.rows(step) or Counter())
-    return found
+        counts.update(form.rows(step) or Counter())
+    return counts
 
 
 # -- one kind of tensor each ----------------------------------------------------------------------
 
 
-def _start(_: Form, other: Form, found: Difference) -> Cause:
-    notes = other.of(found.key)
+def _start(_: Form, other: Form, difference: Difference) -> Cause:
+    notes = other.of(difference.key)
     odd = [r for r, note in enumerate(notes) if apart(notes[0].moments, note.moments) > 0]
     unlike = f"replicas on ranks 0 and {compress_ranks(odd)} differ" if odd else "all ranks agree"
     return Cause(
         START,
-        f"{found.key.name} differs by {found.distance:.2g} before the first step; {unlike}",
+        f"{difference.key.name} differs by {difference.distance:.2g} before the first step; "
+        f"{unlike}",
         "the same seed on all ranks before the model is made, or a wrapper that sends rank 0's "
         "parameters to all",
     )
 
 
-def _setting(base: Form, other: Form, found: Difference) -> Cause:
-    name = found.key.name.partition(",")[0]
-    here = base.of(found.key)[0].value
-    there = [note.value for note in other.of(found.key)]
+def _setting(base: Form, other: Form, difference: Difference) -> Cause:
+    name = difference.key.name.partition(",")[0]
+    here = base.of(difference.key)[0].value
+    there = [note.value for note in other.of(difference.key)]
     texts = f"{name} is {here} on {base.size} rank{'s' * (base.size > 1)}"
     texts += f" and {', '.join(map(str, there))} on ranks 0-{other.size - 1} of {other.size}"
     if len(set(there)) > 1:
@@ -271,30 +272,30 @@ def _setting(base: Form, other: Form, found: Difference) -> Cause:
     else:
         hint = f"{name} that does not depend on the number of ranks, or a batch that grows with it"
     kind = SETTING if name in ("lr", "initial_lr") else OPTIMIZER
-    return Cause(kind, f"{texts}, from step {found.key.step} on", hint)
+    return Cause(kind, f"{texts}, from step {difference.key.step} on", hint)
 
 
-def _batch_values(_: Form, other: Form, found: Difference) -> Cause:
+def _batch_values(_: Form, other: Form, difference: Difference) -> Cause:
     return Cause(
         BATCH,
-        f"{found.key.name} of step {found.key.step} differs by {found.distance:.2g} on "
-        f"{other.size} ranks",
+        f"{difference.key.name} of step {difference.key.step} differs by "
+        f"{difference.distance:.2g} on {other.size} ranks",
         "the same rows in each form",
     )
 
 
-def _output(base: Form, other: Form, found: Difference) -> Cause:
-    note = base.of(found.key)[0]
-    where = f"{found.key.name or 'the model'} ({note.module}), step {found.key.step}"
-    before = "its inputs agree" if found.key.step == 0 else "all before it agrees"
-    text = f"the result of {where} differs by {found.distance:.2g}, and {before}"
+def _output(base: Form, other: Form, difference: Difference) -> Cause:
+    note = base.of(difference.key)[0]
+    where = f"{difference.key.name or 'the model'} ({note.module}), step {difference.key.step}"
+    before = "its inputs agree" if difference.key.step == 0 else "all before it agrees"
+    text = f"the result of {where} differs by {difference.distance:.2g}, and {before}"
     if "BatchNorm" in note.module:
         return Cause(
             BATCH_NORM,
             f"{text}: each rank takes mean and variance of its own rows",
             "DataParallel(..., sync_batch_norm=True), nn.SyncBatchNorm on GPUs, or nn.GroupNorm",
         )
-    if note.has_drawn or any(n.has_drawn for n in other.of(found.key)):
+    if note.has_drawn or any(n.has_drawn for n in other.of(difference.key)):
         seeds = {r.seeds[0] for r in other.recordings if r.seeds}
         alike = "alike on all ranks" if len(seeds) == 1 else "differently on each rank"
         return Cause(
@@ -304,7 +305,7 @@ def _output(base: Form, other: Form, found: Difference) -> Cause:
         )
     if cuts := _cuts(other):
         return Cause(CUT, f"{text}; a collective inside the forward: {cuts}", _DERIVATIVE)
-    return Cause(MODULE, text, f"look at the forward of {found.key.name or note.module}")
+    return Cause(MODULE, text, f"look at the forward of {difference.key.name or note.module}")
 
 
 _DERIVATIVE = (
@@ -323,33 +324,38 @@ def _uneven(base: Form, other: Form, step: int) -> list[int]:
     return sizes if len(set(sizes)) > 1 and is_cut else []
 
 
-def _loss(base: Form, other: Form, found: Difference) -> Cause:
-    one = base.of(found.key)[0].moments.total
-    losses = [note.moments.total for note in other.of(found.key)]
+def _loss(base: Form, other: Form, difference: Difference) -> Cause:
+    one = base.of(difference.key)[0].moments.total
+    losses = [note.moments.total for note in other.of(difference.key)]
     mean = sum(losses) / len(losses)
-    told = f"loss of step {found.key.step}: {one:.6g} on {base.size}, mean over ranks {mean:.6g}"
-    if sizes := _uneven(base, other, found.key.step):
+    summary = (
+        f"loss of step {difference.key.step}: {one:.6g} on {base.size}, mean over ranks {mean:.6g}"
+    )
+    if sizes := _uneven(base, other, difference.key.step):
         weighted = sum(n * x for n, x in zip(sizes, losses, strict=True)) / sum(sizes)
         if abs(weighted - one) < abs(mean - one) / 8:
-            return _means(told + f", weighted by rows {weighted:.6g}", sizes)
+            return _means(summary + f", weighted by rows {weighted:.6g}", sizes)
     ratio = _whole_ratio(one, mean)
     if ratio:
         return Cause(
-            SCALED, f"{told}: {ratio}", "the mean over the own rows, and nothing divided by ranks"
+            SCALED,
+            f"{summary}: {ratio}",
+            "the mean over the own rows, and nothing divided by ranks",
         )
     if cuts := _cuts(other):
-        return Cause(CUT, f"{told}; {cuts}", _DERIVATIVE)
+        return Cause(CUT, f"{summary}; {cuts}", _DERIVATIVE)
     return Cause(
         LOSS,
-        f"{told}, and the outputs of the model agree: targets or reduction differ",
+        f"{summary}, and the outputs of the model agree: targets or reduction differ",
         "targets of the same rows, and a mean over them",
     )
 
 
-def _means(told: str, sizes: Sequence[int]) -> Cause:
+def _means(summary: str, sizes: Sequence[int]) -> Cause:
     return Cause(
         MEANS,
-        f"{told}; ranks have {' and '.join(map(str, sizes))} rows: a mean over each, then over all",
+        f"{summary}; ranks have {' and '.join(map(str, sizes))} rows: "
+        "a mean over each, then over all",
         "with model.samples(len(x)): loss.backward(), or batches of one size",
     )
 
@@ -365,32 +371,34 @@ def _whole_ratio(one: float, other: float) -> str:
     return ""
 
 
-def _gradient(base: Form, other: Form, found: Difference) -> Cause:
-    key = found.key
+def _gradient(base: Form, other: Form, difference: Difference) -> Cause:
+    key = difference.key
     notes, one = other.of(key), base.of(key)[0]
-    told = f"gradient of {key.name}, step {key.step}, differs by {found.distance:.2g}"
+    summary = f"gradient of {key.name}, step {key.step}, differs by {difference.distance:.2g}"
     if cuts := _cuts(other):
-        return Cause(CUT, f"{told}, though outputs and losses agree; {cuts}", _DERIVATIVE)
+        return Cause(CUT, f"{summary}, though outputs and losses agree; {cuts}", _DERIVATIVE)
     spread = 0.0
     if not notes[0].is_shard:
         spread = max(apart(notes[0].moments, note.moments) for note in notes)
-    if spread > found.bound * one.eps:
+    if spread > difference.bound * one.eps:
         return Cause(
             UNSYNCED,
-            f"{told}, and between ranks by {spread:.2g}: each rank steps with its own gradient",
+            f"{summary}, and between ranks by {spread:.2g}: each rank steps with its own gradient",
             "DataParallel(model), and the forward through the wrapper",
         )
     norms = [math.sqrt(_squares(form)) for form in ([one], notes)]
     if ratio := _whole_ratio(*norms):
         return Cause(
             SCALED,
-            f"{told}: {ratio}, on all ranks alike",
+            f"{summary}: {ratio}, on all ranks alike",
             "average over ranks once: DataParallel does; no sum, no further division",
         )
     if sizes := _uneven(base, other, key.step):
-        return _means(told, sizes)
+        return _means(summary, sizes)
     return Cause(
-        MODULE, f"{told}, though outputs and losses agree", "look at hooks and autograd Functions"
+        MODULE,
+        f"{summary}, though outputs and losses agree",
+        "look at hooks and autograd Functions",
     )
 
 
@@ -400,25 +408,25 @@ def _squares(notes: Sequence[Note]) -> float:
     return notes[0].moments.squares
 
 
-def _parameter(_: Form, other: Form, found: Difference) -> Cause:
-    notes = other.of(found.key)
+def _parameter(_: Form, other: Form, difference: Difference) -> Cause:
+    notes = other.of(difference.key)
     odd = [r for r, note in enumerate(notes) if apart(notes[0].moments, note.moments) > 0]
     which = f", on rank {compress_ranks(odd)} other than on rank 0" if odd else ""
     return Cause(
         OPTIMIZER,
-        f"{found.key} differs by {found.distance:.2g} after step {found.key.step}{which}, though "
-        "gradients and settings agree",
+        f"{difference.key} differs by {difference.distance:.2g} after step "
+        f"{difference.key.step}{which}, though gradients and settings agree",
         "the same optimizer, state and steps on all ranks",
     )
 
 
-def _buffer(_: Form, other: Form, found: Difference) -> Cause:
-    notes = other.of(found.key)
+def _buffer(_: Form, other: Form, difference: Difference) -> Cause:
+    notes = other.of(difference.key)
     odd = [r for r, note in enumerate(notes) if apart(notes[0].moments, note.moments) > 0]
     which = f"on rank {compress_ranks(odd)} other than on rank 0" if odd else "on all ranks alike"
     return Cause(
         BUFFERS,
-        f"{found.key.name} differs by {found.distance:.2g} after step {found.key.step}, {which}, "
-        "though parameters agree",
+        f"{difference.key.name} differs by {difference.distance:.2g} after step "
+        f"{difference.key.step}, {which}, though parameters agree",
         "model.eval() in evaluations, on all ranks; buffers are not averaged",
     )

@@ -18,7 +18,7 @@ ULPS = 256.0
 _CANCELLING = ("gradient", "state")
 """Kinds of tensors that may be nothing but rounding, as the gradient of a bias before BatchNorm."""
 _NOISE = 2.0**10
-"""Values so many units in the last place of the largest ones count as zero."""
+"""Values of at most this number of units in the last place of the largest ones count as zero."""
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class Difference:
     ulps: float
     """The same in units in the last place."""
     bound: float
-    """So many of them another order of sums explains."""
+    """Number of them that another order of sums explains."""
     how: str
     """What was compared: `replicas`, `blocks` or `mean`."""
 
@@ -64,14 +64,14 @@ class Form:
 
     def rows(self, step: int) -> Counter[int] | None:
         """Return the rows of all batches of a step, over all ranks; None where not known."""
-        found: Counter[int] = Counter()
+        counts: Counter[int] = Counter()
         for recording in self.recordings:
             for note in recording.notes:
                 if note.key.step == step and note.key.kind == "batch" and _is_first(note):
                     if note.rows is None:
                         return None
-                    found.update(note.rows)
-        return found
+                    counts.update(note.rows)
+        return counts
 
     def batch_sizes(self, step: int) -> list[int]:
         """Return how many rows each rank has in a step."""

@@ -1,7 +1,7 @@
 """What one rank of a training does, tensor by tensor: digests and moments, in the order of events.
 
 A probe looks at a program through hooks of torch, so it does not matter who wraps the model. It
-keeps a few numbers of each tensor; whole tensors only where it is told to.
+keeps a few numbers of each tensor; whole tensors only where asked to.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ _VERBS = (
     *("reduce_scatter", "reduce_scatter_tensor", "scatter", "all_to_all", "all_to_all_single"),
 )
 _ROWS = 4096
-"""So many rows of a batch are told apart."""
+"""Number of rows of a batch that are told apart."""
 _OUTPUTS = 4
-"""So many tensors of one result are looked at."""
+"""Number of tensors of one result that are looked at."""
 
 
 class Key(NamedTuple):
@@ -131,7 +131,7 @@ class Probe:
 
     Args:
         focus: tensors to keep whole.
-        most: end the program after so many steps; None: let it end by itself.
+        most: end the program after this number of steps; None: let it run to its end.
     """
 
     def __init__(self, focus: Sequence[Key] = (), most: int | None = None) -> None:
@@ -216,7 +216,7 @@ class Probe:
 
     def _learn(self, root: nn.Module) -> None:
         """Learn the names of a model, and note what it begins with."""
-        if any(root is known for known in self._roots):
+        if any(root is other for other in self._roots):
             return
         prefix = "" if not self._roots else f"model {len(self._roots) + 1}."
         self._roots.append(root)

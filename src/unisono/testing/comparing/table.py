@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     from unisono.testing.comparing import Comparison, FormResult
 
 _SHOWN = 6
-"""So many steps of a growing difference are shown."""
+"""Number of steps of a growing difference that are shown."""
 
 
 def as_text(comparison: Comparison) -> str:
@@ -23,12 +23,12 @@ def as_text(comparison: Comparison) -> str:
     for row in rows:
         cells = (cell.ljust(width) for cell, width in zip(row, widths, strict=True))
         lines.append(f"  {'  '.join(cells)}".rstrip())
-    seen: set[str] = set()
+    shown: set[str] = set()
     for result in (base, *comparison.forms):
-        if result.cause.evidence in seen:
+        if result.cause.evidence in shown:
             continue
-        seen.add(result.cause.evidence)
-        lines += _found(result, is_again=result is base)
+        shown.add(result.cause.evidence)
+        lines += _differences(result, is_again=result is base)
     return "\n".join(lines)
 
 
@@ -39,7 +39,7 @@ def _row(result: FormResult, ranks: str) -> tuple[str, str, str, str, str]:
     return ranks, str(result.steps), where, distance, result.cause.name
 
 
-def _found(result: FormResult, *, is_again: bool) -> list[str]:
+def _differences(result: FormResult, *, is_again: bool) -> list[str]:
     who = f"{result.ranks} rank{'s' * (result.ranks > 1)}{', again' * is_again}"
     lines = [f"{who}: {result.cause.name}", f"  found: {result.cause.evidence}"]
     if result.detail:

@@ -230,14 +230,14 @@ def _versions(pieces: Mapping[int, Piece]) -> tuple[dict[int, int], list[list[in
         for rank, piece in pieces.items():
             if piece.kind == kind:
                 holders.setdefault((piece.offsets, piece.sizes), []).append(rank)
-        known: dict[tuple[int, ...], int] = {}
+        rank_sets: dict[tuple[int, ...], int] = {}
         for i in range(max(map(len, holders.values()))):
             ranks = [row[min(i, len(row) - 1)] for row in holders.values()]
             content = tuple(pieces[rank].digest for rank in ranks)
-            if content not in known:
-                known[content] = len(sources)
+            if content not in rank_sets:
+                rank_sets[content] = len(sources)
                 sources.append(ranks)
-            of_rank |= {row[i]: known[content] for row in holders.values() if i < len(row)}
+            of_rank |= {row[i]: rank_sets[content] for row in holders.values() if i < len(row)}
     return of_rank, sources
 
 

@@ -9,7 +9,7 @@ import socket
 import time
 import warnings
 from collections.abc import Callable, Iterator, KeysView, Mapping, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, TypeVar, cast
@@ -84,7 +84,7 @@ class Restored:
         return self.values[name]
 
     def get(self, name: str, default: Any = None) -> Any:
-        """Return a plain value that was saved, `default` if there is none of this name."""
+        """Return a plain value that was saved, `default` if this name was not saved."""
         return self.values.get(name, default)
 
     def keys(self) -> KeysView[str]:
@@ -142,13 +142,14 @@ class Checkpoint:
         self.asynchronous = asynchronous
         self.keep, self.keep_best = keep, keep_best
         settings = {"keep": keep, "keep_best": keep_best, "asynchronous": asynchronous}
-        everybody = self.comm.all_gather_object(settings)
+        with _on_all_ranks():
+            settings_by_rank = self.comm.all_gather_object(settings)
         for name in settings:
-            values = [theirs[name] for theirs in everybody]
+            values = [theirs[name] for theirs in settings_by_rank]
             _check_equal("Checkpoint(...)", name, values, f"the same {name} on all ranks")
         if keep is not None and (not is_integer(keep) or keep < 1):
-            asked = f"Checkpoint(keep={keep!r})"
-            raise CheckpointError.because(asked, "not an integer >= 1", hint="keep=3, or None")
+            call = f"Checkpoint(keep={keep!r})"
+            raise CheckpointError.because(call, "not an integer >= 1", hint="keep=3, or None")
         if keep_best is not None:
             expect_choice("keep_best", keep_best, ("min", "max"), error=CheckpointError)
         self._token = _shared_directory(self.comm, self.directory)
@@ -165,14 +166,14 @@ class Checkpoint:
 
     @property
     def latest(self) -> int | None:
-        """Step of the checkpoint that `restore` would take; None: there is none. Local."""
+        """Step of the checkpoint that `restore` would take; None without a checkpoint. Local."""
         return next(reversed(self.steps), None)
 
     @property
     def best(self) -> int | None:
         """Step of the checkpoint with the best metric, by `keep_best`. Local."""
-        found = folder.best_of(folder.saved_in(self.directory), self.keep_best)
-        return None if found is None else found.step
+        best = folder.best_of(folder.saved_in(self.directory), self.keep_best)
+        return None if best is None else best.step
 
     # Saving.
 
@@ -192,33 +193,37 @@ class Checkpoint:
         if not writes_here():
             return
         self.wait()
-        asked = f"Checkpoint.save({step!r})"
-        taken = self._capture(objects)
-        try:
-            everybody = self.comm.all_gather_object(
-                (step, metric, taken.kinds, as_text(taken.problem), taken.pieces, taken.space)
+        call = f"Checkpoint.save({step!r})"
+        captured = self._capture(objects)
+        with _on_all_ranks():
+            by_rank = self.comm.all_gather_object(
+                (
+                    step,
+                    metric,
+                    captured.kinds,
+                    as_text(captured.problem),
+                    captured.pieces,
+                    captured.space,
+                )
             )
-        except (CollectiveMismatch, RankTimeout) as error:
-            error.add_note(SAVED_ALONE)
-            raise
-        steps, metrics, names, problems, everything, (space, *_) = zip(*everybody, strict=True)
-        _check(asked, problems, taken.problem)
-        _check_equal(asked, "step", steps, "count steps alike on all ranks")
+        steps, metrics, names, problems, everything, (space, *_) = zip(*by_rank, strict=True)
+        _check(call, problems, captured.problem)
+        _check_equal(call, "step", steps, "count steps alike on all ranks")
         hint = "one number for all: comm.all_reduce(loss, 'mean').item()"
-        _check_equal(asked, "metric", list(map(str, metrics)), hint)
-        _check_equal(asked, "objects", names, "name the same objects on all ranks")
+        _check_equal(call, "metric", list(map(str, metrics)), hint)
+        _check_equal(call, "objects", names, "name the same objects on all ranks")
         if not is_integer(step) or step < 0:
-            raise CheckpointError.because(asked, "not the number of a step", hint="save(100, ...)")
+            raise CheckpointError.because(call, "not the number of a step", hint="save(100, ...)")
         try:
             metric = None if metric is None else float(metric)
         except (TypeError, ValueError, RuntimeError) as error:  # the last: several numbers
-            found = f"metric={metric!r}: {error}"
-            raise CheckpointError.because(asked, found, hint="metric=loss.item()") from None
+            problem = f"metric={metric!r}: {error}"
+            raise CheckpointError.because(call, problem, hint="metric=loss.item()") from None
         comparison = compare(everything)
-        plans, contents, size = save_plans(comparison, everything, taken.paths)
+        plans, contents, size = save_plans(comparison, everything, captured.paths)
         if size > space:
             raise CheckpointError.because(
-                asked,
+                call,
                 f"{space / 1e6:.1f} MB free in {self.directory}",
                 f"{size / 1e6:.1f} MB are needed",
                 f"remove files there, or keep fewer checkpoints than keep={self.keep}",
@@ -237,7 +242,7 @@ class Checkpoint:
                 step=step,
                 sequence=0,
                 ranks=self.comm.size,
-                parts=taken.kinds,
+                parts=captured.kinds,
                 versions=comparison.versions,
                 metric=metric,
                 format=folder.FORMAT,
@@ -248,7 +253,7 @@ class Checkpoint:
             cards=self._cards,
         )
         state = {
-            stored_name(*offer): taken.state[offer[0]]
+            stored_name(*offer): captured.state[offer[0]]
             for offer in comparison.offers[self.comm.rank]
         }
         if self.asynchronous:
@@ -300,9 +305,9 @@ class Checkpoint:
         """Raise on all ranks if a save failed, by what rank 0 knows of it. Collective."""
         verdict = self.comm.broadcast_object(error)
         if verdict is not None:
-            asked = f"Checkpoint.save({order.manifest.step})"
+            call = f"Checkpoint.save({order.manifest.step})"
             before = "the checkpoints before it are untouched"
-            raise CheckpointError.because(asked, verdict, before, advice(verdict))
+            raise CheckpointError.because(call, verdict, before, advice(verdict))
 
     # Restoring.
 
@@ -334,15 +339,13 @@ class Checkpoint:
         steps, names = zip(
             *self.comm.all_gather_object((step, dict.fromkeys(objects))), strict=True
         )
-        asked = f"Checkpoint.restore({'' if step is None else step})"
-        _check_equal(
-            asked, "step", steps, "the same step on all ranks, or restore() for the latest"
-        )
-        _check_equal(asked, "objects", names, "name the same objects on all ranks")
+        call = f"Checkpoint.restore({'' if step is None else step})"
+        _check_equal(call, "step", steps, "the same step on all ranks, or restore() for the latest")
+        _check_equal(call, "objects", names, "name the same objects on all ranks")
         saved = self._chosen(step)
         if saved is None:
             return None
-        asked = f"Checkpoint.restore() of step {saved.step}, saved on {saved.manifest.ranks} ranks"
+        call = f"Checkpoint.restore() of step {saved.step}, saved on {saved.manifest.ranks} ranks"
         same = saved.manifest.ranks == self.comm.size
 
         def prepare() -> tuple[Reading, dict[str, Part], dict[str, Any]]:
@@ -353,10 +356,10 @@ class Checkpoint:
             small = {name: part for name, part in parts.items() if not part.in_place}
             return reading, parts, reading.trees({**small, _VALUES: None})
 
-        reading, parts, trees = _together(self.comm, asked, prepare)
+        reading, parts, trees = _together(self.comm, call, prepare)
         small = {name: part for name, part in parts.items() if not part.in_place}
         large = {name: part for name, part in parts.items() if part.in_place}
-        self._take_small(asked, {n: p for n, p in small.items() if same or not p.of_rank}, trees)
+        self._take_small(call, {n: p for n, p in small.items() if same or not p.of_rank}, trees)
 
         def load() -> None:
             for name, tree in reading.trees(large).items():
@@ -364,11 +367,11 @@ class Checkpoint:
             if random_states:
                 self._restore_random(saved)
 
-        asked = f"{asked}: some objects have changed; restore again, or start the program again"
-        _together(self.comm, asked, load)
+        call = f"{call}: some objects have changed; restore again, or start the program again"
+        _together(self.comm, call, load)
         return Restored(saved.step, saved.path, saved.manifest.ranks, trees[_VALUES])
 
-    def _take_small(self, asked: str, parts: Mapping[str, Part], trees: dict[str, Any]) -> None:
+    def _take_small(self, call: str, parts: Mapping[str, Part], trees: dict[str, Any]) -> None:
         """Let objects take their states; if one of them refuses, all return to what they had.
 
         These are the objects with small states, which may refuse them. Nothing else has been
@@ -387,7 +390,7 @@ class Checkpoint:
             lost = self.comm.all_gather_object(_take_back(parts, before))
             odd = ", ".join(dict.fromkeys(name for names in lost for name in names))
             but = f", but {odd} would not take its state of before" if odd else ""
-            _check(f"{asked}: all objects are as they were{but}", problems, problem)
+            _check(f"{call}: all objects are as they were{but}", problems, problem)
 
     def _restore_random(self, saved: Saved) -> None:
         """Go on with the states of this rank; a rank that is new gets a stream of its own.
@@ -436,7 +439,7 @@ class Checkpoint:
             raise CheckpointError.because(
                 f"Checkpoint.restore() from {self.directory}",
                 "no checkpoint is whole:\n" + "\n".join(problems),
-                hint="start anew in another directory, or bring the files back",
+                hint="start again in another directory, or bring the files back",
             )
         return None
 
@@ -485,7 +488,17 @@ def _take_back(parts: Mapping[str, Part], before: Mapping[str, Any]) -> list[str
 # What ranks do or refuse together: an error on one of them becomes the same error on all.
 
 
-def _together(comm: Communicator, asked: str, action: Callable[[], T]) -> T:
+@contextmanager
+def _on_all_ranks() -> Iterator[None]:
+    """Add to the error of a call that other ranks do not make that a save is collective."""
+    try:
+        yield
+    except (CollectiveMismatch, RankTimeout) as error:
+        error.add_note(SAVED_ALONE)
+        raise
+
+
+def _together(comm: Communicator, call: str, action: Callable[[], T]) -> T:
     """Do something local on all ranks; if it fails on one, all raise. Collective."""
     result: T | None = None
     problem: BaseException | None = None
@@ -493,28 +506,28 @@ def _together(comm: Communicator, asked: str, action: Callable[[], T]) -> T:
         result = action()
     except Exception as error:
         problem = error
-    _check(asked, comm.all_gather_object(as_text(problem)), problem)
+    _check(call, comm.all_gather_object(as_text(problem)), problem)
     return cast("T", result)
 
 
-def _check(asked: str, problems: Sequence[str | None], mine: BaseException | None) -> None:
+def _check(call: str, problems: Sequence[str | None], cause: BaseException | None) -> None:
     """Raise if a rank has a problem; `mine` is the own one."""
     failed = [rank for rank, text in enumerate(problems) if text]
-    if isinstance(mine, CheckpointError):
-        raise mine
+    if isinstance(cause, CheckpointError):
+        raise cause
     if failed:
         text = f"{problems[failed[0]]}"
         raise CheckpointError.because(
-            asked, f"rank {failed[0]}: {text}", f"ranks: {compress_ranks(failed)}", advice(text)
-        ) from mine
+            call, f"rank {failed[0]}: {text}", f"ranks: {compress_ranks(failed)}", advice(text)
+        ) from cause
 
 
-def _check_equal(asked: str, what: str, values: Sequence[Any], hint: str) -> None:
+def _check_equal(call: str, what: str, values: Sequence[Any], hint: str) -> None:
     """Raise if ranks do not agree on something."""
     for rank, value in enumerate(values):
         if value != values[0]:
             raise CheckpointError.because(
-                asked,
+                call,
                 f"rank 0 has {what} {_short(values[0])}, rank {rank} has {_short(value)}",
                 hint=hint,
             )
@@ -526,7 +539,7 @@ def _short(value: Any) -> str:
 
 def _shared_directory(comm: Communicator, directory: Path) -> str:
     """Make a directory, check that all ranks see it, return a token of this run. Collective."""
-    asked = f"Checkpoint({str(directory)!r})"
+    call = f"Checkpoint({str(directory)!r})"
     token = comm.broadcast_object(secrets.token_hex(6))
     sign = directory / f".seen-{token}"
 
@@ -535,20 +548,20 @@ def _shared_directory(comm: Communicator, directory: Path) -> str:
             directory.mkdir(parents=True, exist_ok=True)
             sign.touch()
 
-    _together(comm, asked, make)
+    _together(comm, call, make)
     end = time.monotonic() + _SHARED_S
-    while not (seen := sign.exists()) and time.monotonic() < end:
+    while not (is_visible := sign.exists()) and time.monotonic() < end:
         time.sleep(0.05)
-    everybody = comm.all_gather_object((seen, str(directory), socket.gethostname()))
+    views = comm.all_gather_object((is_visible, str(directory), socket.gethostname()))
     if comm.rank == 0:
         sign.unlink(missing_ok=True)
-    blind = [rank for rank, (sees, _, _) in enumerate(everybody) if not sees]
+    blind = [rank for rank, (sees, _, _) in enumerate(views) if not sees]
     if blind:
-        _, place, host = everybody[blind[0]]
+        _, place, host = views[blind[0]]
         raise CheckpointError.because(
-            asked,
+            call,
             f"rank {blind[0]} on {host} looks into {place} and does not see what rank 0 on "
-            f"{everybody[0][2]} writes into {everybody[0][1]}",
+            f"{views[0][2]} writes into {views[0][1]}",
             f"ranks without the directory: {compress_ranks(blind)}",
             "a directory on a file system that all hosts share, the same on all ranks",
         )

@@ -59,16 +59,16 @@ class Saved:
 
 def saved_in(directory: Path) -> list[Saved]:
     """Return the checkpoints of a directory, the latest last; one a step."""
-    found: dict[int, Saved] = {}
+    by_step: dict[int, Saved] = {}
     for saved in _readable(directory):
-        found.pop(saved.step, None)
-        found[saved.step] = saved
-    return list(found.values())
+        by_step.pop(saved.step, None)
+        by_step[saved.step] = saved
+    return list(by_step.values())
 
 
 def _readable(directory: Path) -> list[Saved]:
-    found = filter(None, map(_read, directory.glob("step-*")))
-    return sorted(found, key=lambda saved: saved.manifest.sequence)
+    checkpoints = filter(None, map(_read, directory.glob("step-*")))
+    return sorted(checkpoints, key=lambda saved: saved.manifest.sequence)
 
 
 def _read(path: Path) -> Saved | None:
@@ -80,7 +80,7 @@ def _read(path: Path) -> Saved | None:
 
 
 def unreadable_in(directory: Path) -> dict[Path, str]:
-    """Return what looks like a checkpoint and is none for us, and why."""
+    """Return what looks like a checkpoint but cannot be read, and why."""
     problems: dict[Path, str] = {}
     for path in sorted(directory.glob("step-*")):
         if _read(path) is None:
@@ -116,25 +116,25 @@ def convert(old: Path, new: Path) -> list[Path]:
     """Copy the checkpoints of a directory into another one, in the format of this version.
 
     The files of torch.distributed.checkpoint are verified and stay as they are; the manifest is
-    written anew. Returns the new checkpoints. Local.
+    written again. Returns the new checkpoints. Local.
     """
-    asked = f"unisono checkpoint convert {old} {new}"
+    call = f"unisono checkpoint convert {old} {new}"
     everything = saved_in(old)
     problems = list(unreadable_in(old).values())
     if not everything or problems:
         raise CheckpointError.because(
-            asked,
+            call,
             "\n".join(problems) or f"no checkpoint in {old}",
             hint="the directory of Checkpoint(...), in which step-00000010 and others are",
         )
     if new.exists() and any(new.iterdir()):
         raise CheckpointError.because(
-            asked, f"{new} is not empty", hint="a new directory; the old one stays as it is"
+            call, f"{new} is not empty", hint="a new directory; the old one stays as it is"
         )
     for saved in everything:
         if problem := damage(saved, saved.manifest.files):
             raise CheckpointError.because(
-                asked, f"{saved.path.name} is damaged: {problem}", hint=f"remove {saved.path}"
+                call, f"{saved.path.name} is damaged: {problem}", hint=f"remove {saved.path}"
             )
     new.mkdir(parents=True, exist_ok=True)
     paths: list[Path] = []
@@ -148,7 +148,7 @@ def convert(old: Path, new: Path) -> list[Path]:
             paths.append(commit(partial, replace(saved.manifest, format=FORMAT)))
         except OSError as error:
             remove(partial)
-            raise CheckpointError.because(asked, f"{type(error).__name__}: {error}") from error
+            raise CheckpointError.because(call, f"{type(error).__name__}: {error}") from error
     return paths
 
 
@@ -162,11 +162,11 @@ def remove(path: Path) -> None:
     shutil.rmtree(path, ignore_errors=True)
 
 
-def sweep(directory: Path, own: str) -> None:
+def sweep(directory: Path, current: str) -> None:
     """Remove what killed saves and removals have left, except for what begins with `own`."""
     for pattern in (f"{PARTIAL}*", f"{REMOVED}*"):
         for path in directory.glob(pattern):
-            if not path.name.startswith(own):
+            if not path.name.startswith(current):
                 shutil.rmtree(path, ignore_errors=True)
 
 

@@ -92,9 +92,9 @@ class ModulePart(Part):
     def problems(self, rest: Any, tensors: Tensors) -> list[str]:
         """Compare names, shapes and dtypes."""
         here = {(name,): described(x) for name, x in self.state.items() if is_leaf(x)}
-        told = compared(*(_by_name(*both) for both in ((rest, tensors), (self.state, here))))
+        problems = compared(*(_by_name(*both) for both in ((rest, tensors), (self.state, here))))
         empty = [name for name, x in self.state.items() if isinstance(x, Tensor) and x.is_meta]
-        return told + [f"{name}: on the meta device here, without memory" for name in empty]
+        return problems + [f"{name}: on the meta device here, without memory" for name in empty]
 
     def _load(self, tree: dict[str, Any]) -> None:
         self.module.load_state_dict({self._own_names[name]: v for name, v in tree.items()})
@@ -115,16 +115,16 @@ class OptimizerPart(Part):
         kind = type(optimizer.torch_optimizer if is_ours else optimizer).__name__
         super().__init__(kind, self._state, self._load)
         self._optimizer = optimizer
-        known: dict[int, tuple[str, Any]] = {}
+        shared: dict[int, tuple[str, Any]] = {}
         for name, part in modules.items():
             for path, parameter in part.named_parameters().items():
-                known.setdefault(id(parameter), (f"{name}.{path}", part.state.get(path)))
+                shared.setdefault(id(parameter), (f"{name}.{path}", part.state.get(path)))
         self._groups: list[list[str]] = []
         for group in optimizer.param_groups:
             self._groups.append([])
             for parameter in group["params"]:
                 unknown = (f"parameter {len(self.blocks)}", parameter)
-                name, block = known.get(id(parameter), unknown)
+                name, block = shared.get(id(parameter), unknown)
                 self._groups[-1].append(name)
                 self.blocks["state", name] = block  # its state is cut as the parameter is
 
@@ -133,16 +133,16 @@ class OptimizerPart(Part):
         saved = self._optimizer.state_dict()
         names = {
             index: name
-            for group, mine in zip(saved["param_groups"], self._groups, strict=True)
-            for index, name in zip(group["params"], mine, strict=True)
+            for group, current in zip(saved["param_groups"], self._groups, strict=True)
+            for index, name in zip(group["params"], current, strict=True)
         }
         state = {
             names.get(index, index): {k: self._cut(v, names.get(index)) for k, v in values.items()}
             for index, values in saved["state"].items()
         }
         groups = [
-            {**group, "params": mine}
-            for group, mine in zip(saved["param_groups"], self._groups, strict=True)
+            {**group, "params": current}
+            for group, current in zip(saved["param_groups"], self._groups, strict=True)
         ]
         return {"kind": self.kind, "state": state, "groups": groups}
 
@@ -163,15 +163,15 @@ class OptimizerPart(Part):
         saved = [group["params"] for group in rest["groups"]]
         if len(saved) != len(self._groups):
             return [f"{len(saved)} parameter groups in the checkpoint, {len(self._groups)} here"]
-        told: list[str] = []
+        problems: list[str] = []
         for i, (there, here) in enumerate(zip(saved, self._groups, strict=True)):
             if set(there) != set(here):
                 odd = sorted(set(there) ^ set(here))
-                told.append(
+                problems.append(
                     f"group {i}: {len(there)} parameters in the checkpoint, {len(here)} here, "
                     f"differing in {', '.join(odd[:4])}{', ...' if len(odd) > 4 else ''}"
                 )
-        return told
+        return problems
 
     def _load(self, tree: dict[str, Any]) -> None:
         self._optimizer.load_state_dict(self.in_torch_form(tree))
@@ -182,8 +182,8 @@ class OptimizerPart(Part):
         return {
             "state": {index.get(name, name): value for name, value in tree["state"].items()},
             "param_groups": [
-                {**group, "params": [index[name] for name in mine]}
-                for group, mine in zip(tree["groups"], self._groups, strict=True)
+                {**group, "params": [index[name] for name in current]}
+                for group, current in zip(tree["groups"], self._groups, strict=True)
             ],
         }
 
@@ -314,9 +314,9 @@ def _set_epoch(sampler: Any, state: dict[str, Any]) -> None:
 
 def _by_name(state: Any, tensors: Tensors) -> dict[str, str]:
     """Describe a module's tensors; an extra state may be anything at any time."""
-    told: dict[str, str] = dict.fromkeys(state, "an object")
+    descriptions: dict[str, str] = dict.fromkeys(state, "an object")
     shown = {path[0]: _as_text(*of) for path, of in tensors.items() if len(path) == 1}
-    return told | {name: x for name, x in shown.items() if not name.endswith(_EXTRA)}
+    return descriptions | {name: x for name, x in shown.items() if not name.endswith(_EXTRA)}
 
 
 def described(value: Any) -> tuple[tuple[int, ...], torch.dtype]:
@@ -330,10 +330,12 @@ def _as_text(shape: tuple[int, ...], dtype: torch.dtype) -> str:
 
 def compared(saved: Mapping[str, Any], here: Mapping[str, Any]) -> list[str]:
     """Say in what two tables of shapes differ."""
-    told = [f"{name}: not in the checkpoint" for name in here if name not in saved]
-    told += [f"{name}: only in the checkpoint" for name in saved if name not in here]
+    problems = [f"{name}: not in the checkpoint" for name in here if name not in saved]
+    problems += [f"{name}: only in the checkpoint" for name in saved if name not in here]
     other = [name for name in here if name in saved and saved[name] != here[name]]
-    return told + [f"{name}: {saved[name]} in the checkpoint, {here[name]} here" for name in other]
+    return problems + [
+        f"{name}: {saved[name]} in the checkpoint, {here[name]} here" for name in other
+    ]
 
 
 def _inside(module: nn.Module) -> nn.Module:
@@ -353,13 +355,13 @@ def parts_to_restore(saved: Saved, objects: Mapping[str, Any], partial: bool) ->
     """Return the objects as parts, or say which names do not fit the checkpoint. Local."""
     parts, values = parts_of(objects)
     there = saved.manifest.parts
-    asked = f"Checkpoint.restore({', '.join(f'{name}=' for name in objects)})"
-    held = ", ".join(f"{n} ({kind})" for n, kind in there.items()) or "no object"
-    found = f"step {saved.step} holds {held}"
+    call = f"Checkpoint.restore({', '.join(f'{name}=' for name in objects)})"
+    contents = ", ".join(f"{n} ({kind})" for n, kind in there.items()) or "no object"
+    problem = f"step {saved.step} holds {contents}"
     if values:
         name = next(iter(values))
         raise CheckpointError.because(
-            asked,
+            call,
             f"{name} is a plain value, {type(values[name]).__name__}",
             hint=f"restored = checkpoint.restore(...); then restored[{name!r}]",
         )
@@ -367,13 +369,13 @@ def parts_to_restore(saved: Saved, objects: Mapping[str, Any], partial: bool) ->
     unknown = [name for name in parts if name not in there and "~" not in name]
     if unknown:
         raise CheckpointError.because(
-            asked, found, f"nothing under {', '.join(unknown)}", "the names that save() was given"
+            call, problem, f"nothing under {', '.join(unknown)}", "the names that save() was given"
         )
     left_out = [name for name in there if name not in parts and "~" not in name]
     if left_out and not partial:
         raise CheckpointError.because(
-            asked,
-            found,
+            call,
+            problem,
             f"not asked for: {', '.join(left_out)}",
             f"restore(..., {left_out[0]}=...), or partial=True to leave them as they are",
         )

@@ -68,7 +68,7 @@ class Shards(Dataset[Any]):
         ):
             raise PlatformError.because(
                 f"elastic(..., data={type(data).__name__})",
-                "no length and no samples by number: nobody could fetch a shard a second time",
+                "no length and no samples by number: a shard could not be fetched a second time",
                 hint="a dataset with __len__ and __getitem__, or a tuple of tensors",
             )
         if len(data) < batch_size:

@@ -30,7 +30,7 @@ _AWAKE_S = 2e-3
 """So long a member waits for others without sleep: to wake up takes about as long."""
 _NAP_S = 5e-3
 _TELL_S = 0.1
-"""Shortest time between two marks that the coordinator is told; others see them at once."""
+"""Shortest time between two marks that are sent to the coordinator; others see them at once."""
 _WORDS = LINE // 8
 _keep_order = os.sched_yield if core.unavailable() else core.load().fence
 """What was written or read before it has happened before what comes after; a yield passes a full
@@ -180,7 +180,7 @@ class MemberLink(Link):
         self._met = 0
         """The epoch of the connections to other hosts."""
         self._is_parted = False
-        self._told, self._tell_at = 0, 0.0
+        self._reported_mark, self._tell_at = 0, 0.0
 
     def join(self, facts: dict[str, Any], size: int, shards: int, step: int) -> None:
         """Become a newcomer."""
@@ -230,7 +230,7 @@ class MemberLink(Link):
             return
         else:
             time.sleep(min(waited_s / 8, _NAP_S))
-            if self._told != follower.mark:
+            if self._reported_mark != follower.mark:
                 self._tell_mark()
         if self._peers is not None and self._peers.is_broken:
             self._tell_parted("a connection between members has ended")
@@ -238,8 +238,8 @@ class MemberLink(Link):
 
     def _tell_mark(self) -> None:
         if (now := time.monotonic()) > self._tell_at:
-            self._told, self._tell_at = self.follower.mark, now + _TELL_S
-            self.tell("mark", mark=self._told)
+            self._reported_mark, self._tell_at = self.follower.mark, now + _TELL_S
+            self.tell("mark", mark=self._reported_mark)
 
     # Members of other hosts.
 
@@ -264,8 +264,8 @@ class MemberLink(Link):
         if not self._is_parted:
             self._is_parted = True
             ranks, place = self.follower.order["ranks"], self.follower.order["place"]
-            told = f"rank {ranks[place]} on {socket.gethostname()} and others: {why}"
-            self.tell("parted", epoch=self.follower.order["epoch"], why=told)
+            message = f"rank {ranks[place]} on {socket.gethostname()} and others: {why}"
+            self.tell("parted", epoch=self.follower.order["epoch"], why=message)
 
     def _push(self, send: Callable[[Peers], None]) -> None:
         peers = self._peers

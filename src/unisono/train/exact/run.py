@@ -67,9 +67,10 @@ def elastic(
 ) -> ElasticRun:
     """Train in steps that are the same to the last bit for any number of ranks.
 
-    Each step's batch is cut into `shards`; their gradients are computed one by one, by whoever is
-    there, and added up in one fixed order. In `run(..., elastic=True)` ranks may be killed and join
-    at any moment: no step is lost, none is done twice. Elsewhere it trains in this process alone.
+    Each step's batch is cut into `shards`; their gradients are computed one by one, by the members
+    that are there, and added up in one fixed order. In `run(..., elastic=True)` ranks may be killed
+    and join at any moment: no step is lost, none is done twice. Elsewhere it trains in this process
+    alone.
 
     What a step must know of the steps before is in the model, the optimizer, the scheduler, the
     scaler, or named by `state`: a rank that joins gets these from a member. Randomness inside the
@@ -144,7 +145,7 @@ class Step:
         number: counts from 0.
         epoch: which pass over the data.
         loss: mean loss over the batch, after the call.
-        metrics: mean of what `log` was told, after the call.
+        metrics: mean of what `log` got, after the call.
         members: how many ranks took part, after the call.
         is_logger: whether this rank is the one that prints and saves.
     """
@@ -300,14 +301,16 @@ class ElasticRun:
             if facts.get(name) != value
         ]
         if unlike:
-            found = "it was trained with other settings: the bits will differ\n" + "\n".join(unlike)
+            problem = "it was trained with other settings: the bits will differ\n" + "\n".join(
+                unlike
+            )
             if self._strict:
                 raise CheckpointError.because(
                     "the state of an elastic training",
-                    found,
+                    problem,
                     hint="the same settings, or elastic(..., strict=False)",
                 )
-            warnings.warn(found, UserWarning, stacklevel=2)
+            warnings.warn(problem, UserWarning, stacklevel=2)
         self.model.load_state_dict(state["model"])
         buffers = dict(self.model.named_buffers())
         for name, value in state.get("buffers", {}).items():
@@ -663,21 +666,21 @@ def _dense(gradient: Tensor) -> Tensor:
 
 def _check_loss(loss: Any) -> None:
     if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:
-        found, hint = type(loss).__name__, "return the mean loss of the batch, one element"
+        problem, hint = type(loss).__name__, "return the mean loss of the batch, one element"
         if isinstance(loss, Tensor):
-            found = f"a tensor of shape {list(loss.shape)}, requires_grad={loss.requires_grad}"
+            problem = f"a tensor of shape {list(loss.shape)}, requires_grad={loss.requires_grad}"
             if not loss.requires_grad:
                 hint = (
                     "compute it from parameters with requires_grad=True, outside of "
                     "torch.no_grad(), without .detach(), .item() or .data"
                 )
         raise UnisonoError.because(
-            "the closure of an elastic step", f"it returned {found}", hint=hint
+            "the closure of an elastic step", f"it returned {problem}", hint=hint
         )
 
 
 def _check_calls(latest: calls.Call | None) -> None:
-    """Refuse a closure that has called a collective: how often, and with whom, nobody knows."""
+    """Refuse a closure that has called a collective: how often, and with whom, is unknown."""
     if (call := calls.latest_call) is not latest and call is not None:
         raise UnisonoError.because(
             "the closure of an elastic step",
@@ -716,11 +719,11 @@ def _check_model(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     """Refuse what cannot be the same for any number of members."""
     expect("model", model, nn.Module)
     expect("optimizer", optimizer, torch.optim.Optimizer)
-    asked = f"unisono.train.elastic({type(model).__name__}, optimizer, ...)"
+    call = f"unisono.train.elastic({type(model).__name__}, optimizer, ...)"
     for name, module in model.named_modules():
         if not _COMMUNICATE.isdisjoint(kind.__name__ for kind in type(module).__mro__):
             raise PlatformError.because(
-                asked,
+                call,
                 f"{name or 'the model'} is {an(type(module).__name__)}, which talks to other ranks",
                 hint="the plain module: elastic adds up gradients and averages buffers itself",
             )
@@ -729,16 +732,18 @@ def _check_model(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         if isinstance(tensor, DTensor) or tensor.device != device or tensor.is_meta:
             where = "split over ranks" if isinstance(tensor, DTensor) else f"on {tensor.device}"
             raise PlatformError.because(
-                asked,
+                call,
                 f"{name} is {where}",
                 None if tensor.device == device else f"{tensor.device} != {device}, of the others",
                 "whole tensors, all on the CPU or all on the device of this rank",
             )
-    mine = {id(p) for p in model.parameters()}
-    stray = sum(id(p) not in mine for group in optimizer.param_groups for p in group["params"])
+    module_ids = {id(p) for p in model.parameters()}
+    stray = sum(
+        id(p) not in module_ids for group in optimizer.param_groups for p in group["params"]
+    )
     if stray:
         raise PlatformError.because(
-            asked,
+            call,
             f"{stray} tensors of the optimizer are not parameters of the model",
             hint="one module that holds all: nn.ModuleList([encoder, head])",
         )

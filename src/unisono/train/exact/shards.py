@@ -65,7 +65,7 @@ def tree_sum(
 
 @contextmanager
 def undisturbed(threads: int, device: torch.device) -> Iterator[None]:
-    """Compute with so many threads inside; afterwards they and all generators are as before.
+    """Compute with this number of threads inside; afterwards they and all generators are as before.
 
     An accelerator is the current one inside, and uses only kernels that give the same bits again.
     """

@@ -50,7 +50,7 @@ def begin_run(name: str, *, has_command: bool = True, to: Sequence[str] = ()) ->
     started_ns = time.time_ns()
     directory = make_run_directory(name)
     words = [Path(sys.argv[0]).name, *sys.argv[1:]] if sys.argv else []
-    known = {
+    names = {
         "name": directory.name,
         "command": words if has_command else words[:1],
         "directory": str(Path.cwd()),
@@ -61,7 +61,7 @@ def begin_run(name: str, *, has_command: bool = True, to: Sequence[str] = ()) ->
         "git": git_commit(),
         "to": list(to),
     }
-    write_json(directory / CONFIG, known)
+    write_json(directory / CONFIG, names)
     return str(directory), started_ns
 
 
@@ -123,12 +123,12 @@ def read_json(path: Path) -> dict[str, Any]:
     return value if isinstance(value, dict) else {}
 
 
-def check_run(directory: Path, asked: str) -> None:
+def check_run(directory: Path, call: str) -> None:
     """Raise `PlatformError` unless `directory` is one of a run."""
     if not (directory / CONFIG).is_file():
         near = sorted(p.parent for p in Path(PARENT).glob(f"*/{CONFIG}"))
         raise PlatformError.because(
-            asked,
+            call,
             f"no {CONFIG} in {directory}",
             hint=f"runs here: {', '.join(map(str, near[-8:]))}"
             if near
@@ -152,13 +152,13 @@ def machine() -> dict[str, str]:
 
 def versions() -> dict[str, str]:
     """Return the versions of Python, of unisono and of what it runs on."""
-    found = {"python": platform.python_version(), "unisono": unisono.__version__}
+    versions = {"python": platform.python_version(), "unisono": unisono.__version__}
     for package in _PACKAGES:
         try:
-            found[package] = metadata.version(package)
+            versions[package] = metadata.version(package)
         except metadata.PackageNotFoundError:
             continue
-    return found
+    return versions
 
 
 def git_commit() -> dict[str, Any] | None:

@@ -185,7 +185,7 @@ def timeline(parts: Sequence[Part], lines: Lines) -> dict[str, Any] | None:
         begin, end, typical = choose_steps(ends, known_from)
         steps = [{"number": i + 1, "begin": ends[i], "end": ends[i + 1]} for i in range(begin, end)]
         shown = typical - begin
-    else:  # nobody said where a step ends: all of it
+    else:  # no step was marked: all of it
         edges = [t / 1e9 for pair in (*events, *spans) for t in pair]
         steps = [{"number": None, "begin": min(edges), "end": max(edges)}]
         shown = 0

@@ -1,6 +1,6 @@
 """A launcher around a run that is recorded: `run(..., record=)`, `unisono run --record`, `--watch`.
 
-Ranks record; whoever started them writes the report when they have ended, well or not.
+Ranks record; their launcher writes the report when they have ended, well or not.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def recorded(
 ) -> Iterator[tuple[RunRequest, Path | None]]:
     """Yield the request with recording ranks and their directory; write the report at the end.
 
-    Ranks that somebody else started agree on a directory themselves: None is yielded for it.
+    Ranks of another launcher agree on a directory themselves: None is yielded for it.
 
     Args:
         request: what is to be run inside.
@@ -89,7 +89,7 @@ def call_in_rank(directory: str, started_ns: int, function: Callable[[], object]
 def call_in_world(
     name: str, has_command: bool, to: Sequence[str], function: Callable[[], object]
 ) -> object:
-    """In a rank that somebody else started: the same, its directory agreed on by all ranks."""
+    """In a rank of another launcher: the same, its directory agreed on by all ranks."""
     from unisono.train.recording.run import record
 
     with record(name, command=has_command, to=to):

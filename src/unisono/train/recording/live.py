@@ -185,7 +185,7 @@ def patience_s(times: Sequence[float]) -> float:
 def place_of(stack: str) -> str:
     """Return where a rank stands in one line: `waits in all_reduce, train.py:31 in step`."""
     line = user_line(stack)
-    calls = [found["verb"] for found in _VERB.finditer(stack)]
+    calls = [match["verb"] for match in _VERB.finditer(stack)]
     calls = calls or [v for f in _TORCH.finditer(stack) if (v := f["verb"]) != "wrapper"]
     return f"waits in {calls[-1].rstrip('_')}, {line}" if calls else f"at {line}"
 
@@ -240,7 +240,7 @@ class _Server(ThreadingHTTPServer):
         self.view, self.token = view, token
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """A page that was closed while we answered is no event; anything else is told."""
+        """A page that was closed while we answered is no event; anything else is reported."""
         if not isinstance(sys.exception(), (ConnectionError, TimeoutError)):
             super().handle_error(request, client_address)
 

@@ -74,12 +74,12 @@ class LineReader:
         return self
 
 
-def _is_line(found: Any) -> bool:
+def _is_line(line: Any) -> bool:
     """Return whether all that is read from a line later is there, and of its kind."""
     try:
-        step = found["step"]
-        numbers = [found[name] for name in ("t", "a", "blocked_s", "wait_s")]
-        numbers += found["v"].values()
+        step = line["step"]
+        numbers = [line[name] for name in ("t", "a", "blocked_s", "wait_s")]
+        numbers += line["v"].values()
     except (TypeError, KeyError, AttributeError):
         return False
     return type(step) is int and all(isinstance(n, (int, float)) for n in numbers)
@@ -104,14 +104,14 @@ def merge(
     for name, by_step in values.items():
         one = series[name] = Series()
         for step in sorted(by_step):
-            found = list(by_step[step].values())
+            numbers = list(by_step[step].values())
             # The exact sum is refused for NaN and inf, and where it grows beyond what floats hold.
-            total = math.fsum(found) if all(abs(x) < _EXACT for x in found) else sum(found)
+            total = math.fsum(numbers) if all(abs(x) < _EXACT for x in numbers) else sum(numbers)
             one.steps.append(step)
             one.seconds.append(seconds[step])
-            one.mean.append(total if name == SAMPLES else total / len(found))
-            one.low.append(min(found))
-            one.high.append(max(found))
+            one.mean.append(total if name == SAMPLES else total / len(numbers))
+            one.low.append(min(numbers))
+            one.high.append(max(numbers))
     steps = sorted(when)
     return Metrics(steps, [seconds[step] for step in steps], series)
 
@@ -192,7 +192,7 @@ class RecordedRun:
         parts = [part for part in parts if part]
         # Parts are of the last attempt; what an earlier one logged came before it.
         signs = [part["began_s"] for part in parts]
-        signs += [line["t"] for own in lines.values() for line in own[:1]]
+        signs += [line["t"] for lines_of_rank in lines.values() for line in lines_of_rank[:1]]
         began_s = min(signs, default=0.0)
         return cls(directory, config, parts, lines, merge(lines, began_s), began_s)
 
@@ -219,13 +219,13 @@ class RecordedRun:
     @property
     def trouble(self) -> str:
         """The first line of what went wrong on a rank, best the one that others fell over."""
-        told = [
+        notes = [
             (part["rank"], part["trouble"].strip().splitlines()[-1])
             for part in self.parts
             if part["trouble"]
         ]
-        told.sort(key=lambda pair: pair[1].partition(":")[0].split(".")[-1] in _CONSEQUENCES)
-        return f"rank {told[0][0]}: {told[0][1]}" if told else ""
+        notes.sort(key=lambda pair: pair[1].partition(":")[0].split(".")[-1] in _CONSEQUENCES)
+        return f"rank {notes[0][0]}: {notes[0][1]}" if notes else ""
 
     @property
     def attempts(self) -> int:

@@ -1,8 +1,8 @@
 """From what ranks wrote to what people look at: `metrics.csv`, `trace.json` and `report.html`.
 
-A run can also go to experiment trackers, where a team keeps all of its runs. Whoever writes the
-report sends it, so metrics are means over ranks and ranks wait for nobody. A tracker that fails
-costs a warning, never the run.
+A run can also go to experiment trackers, where a team keeps all of its runs. The process that
+writes the report sends it, so metrics are means over ranks and ranks do not wait. A tracker that
+fails costs a warning, never the run.
 """
 
 from __future__ import annotations
@@ -86,8 +86,8 @@ def build_report(directory: str | Path, *, against: Sequence[str | Path] | None 
     for other in others:
         directories.check_run(other, f"a report of {directory} against {other}")
     if against is None:
-        known = directories.read_json(home / directories.CONFIG).get(_AGAINST, [])
-        others = [Path(other) for other in known if (Path(other) / directories.CONFIG).is_file()]
+        recorded = directories.read_json(home / directories.CONFIG).get(_AGAINST, [])
+        others = [Path(other) for other in recorded if (Path(other) / directories.CONFIG).is_file()]
     return _finish(RecordedRun.read(home), others)
 
 
@@ -102,13 +102,13 @@ def conclude(directory: Path) -> Path:
 def _finish(run: RecordedRun, against: Sequence[Path] = ()) -> Path:
     """Make the files of a run from what its ranks have written so far, and return the page."""
     directory = run.directory
-    known = run.config | {
+    settings = run.config | {
         "status": run.status,
         "seconds": round(run.seconds, 3),
         "ranks": [{k: v for k, v in p.items() if k in _KEPT} for p in run.parts],
         _AGAINST: [str(path) for path in against],
     }
-    directories.write_json(directory / directories.CONFIG, known)
+    directories.write_json(directory / directories.CONFIG, settings)
     reading.write_csv(directory / directories.METRICS, run.merged)
     calls = [event for part in run.parts for event in part.get("events", ())]
     spans = {part["rank"]: part.get("spans", ()) for part in run.parts}
@@ -181,8 +181,8 @@ def check_trackers(to: str | Sequence[str]) -> tuple[str, ...]:
 
 def send(run: RecordedRun) -> None:
     """Send a run that has ended, and whose report is written, to the trackers it asked for."""
-    wanted = {name for part in run.parts for name in part.get("to", ())}
-    for name in sorted(wanted | set(run.config.get("to", ()))):
+    names = {name for part in run.parts for name in part.get("to", ())}
+    for name in sorted(names | set(run.config.get("to", ()))):
         try:
             _SENDERS[name](run)
         except Exception as error:  # a server that is away, a full disk, a version of theirs

@@ -139,17 +139,17 @@ class OutputCopy:
     def __init__(self, path: Path) -> None:
         self._fd = os.open(path, _APPEND, 0o666)
         self._before = sys.stdout, sys.stderr
-        self._mine = tuple(_Tee(stream, self._fd) for stream in self._before)
-        sys.stdout, sys.stderr = self._mine
+        self._tees = tuple(_Tee(stream, self._fd) for stream in self._before)
+        sys.stdout, sys.stderr = self._tees
 
     def write(self, text: str) -> None:
         """Put a line into the file alone."""
         _append(self._fd, text)
 
     def close(self) -> None:
-        """Put the streams back, unless somebody has put others in their place."""
-        for name, mine, before in zip(("stdout", "stderr"), self._mine, self._before, strict=True):
-            if getattr(sys, name) is mine:
+        """Put the streams back, unless they were replaced meanwhile."""
+        for name, tee, before in zip(("stdout", "stderr"), self._tees, self._before, strict=True):
+            if getattr(sys, name) is tee:
                 setattr(sys, name, before)
         os.close(self._fd)
 
@@ -199,10 +199,10 @@ class Run:
     def log(self, *, step: int | None = None, **values: Any) -> None:
         """Note the value of some metrics at a step; see `unisono.train.log`. Local."""
         now = time.perf_counter_ns()
-        taken = {name: _number(name, value) for name, value in values.items()}
-        step = self._implied_step(taken) if step is None else _step(step)
+        numbers = {name: _number(name, value) for name, value in values.items()}
+        step = self._implied_step(numbers) if step is None else _step(step)
         recorder = self.recorder
-        self._buffer.append((step, now, recorder.blocked_ns, recorder.wait_ns, taken))
+        self._buffer.append((step, now, recorder.blocked_ns, recorder.wait_ns, numbers))
         if now - self._flushed_ns > FLUSH_NS:
             self._flush(now)
 
