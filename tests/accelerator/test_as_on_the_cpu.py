@@ -41,10 +41,7 @@ ROOMS: dict[str, tuple[str, ...]] = {
         "test_layers_whose_forward_is_not_called_are_updated_before_they_are_read",
         "test_the_state_of_the_optimizer_inside_is_complete_too",
     ),
-    "nn.test_attention": (
-        "test_results_and_derivatives_are_those_of_one_process",
-        "test_the_ring_keeps_and_sends_no_more_than_blocks",
-    ),
+    "nn.test_attention": ("test_the_ring_keeps_and_sends_no_more_than_blocks",),
     "nn.test_convolutions": ("test_no_gradient_of_the_input_travels_where_nobody_wants_it",),
     "nn.test_embedding_and_upsampling": ("test_integers_are_copied_but_not_weighed",),
     "nn.test_halo_layers": ("test_windows_hold_the_points_of_neighbours",),
@@ -123,7 +120,7 @@ def module_of(room: str) -> Any:
     return importlib.import_module(f"tests.{room}")
 
 
-def tests_of(room: str) -> list[str]:
+def names_in(room: str) -> list[str]:
     """Return the names of the tests of a module that run here."""
     tests = {name: test for name, test in vars(module_of(room)).items() if name.startswith("test_")}
     unknown = [name for name in ROOMS[room] if not is_for_ranks(tests.get(name))]
@@ -132,7 +129,7 @@ def tests_of(room: str) -> list[str]:
     return list(ROOMS[room]) or every
 
 
-CASES = [(room, name) for room in ROOMS for name in tests_of(room)]
+CASES = [(room, name) for room in ROOMS for name in names_in(room)]
 
 
 @pytest.fixture(autouse=True)
