@@ -132,7 +132,7 @@ def _node_wise(module):
     return DataParallelMultiGPU(module, daso)
 
 
-@pytest.mark.ranks(2)
+@pytest.mark.ranks(2, timeout=90)
 def test_a_whole_step_can_be_compiled():
     def trained(backend: str | None) -> torch.Tensor:
         torch.manual_seed(0)
