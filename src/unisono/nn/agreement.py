@@ -36,7 +36,7 @@ from unisono.topology import Partition
 Mode = Literal["always", "on_change", "off"]
 _MODES: tuple[str, ...] = get_args(Mode)
 NO_GRAD, PARAMETERS, INPUTS = 0, 1, 2
-"""Whose gradients are needed: nobody's, only parameters', inputs' too."""
+"""Which gradients are needed: none, only of parameters, of inputs too."""
 Cuts = tuple[tuple[int, ...], ...]
 """For each dim, the cuts of a tensor's blocks."""
 
@@ -45,8 +45,8 @@ class structure_check:
     """Say how layers notice that a shape has changed: at once, or for a `with` block.
 
     `"always"` (default): ranks agree in every forward, so a change that only some ranks see is
-    planned anew on all. `"off"`: nothing is asked, and the first plan is final. `"on_change"` is
-    another word for "always": agreeing has become too cheap to have a mode between the two.
+    planned again on all. `"off"`: nothing is compared, and the first plan is final. `"on_change"`
+    is another word for "always": agreeing has become too cheap to have a mode between the two.
 
     >>> with structure_check("off"):
     ...     current_mode()
@@ -194,7 +194,7 @@ def cuts_of_blocks(shapes: Sequence[Sequence[int]], partition: Partition) -> Cut
 
 
 _COMPARED = 4
-"""The blocks of so many calls are compared on each group of ranks."""
+"""Number of calls whose blocks are compared, for each group of ranks."""
 _COMPARED_ON_DEVICE = 1
 """Of blocks on an accelerator: the host waits for the digest, as it does for the first plans."""
 _calls: Counter[tuple[int, ...]] = Counter()
@@ -241,7 +241,7 @@ _ALIKE = {
 """Fields that must be equal on all ranks: what they are, and what to do."""
 
 
-class Meetings:
+class Agreements:
     """The calls of one layer, as its ranks agree on them."""
 
     def __init__(self) -> None:
@@ -251,7 +251,7 @@ class Meetings:
         """`NO_GRAD`, `PARAMETERS` or `INPUTS`, the most that some rank needs."""
         self._key: tuple[object, ...] = ()
         self._record: list[int] = []
-        self._heard: list[tuple[int, ...]] = []
+        self._records: list[tuple[int, ...]] = []
         self._structures: tuple[Structure, ...] = ()
         self._needed = NO_GRAD
 
@@ -280,12 +280,12 @@ class Meetings:
                 inputs.
         """
         mode = current_mode()
-        if self._heard and mode == "off":
+        if self._records and mode == "off":
             if problem is not None:
                 raise problem
             if structures != self._structures:
                 raise final_plan(arguments()[0], listed(self._structures), listed(structures))
-            needed = INPUTS if torch.is_grad_enabled() else NO_GRAD  # nobody tells about others
+            needed = INPUTS if torch.is_grad_enabled() else NO_GRAD  # other ranks are not asked
             self.gradients = gradients if comm is None else needed
             return
         key = (structures, gradients, torch.is_grad_enabled(), mode)
@@ -293,18 +293,18 @@ class Meetings:
             problem = problem or _too_many(structures, arguments)
             self._record = _record(structures, gradients, problem, arguments)
             self._key = key if problem is None else ()
-        heard = [tuple(self._record)] if comm is None else comm.all_gather_ints(self._record)
-        if heard != self._heard:
-            if any(record[_BAD] for record in heard):
+        records = [tuple(self._record)] if comm is None else comm.all_gather_ints(self._record)
+        if records != self._records:
+            if any(record[_BAD] for record in records):
                 raise_together(comm, problem)
             if comm is not None:
-                _check_alike(comm, heard, arguments)
-                refuse_mixed_grad_mode(comm, [record[_GRAD_ON] for record in heard])
-            tables = _tables(ranks, heard)
+                _check_alike(comm, records, arguments)
+                refuse_mixed_grad_mode(comm, [record[_GRAD_ON] for record in records])
+            tables = _tables(ranks, records)
             if tables != self.tables:
                 self.tables = tables
-            self._heard, self._structures = heard, structures
-            self._needed = max(record[_GRADIENTS] for record in heard)
+            self._records, self._structures = records, structures
+            self._needed = max(record[_GRADIENTS] for record in records)
         self.gradients = self._needed
 
 
@@ -356,22 +356,22 @@ def _too_many(
     )
 
 
-def _tables(ranks: tuple[int, ...], heard: Sequence[tuple[int, ...]]) -> tuple[Table, ...]:
+def _tables(ranks: tuple[int, ...], records: Sequence[tuple[int, ...]]) -> tuple[Table, ...]:
     tables: list[Table] = []
-    for i in range(heard[0][_COUNT]):
+    for i in range(records[0][_COUNT]):
         start = _HEAD + i * _FIELDS
-        entries = (Structure.unpacked(record[start : start + _FIELDS]) for record in heard)
+        entries = (Structure.unpacked(record[start : start + _FIELDS]) for record in records)
         tables.append(Table(ranks, tuple(entries)))
     return tuple(tables)
 
 
 def _check_alike(
     comm: Communicator,
-    heard: Sequence[tuple[int, ...]],
+    records: Sequence[tuple[int, ...]],
     arguments: Callable[[], tuple[object, ...]],
 ) -> None:
     for number, (name, hint) in _ALIKE.items():
-        values = [record[number] for record in heard]
+        values = [record[number] for record in records]
         odd = [rank for rank, value in enumerate(values) if value != values[0]]
         if not odd:
             continue

@@ -48,7 +48,7 @@ class AttentionPlan:
     scale: float = 1.0
     dropout_p: float = 0.0
     seed: int = 0
-    """Of the dropped weights of this rank; drawn anew in the backward, not kept."""
+    """Of the dropped weights of this rank; drawn again in the backward, not kept."""
     kept: Tensor | None = None
     """Which weights of own queries and all keys are not dropped; None: `seed` says it."""
 
@@ -350,7 +350,7 @@ def _tile_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return what a tile adds to the gradients of its queries, keys and values.
 
-    `out` and `sums` are those of all keys: with them each block's part is exact by itself.
+    `out` and `sums` are those of all keys: with them each block's part is exact.
     """
     own_k, own_v = tile.keys(k), tile.keys(v)
     dout, q, out, mask = tile.rows(dout), tile.rows(q), tile.rows(out), tile.of_mask(mask)

@@ -115,7 +115,7 @@ def _split(parameters: Sequence[Tensor]) -> dict[int, tuple[Communicator, Holdin
 def _gathered_norms(
     held: Sequence[tuple[Tensor, Holding]], comm: Communicator, p: float, dtype: torch.dtype
 ) -> list[Tensor]:
-    """Return the norms of all blocks of these parameters, whoever holds them. Collective."""
+    """Return the norms of all blocks of these parameters, on all ranks. Collective."""
     own = torch.zeros(len(held), dtype=dtype, device=comm.device)
     record: list[int] = []
     for i, (x, holding) in enumerate(held):

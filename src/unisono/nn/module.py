@@ -1,4 +1,4 @@
-"""`Module`: the base of distributed layers, set up when called and anew when the input changes.
+"""`Module`: the base of distributed layers, set up when called, and again when the input changes.
 
 A layer learns shapes only when it is called, and a rank sees only its own block; the hook here
 lets all ranks of the layer decide together whether to set up, so that none waits for ever.
@@ -34,7 +34,7 @@ class Module(nn.Module):
         super().__init__()
         self._distdl_is_setup = False
         self._agreeing: Communicator | None = None
-        """All ranks of the layer, known once set up; None when there is nobody else."""
+        """All ranks of the layer, known once set up; None for a single rank."""
         self.register_forward_pre_hook(_before_forward, with_kwargs=True)
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
@@ -101,7 +101,7 @@ class Module(nn.Module):
         return parts[0].root if parts else None
 
     def _control(self) -> Communicator | None:
-        """Return all ranks of the layer, to talk to with CPU tensors; None when there is nobody.
+        """Return all ranks of the layer, to talk to with CPU tensors; None for a single rank.
 
         Collective over these ranks at its first use.
         """

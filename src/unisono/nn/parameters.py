@@ -135,7 +135,7 @@ class WeightGrid:
 
     Channels or features lie along `dim` of input and output. The weight has `ins` parts along its
     inputs, by default those of the input; `note` says in an error why. `P_w` may leave out a batch
-    that is not split. Partitions that do not fit each other are refused.
+    that is not split. Refuses partitions that do not fit each other.
     """
 
     def __init__(

@@ -24,8 +24,8 @@ from unisono.nn.agreement import (
     INPUTS,
     NO_GRAD,
     PARAMETERS,
+    Agreements,
     Cuts,
-    Meetings,
     Structure,
     Table,
     block_digest,
@@ -62,7 +62,7 @@ class PlannedModule(Module, Generic[P]):
 
     def __init__(self) -> None:
         super().__init__()
-        self._meetings = Meetings()
+        self._agreements = Agreements()
         self._tables: tuple[Table, ...] = ()
         """What all ranks held when the current plan was made."""
         self._plans: OrderedDict[tuple[Table, ...], P] = OrderedDict()
@@ -104,7 +104,7 @@ class PlannedModule(Module, Generic[P]):
             if x.requires_grad:
                 gradients = INPUTS
             if isinstance(x, Split):
-                found = "a split tensor, which knows its blocks by itself; its own block is x.local"
+                found = "a split tensor, which knows its blocks; this rank's block is x.local"
             elif x.is_meta and self._agreeing is not None:
                 found = "a tensor on meta, without data to send"
         if not torch.is_grad_enabled():
@@ -132,15 +132,15 @@ class PlannedModule(Module, Generic[P]):
             self._agreeing = self._control()
         structures, gradients, problem = self._read(input)
         if self._takes_part:
-            self._meetings.agree(
+            self._agreements.agree(
                 self._agreeing, self._ranks, structures, gradients, problem, self._named_arguments
             )
-            self._gradients = self._meetings.gradients
+            self._gradients = self._agreements.gradients
             if not self._distdl_is_setup and self._agreeing is not None:
                 self._compare_blocks(self._agreeing, input[0])
         elif problem is not None:
             raise problem
-        return not self._distdl_is_setup or self._meetings.tables != self._tables
+        return not self._distdl_is_setup or self._agreements.tables != self._tables
 
     def _compare_blocks(self, comm: Communicator, x: Tensor) -> None:
         """Warn if all ranks hold the same block when the layer is called first. Collective."""
@@ -160,7 +160,7 @@ class PlannedModule(Module, Generic[P]):
         if not self._takes_part:
             return
         self._setups += 1
-        key = self._meetings.tables
+        key = self._agreements.tables
         if key not in self._plans:
             self._plans[key] = self._make_plan(key)
             while len(self._plans) > KEPT_PLANS:
@@ -204,11 +204,11 @@ class PlannedModule(Module, Generic[P]):
         return self._tied(x.reshape(*rows, -1)[..., :0])
 
     def __getstate__(self) -> dict[str, Any]:
-        """Leave the plans behind: they are made anew where the copy is called."""
+        """Leave out the plans: the copy makes its own when it is called."""
         state = super().__getstate__()
         state.pop("_plan", None)
         return state | {
-            "_meetings": Meetings(),
+            "_agreements": Agreements(),
             "_plans": OrderedDict(),
             "_tables": (),
             "_exchange": None,

@@ -221,7 +221,7 @@ def filled(x: Tensor, plan: HaloOnGroup, received: dict[int, Tensor]) -> Tensor:
 def _constant(
     shape: tuple[int, ...], value: float, dtype: torch.dtype, device: torch.device
 ) -> Tensor:
-    """Return a constant that nobody changes; a small one is kept."""
+    """Return a constant that is never changed; keep a small one."""
     if math.prod(shape) > _MOST_KEPT:
         return torch.full(shape, value, dtype=dtype, device=device)
     return _kept_constant(shape, value, dtype, device)

@@ -179,7 +179,7 @@ class FanPlan:
 
     @property
     def is_identity(self) -> bool:
-        """Whether this rank's block stays where it is and nobody else is involved."""
+        """Whether this rank's block stays where it is and no other rank is involved."""
         return len(self.fans) == 1 and self.fans[0].comm.size == 1
 
 

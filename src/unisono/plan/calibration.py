@@ -37,12 +37,12 @@ class Calibration:
     links: Mapping[str, Link]
     """`shm` and `gloo`, between ranks of this machine."""
     slowdown: Mapping[str, Mapping[int, float]] = field(default_factory=dict)
-    """By model: how much longer its step takes when so many ranks compute at once."""
+    """By model: how much longer its step takes, by the number of ranks that compute at once."""
     machine: str = "typical values, not measured"
     """Where and when."""
 
     def here(self, ranks: int, *, link: str = "shm", model: str = "") -> Cluster:
-        """Return this machine with so many ranks."""
+        """Return this machine with this number of ranks."""
         return Cluster(
             nodes=1,
             ranks_per_node=ranks,

@@ -35,7 +35,7 @@ class Link:
     on_cores: bool = False
     """Whether cores move the bytes, so that ranks that share a core slow each other down."""
     slowdown: Mapping[int, float] = field(default_factory=dict)
-    """Measured: how much less bandwidth each of so many ranks of a node has, compared with two."""
+    """Measured: by ranks of a node, how much less bandwidth each has, compared with two."""
 
     def __post_init__(self) -> None:
         if not (self.latency_s >= 0 and self.bytes_per_s > 0 and 0 <= self.overlap <= 1):
@@ -46,7 +46,7 @@ class Link:
             )
 
     def among(self, ranks: int, cores: int | None) -> Link:
-        """Return the link as `ranks` of a node with so many cores find it, all using it at once."""
+        """Return the link as `ranks` of a node with these cores find it, all using it at once."""
         if not self.on_cores:
             return self
         factor = contention(self.slowdown, ranks, cores)
@@ -116,7 +116,7 @@ def all_reduce_tree(nbytes: float, ranks: int, link: Link) -> float:
 
 
 def all_reduce_between(nbytes: float, nodes: int, link: Link) -> float:
-    """Return the seconds of a sum between nodes: a ring or a tree, whichever is faster.
+    """Return the seconds of a sum between nodes: the faster of a ring and a tree.
 
     All ranks of a node send their shares over its one link, n bytes together.
     """
@@ -170,7 +170,7 @@ class Cluster:
     rank_speed: float = 1.0
     """How many times as fast a rank computes as one core of the machine that was measured."""
     slowdown: Mapping[int, float] = field(default_factory=dict)
-    """Measured: how much longer a rank computes when so many work on the node at once."""
+    """Measured: by ranks that work on the node at once, how much longer each computes."""
     algorithm: str = "auto"
     """How gradients are added over all ranks; see `ALGORITHMS`."""
 
@@ -190,7 +190,7 @@ class Cluster:
         return self.nodes * self.ranks_per_node
 
     def sized(self, ranks: int) -> Cluster:
-        """Return the same machine with so many ranks: full nodes, or a part of one."""
+        """Return the same machine with another number of ranks: full nodes, or a part of one."""
         per_node = min(ranks, self.ranks_per_node)
         return replace(self, nodes=-(-ranks // per_node), ranks_per_node=per_node)
 

@@ -37,7 +37,7 @@ class Prediction(Cost):
     samples: float
     """Samples of all ranks."""
     alone_s: float
-    """One rank that does the work of one rank, with nobody around."""
+    """One rank that does the work of one rank, alone."""
 
     @property
     def step_s(self) -> float:

@@ -26,7 +26,7 @@ _ROUNDS = 7
 _ROUND_S = 0.12
 """A size is measured until a round has taken this long."""
 _NEIGHBOURS = 8
-"""A rank of a graph that is cut fetches from at most so many others."""
+"""Largest number of ranks that a rank of a cut graph fetches from."""
 _NOISE = 0.5
 
 Step = Callable[[], list[float]]

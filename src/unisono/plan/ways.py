@@ -414,6 +414,6 @@ def rank_counts(ranks_per_node: int, largest: int) -> list[int]:
 
 
 def _is_enough(found: Prediction, machine: Cluster, share: float, team: int | None) -> bool:
-    """Whether nobody is left without a sample: a rank, or a team where teams share them."""
+    """Whether each rank, or each team where teams share samples, has one."""
     in_teams = found.way.startswith(("spatial", "tensor", "graph"))
     return share * (_team_size(machine, team) if in_teams else 1) >= 1

@@ -18,7 +18,7 @@ class Pace:
     sample_s: float
 
     def seconds(self, samples: float) -> float:
-        """Return the time of so many samples."""
+        """Return the time of `samples`."""
         return self.fixed_s + samples * self.sample_s
 
 
@@ -66,7 +66,7 @@ class Share:
     refusal: str = ""
     """Why it cannot be, if so."""
     passes: Pace = Pace(fixed_s=0.0, sample_s=0.0)
-    """Forward and backward of its part, by samples of the team; waiting for nobody."""
+    """Forward and backward of its part, by samples of the team, without waiting."""
     activation_bytes: float = 0.0
     """Kept from forward to backward for each sample of the team."""
     sent: Sequence[Sent] = ()
@@ -95,8 +95,8 @@ class Workload:
     """In the order in which they travel."""
     layers: Sequence[Layer] = ()
     graph: Callable[[int, float], Share] | None = None
-    """`graph(ranks, samples)`: what happens when the graphs, or the atoms, of so many samples are
-    cut over ranks; without the sum of gradients."""
+    """`graph(ranks, samples)`: what a rank does when the graphs of `samples` are cut over ranks,
+    without the sum of gradients."""
     is_bayesian: bool = False
     item_bytes: int = 4
     """Of a number."""

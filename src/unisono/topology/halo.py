@@ -132,7 +132,7 @@ class HaloPlan:
     recvs: tuple[Message, ...]
     """One message for each rank whose points are needed here, ascending."""
     index: tuple[int, ...] = ()
-    """Own coordinates in the partition. This and what follows may be left out where nobody asks."""
+    """Own coordinates in the partition. This and the following fields are optional."""
     needed: Box = ()
     """Points of the tensor right under the window, in global coordinates; may be empty."""
     output_shape: tuple[int, ...] = ()
@@ -257,7 +257,7 @@ class HaloPlan:
 
     @cached_property
     def is_identity(self) -> bool:
-        """Whether nothing is to be done: the window is the own block and nobody asks for it."""
+        """Whether nothing is to be done: the window is the own block, and no rank reads it."""
         if self.window_shape != self.block_shape or self.recvs or self.sends:
             return False
         whole = tuple((0, size) for size in self.window_shape)

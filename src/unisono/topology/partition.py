@@ -60,7 +60,7 @@ class Partition(Frozen):
         shape: number of ranks along each tensor dim, 1 where the dim is not split.
         ranks: ranks of `comm` in row-major order; default the first `prod(shape)`.
         comm: the root: a `Communicator`, `ProcessGroup` or mpi4py communicator; None is the world
-            of whichever process asks.
+            of the calling process.
 
     >>> p = Partition([2, 2])
     >>> p.index_of(2), p.local_shape([5, 4], rank=2)

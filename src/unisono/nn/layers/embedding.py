@@ -120,7 +120,7 @@ class DistributedEmbedding(HoldingModule[None]):
                 "DistributedEmbedding", f"ids of dtype {ids.dtype}", None, "ids.long()"
             )
         if ids.device.type != "cpu" or not ids.numel():
-            return None  # another device tells by itself, without a pause to look
+            return None  # another device reports it; a look would stop the host
         low, high = (int(end) for end in ids.aminmax())
         if low >= 0 and high < self.num_embeddings:
             return None

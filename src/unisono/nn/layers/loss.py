@@ -204,7 +204,7 @@ class DistributedNLLLoss(PlannedModule[_ClassPlan]):
         return structures, gradients, problem
 
     def _stray_target(self, target: Tensor, classes: int | None) -> UnisonoError | None:
-        """Return the error for a target that is no class, if there is one."""
+        """Return the error for a target outside the classes, if there is one."""
         if target.dtype.is_floating_point or target.is_meta:
             return None
         if not target.numel():
@@ -252,7 +252,7 @@ class DistributedNLLLoss(PlannedModule[_ClassPlan]):
         return torch.where(weights != 0, picked * weights, torch.zeros_like(picked)), weights
 
     def _picked(self, values: Tensor, target: Tensor, start: int) -> Tensor:
-        """Return the value at the target class, from whichever rank holds it."""
+        """Return the value at the target class, from the rank that holds it."""
         here = (target >= start) & (target < start + values.shape[1])
         if values.shape[1] == 0:
             own = values.sum(1)

@@ -49,9 +49,9 @@ class Shell(PlannedModule[ShellPlan]):
             if table.cuts(P) != cuts:
                 raise PartitionError.because(
                     type(self).__name__,
-                    f"inputs of {_shape(cuts)} and {_shape(table.cuts(P))}",
+                    f"input of {list(_shape(cuts))}, target of {list(_shape(table.cuts(P)))}",
                     "their blocks differ",
-                    "cut the second input like the first",
+                    "cut the target like the input",
                 )
         self._check(_shape(cuts), dtype)
         sizes = {

@@ -125,7 +125,7 @@ class Interpolate(torch.nn.Module):
         self._check(self._taps)
 
     def _check(self, taps: Sequence[Taps]) -> None:
-        """Raise if an output needs a point that is not among the own ones."""
+        """Raise if an output needs a point that this rank does not have."""
         for i, ((x0, x1), (y0, y1), own) in enumerate(
             zip(self._held, self._given, taps, strict=True)
         ):
