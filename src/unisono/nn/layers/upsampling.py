@@ -68,16 +68,29 @@ class DistributedUpsample(Shell):
 
     def _check(self, shape: tuple[int, ...], dtype: torch.dtype) -> None:  # noqa: ARG002
         _check_dtype(type(self).__name__, self.mode, dtype)
+        if dtype.is_complex and not self.mode.startswith("nearest"):
+            raise PartitionError.because(
+                f"{type(self).__name__}(mode={self.mode!r}) of {dtype}",
+                "torch resizes complex tensors in the nearest modes only",
+                None,
+                "real and imaginary part, one after the other",
+            )
 
     def forward(self, input: Tensor) -> Tensor:
         """Return this rank's balanced share of the upsampled tensor."""
         if not self._takes_part:
             return self._outside(input)
+        x = self._tied(input)
         sizes = None if self.size is None else tuple(map(int, self.size))
-        scales = self.scale_factor
-        return self._called(
-            F.interpolate, self._tied(input), sizes, scales, self.mode, self.align_corners
-        )
+        how = sizes, self.scale_factor, self.mode, self.align_corners
+        if self._plan.cuts or x.is_floating_point() or x.dtype == torch.uint8:
+            return self._called(F.interpolate, x, *how)
+        # One rank alone calls torch, which resizes no other integers: it resizes their places.
+        space = x.shape[2:]
+        places = torch.arange(space.numel(), dtype=torch.float64, device=x.device)
+        chosen = F.interpolate(places.view(1, 1, *space), *how)
+        picked = x.flatten(2).index_select(2, chosen.long().flatten())
+        return picked.unflatten(2, chosen.shape[2:])
 
 
 class Interpolate(torch.nn.Module):
