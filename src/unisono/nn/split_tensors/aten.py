@@ -381,8 +381,8 @@ def _other_label(
     ranks = cut.comm.size
 
     def fits(label: int) -> bool:
-        largest = max((x.tensor.numel() for x in operands if x.length(label) >= ranks), default=0)
-        return largest > operand.tensor.numel()
+        long = [x for x in operands if x.length(label) >= ranks]
+        return any(x is operand or x.tensor.numel() > operand.tensor.numel() for x in long)
 
     labels = [i for i in range(max(len(x.batch) for x in operands)) if i not in layout and fits(i)]
     lengths = {i: max(x.length(i) for x in operands) for i in labels}
