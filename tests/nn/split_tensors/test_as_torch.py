@@ -236,3 +236,24 @@ def test_a_function_of_a_view_that_moved_has_its_gradient():
     column = Split.cut(leaf, Partition([1, 2]))[:, 3]
     (Twice.apply(column) + column).sum().backward()
     assert torch.equal(leaf.grad, F.one_hot(torch.tensor(3), 8).expand(2, 8) * 3.0)
+
+
+GRID = torch.linspace(-1, 1, 48).view(2, 3, 4, 2)
+INDEX = torch.tensor([3, 0, 2, 1])
+ALONG: dict[str, Callable[..., Tensor]] = {
+    "sort": lambda x, _: torch.sort(x, 1)[0],
+    "grid_sample": lambda x, _: F.grid_sample(x.view(2, 1, 2, 4), GRID, align_corners=True),
+    "a crop": lambda x, _: F.pad(x, (-1, 2)),
+    "a cut index": lambda _, i: X.index_add(1, i, X[:, :4]),
+    "right sides": lambda x, _: torch.cholesky_solve(x, torch.eye(2)),
+}
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("name", ALONG)
+def test_along_a_cut_dim_the_cut_moves_and_nothing_is_gathered(name):
+    parts = cut(X), cut(INDEX, 0)
+    y = ALONG[name](*parts)
+    assert isinstance(y, Split)
+    assert not any(x.run.gathered for x in parts)
+    torch.testing.assert_close(y.whole(), ALONG[name](X, INDEX))
