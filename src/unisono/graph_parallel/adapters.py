@@ -1,16 +1,17 @@
-"""Potentials that others wrote, each called on one rank's piece of a system: MACE, SchNet.
+"""Third-party potentials, each called on one rank's piece of a system: MACE and PyG's models.
 
-A model is never edited. What it needs is told by an `Adapter` of a few lines: how far it looks, and
-how it turns a piece (own atoms, halo, edges that end in own atoms, their vectors) into energies of
-own atoms. Between layers the features of the halo are fetched from their owners, by `piece.extend`.
+A model is never edited. An `Adapter` of a few lines says how far it looks, and how it turns a piece
+(own atoms, halo, edges that end in own atoms, their vectors) into energies of own atoms. Between
+layers the features of the halo are fetched from their owners, by `piece.extend`; or the halo is as
+wide as all layers together, and the model is called unchanged (`by_forward`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -32,6 +33,9 @@ class Piece:
     """Number of own atoms."""
     extend: Callable[[Tensor], Tensor]
     """Rows of own atoms -> rows of own and halo atoms. Collective, with its gradient."""
+    positions: Tensor | None = None
+    """`[own + halo, 3]`, for an adapter with a `depth`: then every image of a foreign atom in reach
+    is a row of the halo, targets of edges may be in it, and `extend` is not to be called."""
 
 
 @dataclass(frozen=True)
@@ -50,6 +54,9 @@ class Adapter:
     """Length of the longest edge."""
     elements: Callable[[Any], list[int]] | None = None
     """Atomic numbers that the model knows; None: any."""
+    depth: Callable[[Any], int] | None = None
+    """Layers of messages, for a model that is called on all atoms so many cutoffs away, and then
+    needs no `extend`. None: the halo is one cutoff wide, and `energies` extends rows."""
 
 
 def adapter_of(model: nn.Module) -> Adapter:
@@ -167,6 +174,92 @@ def schnet() -> Adapter:
     return Adapter(energies, cutoff=lambda model: float(model.cutoff))
 
 
+# -- any model by forward(z, pos, batch) -----------------------------------------------------------
+
+
+def by_forward(cutoff: Callable[[Any], float], depth: Callable[[Any], int]) -> Adapter:
+    """Return the adapter of a model that is called as `model(z, pos, batch)`, as PyG's are.
+
+    Own atoms are graph 0 and the halo, `depth` cutoffs wide, is graph 1; only the energy of graph 0
+    is taken. The layers of the halo are computed on several ranks: exact, at the price of that
+    work. The energy must be a sum over atoms, and the model must find its edges by PyG's
+    `radius_graph`, which is replaced during the call by edges that join both graphs.
+
+    Args:
+        cutoff: length of the longest edge, of the model.
+        depth: how many edges away an atom can change the energy of another.
+
+    >>> adapter = by_forward(lambda model: 5.0, lambda model: len(model.layers))
+    """
+
+    def energies(model: Any, piece: Piece) -> Tensor:
+        positions = cast("Tensor", piece.positions)
+        if not piece.own:
+            return positions.sin().sum() * 0  # stays part of derivatives of every order
+        graph = (torch.arange(len(positions), device=positions.device) >= piece.own).long()
+        with ExitStack() as stack:
+            calls = stack.enter_context(_found_edges(model, piece.edge_index))
+            out = model(piece.numbers, positions, graph)
+        if not calls:
+            raise PartitionError.because(
+                f"split_potential of {an(type(model).__name__)} by its forward",
+                "it did not call torch_geometric's radius_graph: atoms would not see the halo",
+                None,
+                "an adapter that passes piece.edge_index to the model",
+            )
+        return (out[0] if isinstance(out, tuple) else out)[:1]
+
+    return Adapter(energies, cutoff, depth=depth)
+
+
+@contextmanager
+def _found_edges(model: nn.Module, edge_index: Tensor) -> Iterator[list[float]]:
+    """Let `radius_graph` return these edges in the modules of a model; note each call's radius."""
+    calls: list[float] = []
+
+    def edges(pos: Tensor, r: float, *_: Any, loop: bool = False, **__: Any) -> Tensor:
+        calls.append(r)
+        if not loop:
+            return edge_index
+        atoms = torch.arange(len(pos), device=edge_index.device)
+        return torch.cat([edge_index, atoms.expand(2, -1)], 1)
+
+    places = {}
+    for module in model.modules():
+        names = getattr(type(module).forward, "__globals__", {})
+        if "radius_graph" in names:
+            places[id(names)] = names
+    before = [(names, names["radius_graph"]) for names in places.values()]
+    for names, _ in before:
+        names["radius_graph"] = edges
+    try:
+        yield calls
+    finally:
+        for names, function in before:
+            names["radius_graph"] = function
+
+
+def visnet() -> Adapter:
+    """Return the adapter of torch_geometric's ViSNet."""
+    layers = by_forward(
+        lambda model: float(model.representation_model.distance.cutoff),
+        lambda model: len(model.representation_model.vis_mp_layers) + 1,
+    )
+
+    def energies(model: Any, piece: Piece) -> Tensor:
+        if model.reduce_op not in ("add", "sum") or bool(model.mean.any()):
+            raise PartitionError.because(
+                "split_potential of a ViSNet",
+                f"reduce_op={model.reduce_op!r}, mean={model.mean.tolist()}",
+                "its result is no sum over atoms",
+                'ViSNet(reduce_op="sum", mean=0.0)',
+            )
+        with replaced(model, "derivative", False):
+            return layers.energies(model, piece)
+
+    return replace(layers, energies=energies)
+
+
 class _Given(nn.Module):
     """Edges and their lengths, in place of a search for them."""
 
@@ -182,4 +275,5 @@ class _Given(nn.Module):
 _KNOWN: dict[str, Adapter] = {
     "mace.modules.models.MACE": mace(),
     "torch_geometric.nn.models.schnet.SchNet": schnet(),
+    "torch_geometric.nn.models.visnet.ViSNet": visnet(),
 }

@@ -14,9 +14,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from unisono.comm import world
+from unisono.comm import Communicator, world
 from unisono.errors import MissingExtra, PartitionError
-from unisono.expect import expect, expect_int
+from unisono.expect import expect, expect_float, expect_int
 from unisono.graph_parallel.adapters import Adapter, adapter_of
 from unisono.graph_parallel.groups import graph_groups
 from unisono.graph_parallel.neighbours import wrapped
@@ -60,6 +60,8 @@ class Calculator(AseCalculator):
         model: a MACE, a SchNet of torch_geometric, or any with an `adapter`. It is copied to ranks.
         ranks: number of ranks, on this host.
         adapter: how the model is called on a piece; default the one known for its class.
+        skin: neighbours are searched this much beyond the cutoff, and again when an atom has moved
+            half of it; no result depends on it.
         options: those of ASE's calculators.
 
     Example:
@@ -70,7 +72,13 @@ class Calculator(AseCalculator):
     implemented_properties = [*PROPERTIES]  # noqa: RUF012  as ASE has it
 
     def __init__(
-        self, model: nn.Module, ranks: int = 2, *, adapter: Adapter | None = None, **options: Any
+        self,
+        model: nn.Module,
+        ranks: int = 2,
+        *,
+        adapter: Adapter | None = None,
+        skin: float = 0.5,
+        **options: Any,
     ) -> None:
         super().__init__(**options)
         expect("model", model, nn.Module)
@@ -78,6 +86,7 @@ class Calculator(AseCalculator):
         """Number of ranks."""
         self._model = model
         self._adapter = adapter_of(model) if adapter is None else adapter
+        self._skin = expect_float("skin", skin, 0, error=PartitionError)
         self._team: ResidentRanks | None = None
 
     def calculate(
@@ -105,7 +114,9 @@ class Calculator(AseCalculator):
         if not told:
             return []
         if self._team is None or self._team.is_closed:
-            self._team = ResidentRanks(_Worker, self._model, self._adapter, ranks=self.ranks)
+            self._team = ResidentRanks(
+                _Worker, self._model, self._adapter, self._skin, ranks=self.ranks
+            )
         answers = self._team.ask((told, tuple(properties)))
         found = {number: values for answer in answers for number, values in answer.items()}
         return [found[number] for number in range(len(told))]
@@ -173,12 +184,14 @@ def deal(sizes: Sequence[int], ranks: int) -> list[int | None]:
 class _Worker:
     """One of the ranks: answers questions about systems."""
 
-    def __init__(self, model: nn.Module, adapter: Adapter) -> None:
+    def __init__(self, model: nn.Module, adapter: Adapter, skin: float) -> None:
         self._model = model.eval().requires_grad_(False)
-        self._adapter = adapter
+        self._adapter, self._skin = adapter, skin
         self._rank, self._ranks = world().rank, world().size
         self._row, self._alone = graph_groups(self._ranks).gp, graph_groups(1).gp
         self._shared: SplitPotential | None = None
+        self._whole: SplitPotential | None = None
+        """For systems that are not split."""
         self._cost_when_new: tuple[float, float] | None = None
 
     def __call__(
@@ -204,10 +217,10 @@ class _Worker:
         if is_shared:
             potential = self._potential(pos, cell, system.pbc)
         else:
-            part = GraphPartition.contiguous(len(pos), 1)
-            potential = SplitPotential(
-                self._model, part, adapter=self._adapter, comm=self._alone
-            ).eval()
+            potential = self._whole
+            if potential is None or potential.partition.num_nodes != len(pos):
+                part = GraphPartition.contiguous(len(pos), 1)
+                potential = self._whole = self._split(part, self._alone)
         pos.requires_grad_("hessian" in properties)
         numbers = torch.from_numpy(system.numbers).long()
         out = potential(pos, numbers, cell=cell, pbc=system.pbc, stress="stress" in properties)
@@ -222,6 +235,10 @@ class _Worker:
         if out.stress is not None:
             found["stress"] = out.stress.detach().numpy()[_VOIGT]
         return found
+
+    def _split(self, part: GraphPartition, comm: Communicator) -> SplitPotential:
+        model, adapter, skin = self._model, self._adapter, self._skin
+        return SplitPotential(model, part, adapter=adapter, skin=skin, comm=comm).eval()
 
     def _potential(self, pos: Tensor, cell: Tensor | None, pbc: Sequence[bool]) -> SplitPotential:
         """Return the potential on all ranks, with a partition that suits these positions."""
@@ -238,8 +255,7 @@ class _Worker:
             work = plan.gather(edges.double() + 1, grad="slice")
         part = GraphPartition.morton(wrapped(pos, cell, pbc), self._ranks, cost=work)
         if known is None:
-            known = SplitPotential(self._model, part, adapter=self._adapter, comm=self._row).eval()
-            self._shared = known
+            known = self._shared = self._split(part, self._row)
         known.partition, self._cost_when_new = part, None
         return known
 

@@ -67,6 +67,36 @@ def radius_graph(
     return Neighbours(edges.to(pos.device), shift[order].to(pos.device, pos.dtype))
 
 
+def images_near(
+    pos: Tensor,
+    reach: float,
+    targets: Tensor,
+    *,
+    cell: Tensor | None = None,
+    pbc: bool | Sequence[bool] = True,
+) -> tuple[Tensor, Tensor]:
+    """Return the targets, then all other points and images in a box `reach` around them.
+
+    Returns:
+        Number `[M]` and shift `[M, D]` of each; `pos[number] + shift` is inside the cell for
+        targets, and near them for the rest.
+    """
+    points, homes = _checked(pos, reach, targets)
+    graphs = torch.zeros(len(points), dtype=torch.int64)
+    cells, repeats = _cells(cell, pbc, points.shape[1], graphs)
+    outside = _steps_outside(points, cells[0], repeats)
+    numbers, steps = homes, torch.zeros(len(homes), points.shape[1], dtype=torch.float64)
+    if len(homes):
+        inside = points - outside @ cells[0]
+        everyone = torch.arange(len(points))
+        image, step = _images(inside, everyone, homes, reach, cells[0], repeats)
+        is_home = torch.zeros(len(points), dtype=torch.bool).index_fill_(0, homes, True)
+        other = ~is_home[image] | (step != 0).any(1)
+        numbers, steps = torch.cat([homes, image[other]]), torch.cat([steps, step[other]])
+    shifts = (steps - outside[numbers]) @ cells[0]
+    return numbers.to(pos.device), shifts.to(pos.device, pos.dtype)
+
+
 def wrapped(pos: Tensor, cell: Tensor | None, pbc: bool | Sequence[bool]) -> Tensor:
     """Return positions inside the cell, along the vectors where things repeat."""
     cells, repeats = _cells(cell, pbc, pos.shape[1], torch.empty(0, dtype=torch.int64))

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -16,10 +17,10 @@ from torch import Tensor, nn
 from unisono.comm import Communicator
 from unisono.comm.health import check as checking
 from unisono.errors import PartitionError
-from unisono.expect import expect
+from unisono.expect import expect, expect_float
 from unisono.graph_parallel import regions
 from unisono.graph_parallel.adapters import Adapter, Piece, adapter_of
-from unisono.graph_parallel.neighbours import radius_graph
+from unisono.graph_parallel.neighbours import images_near, radius_graph
 from unisono.graph_parallel.partition import GraphPartition
 from unisono.graph_parallel.plan import GraphPlan
 
@@ -36,6 +37,22 @@ class Prediction:
     """`[3, 3]`: the derivative of the energy by strain, over the volume."""
 
 
+class _Surroundings(NamedTuple):
+    """Which atoms are near which, as found for some positions."""
+
+    plan: GraphPlan
+    partition: GraphPartition
+    pos: Tensor
+    cell: Tensor | None
+    pbc: tuple[bool, ...]
+    edge_index: Tensor
+    """Among own atoms and the halo; among `rows`, if the model is called on images."""
+    shifts: Tensor
+    """Of each edge's source, or of each of `rows`."""
+    rows: Tensor | None
+    """Place of each image among own atoms and the halo."""
+
+
 class SplitPotential(nn.Module):
     """A model as a potential whose atoms a row of ranks shares.
 
@@ -48,6 +65,8 @@ class SplitPotential(nn.Module):
         model: a MACE, a SchNet of torch_geometric, or any with an `adapter`; alike on all ranks.
         partition: owner of every atom, such as `GraphPartition.morton(pos, ranks)`.
         adapter: how the model is called on a piece; default the one known for its class.
+        skin: neighbours are searched this much beyond the cutoff, and again when an atom has moved
+            half of it. Results do not change; 0 searches in each call.
         comm: the ranks; default the current row.
 
     >>> springs = Adapter(lambda k, piece: k(piece.vectors.square()), lambda k: 2.0)
@@ -64,6 +83,7 @@ class SplitPotential(nn.Module):
         partition: GraphPartition,
         *,
         adapter: Adapter | None = None,
+        skin: float = 0.0,
         comm: Communicator | None = None,
     ) -> None:
         super().__init__()
@@ -76,6 +96,9 @@ class SplitPotential(nn.Module):
         """The ranks."""
         self.adapter = adapter_of(model) if adapter is None else adapter
         """How the model is called on a piece."""
+        self.skin = expect_float("skin", skin, 0, error=PartitionError)
+        """How far beyond the cutoff neighbours are searched."""
+        self._surroundings: _Surroundings | None = None
         self.plan: GraphPlan | None = None
         """The plan of the last call: who held what, and what the split cost (`plan.stats`)."""
 
@@ -101,31 +124,86 @@ class SplitPotential(nn.Module):
         """
         self._check(pos, numbers, cell, stress)
         weight = next(self.model.parameters(), pos)
-        found = radius_graph(
-            pos.detach(),
-            self.adapter.cutoff(self.model),
-            cell=cell,
-            pbc=pbc,
-            targets=self.partition.nodes_of(self.comm.rank),
-        )
-        plan = self.plan = self._plan_for(found.edge_index)
+        near = self._surroundings_of(pos.detach(), cell, pbc)
+        plan = near.plan
         with torch.set_grad_enabled(forces or stress or torch.is_grad_enabled()):
             own = plan.scatter(pos.to(weight.dtype))
             if forces and not own.requires_grad:
                 own.requires_grad_()
             strain = own.new_zeros(3, 3, requires_grad=stress)
-            vectors = _edge_vectors(plan, own, found.shifts.to(own.dtype), strain, stress)
-            held = torch.cat([plan.local_nodes, plan.halo_nodes])
-            piece = Piece(numbers[held], plan.edge_index, vectors, plan.num_local, plan.extend)
-            mine = self.adapter.energies(self.model, piece).sum()
-            energy = plan.reduce(mine, grad="identity")
-            # From the own term: the backward of the exchange adds those of all other ranks.
-            wanted = [own] * forces + [strain] * stress
+            term = self.adapter.energies(self.model, self._piece(near, numbers, own, strain)).sum()
+            energy = plan.reduce(term, grad="identity")
+            # From this rank's term: the backward of the exchange adds those of all other ranks.
+            inputs = [own] * forces + [strain] * stress
             graph = self.training or pos.requires_grad
-            slopes = list(torch.autograd.grad(mine, wanted, create_graph=graph) if wanted else ())
+            slopes = list(torch.autograd.grad(term, inputs, create_graph=graph) if inputs else ())
             tension = slopes.pop() / _volume(cell).to(own) if stress else None
             pull = plan.gather(-slopes.pop(), grad="slice") if forces else None
         return Prediction(energy, pull, tension)
+
+    def _surroundings_of(
+        self, pos: Tensor, cell: Tensor | None, pbc: bool | Sequence[bool]
+    ) -> _Surroundings:
+        """Return who is near whom; of an earlier call, while atoms have moved little since.
+
+        All ranks have the same positions, so they decide alike.
+        """
+        repeats = (pbc,) if isinstance(pbc, bool) else tuple(bool(p) for p in pbc)
+        last = self._surroundings
+        if (
+            last is not None
+            and self.skin > 0
+            and last.partition is self.partition
+            and last.pos.shape == pos.shape
+            and last.pbc == repeats
+            and _is_same_cell(last.cell, cell)
+            and float((pos - last.pos).square().sum(1).max()) <= (self.skin / 2) ** 2
+        ):
+            return last
+        cutoff = self.adapter.cutoff(self.model)
+        nodes = self.partition.nodes_of(self.comm.rank)
+        if self.adapter.depth is None:
+            edges, shifts = radius_graph(pos, cutoff + self.skin, cell=cell, pbc=pbc, targets=nodes)
+            plan = self._plan_for(edges)
+            edges, rows = plan.edge_index, None
+        else:
+            reach = self.adapter.depth(self.model) * cutoff + self.skin
+            atoms, shifts = images_near(pos, reach, nodes, cell=cell, pbc=pbc)
+            edges = radius_graph(pos[atoms] + shifts, cutoff + self.skin).edge_index
+            foreign = atoms[(self.partition.owner[atoms] != self.comm.rank)].unique()
+            plan = self._plan_for(torch.stack([foreign, nodes[:1].expand(len(foreign))]))
+            place = torch.empty(len(pos), dtype=torch.int64, device=pos.device)
+            here = torch.cat([plan.local_nodes, plan.halo_nodes])
+            place[here] = torch.arange(len(here), device=pos.device)
+            rows = place[atoms]
+        self.plan = plan
+        kept_cell = None if cell is None else cell.detach().clone()
+        self._surroundings = _Surroundings(
+            plan, self.partition, pos.clone(), kept_cell, repeats, edges, shifts, rows
+        )
+        return self._surroundings
+
+    def _piece(self, near: _Surroundings, numbers: Tensor, own: Tensor, strain: Tensor) -> Piece:
+        """Return what the model is called on, under a strain that acts on everything."""
+        plan, shifts = near.plan, near.shifts.to(own.dtype)
+        bent = torch.eye(3, dtype=own.dtype, device=own.device)
+        if strain.requires_grad:
+            copied = regions.copy(strain, comm=plan.comm)
+            bent = bent + (copied + copied.T) / 2
+        atoms = torch.cat([plan.local_nodes, plan.halo_nodes])
+        rows, positions = plan.extend(own), None
+        source, target = near.edge_index
+        if near.rows is None:
+            vectors = (rows[target] - rows[source] - shifts) @ bent
+        else:
+            atoms = atoms[near.rows]
+            positions = (rows[near.rows] + shifts) @ bent
+            vectors = positions[target] - positions[source]
+        edges = near.edge_index
+        if self.skin > 0:
+            keep = vectors.detach().norm(dim=1) <= self.adapter.cutoff(self.model)
+            edges, vectors = edges[:, keep], vectors[keep]
+        return Piece(numbers[atoms], edges, vectors, plan.num_local, plan.extend, positions)
 
     def _plan_for(self, edges: Tensor) -> GraphPlan:
         if self.plan is not None and self.plan.partition is self.partition:
@@ -172,16 +250,8 @@ def check_elements(numbers: Iterable[int], adapter: Adapter, model: nn.Module) -
         )
 
 
-def _edge_vectors(
-    plan: GraphPlan, own: Tensor, shifts: Tensor, strain: Tensor, strained: bool
-) -> Tensor:
-    """Return the vectors from sources to targets, under a strain that acts on everything."""
-    source, target = plan.edge_index
-    vectors = own[target] - plan.extend(own)[source] - shifts
-    if not strained:
-        return vectors
-    bent = regions.copy(strain, comm=plan.comm)
-    return vectors + vectors @ ((bent + bent.T) / 2)
+def _is_same_cell(one: Tensor | None, other: Tensor | None) -> bool:
+    return one is other if one is None or other is None else torch.equal(one, other)
 
 
 def _volume(cell: Tensor | None) -> Tensor:
