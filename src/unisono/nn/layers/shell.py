@@ -66,7 +66,6 @@ class Shell(PlannedModule[ShellPlan]):
             {d: even[d] for d in even if d < 2 and even[d] != sizes[d]} if self._balances else {},
         )
 
-    @torch.compiler.disable
     def _called(self, function: Callable[..., Any], *args: Any, **options: Any) -> Any:
         """Call a function with blocks, and return blocks.
 
