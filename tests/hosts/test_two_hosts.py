@@ -154,7 +154,7 @@ def test_a_meeting_point_that_cannot_work_is_explained_at_once(lab, interpreter,
         assert code == 0, output
         for master, found in (
             ("host-a", "host-a does not resolve on host-"),
-            ("localhost", "localhost is 127.0.0.1, which is another machine on each of 2 hosts"),
+            ("localhost", "localhost is 127.0.0.1: another machine on each of 2 hosts"),
         ):
             assert f"MASTER_ADDR={master} MASTER_PORT=29614 for 2 ranks" in output
             assert found in output

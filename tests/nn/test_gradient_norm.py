@@ -15,24 +15,24 @@ from unisono.nn import (
     DistributedLinearReduceScatter,
     check_replicas,
     clip_grad_norm_,
-    distribute,
     full_state_dict,
+    split,
 )
 from unisono.topology import Partition
 
 
-def compare(plain, split, x, own, p, give):
+def compare(plain, parted, x, own, p, give):
     """Clip both alike, take a step, and compare norms and weights."""
-    for net, given in ((plain, x), (split, own)):
+    for net, given in ((plain, x), (parted, own)):
         net.zero_grad()
         net(given).square().sum().backward()
     expected = nn.utils.clip_grad_norm_(plain.parameters(), 0.1, p)
-    found = clip_grad_norm_(give(split), 0.1, p)
+    found = clip_grad_norm_(give(parted), 0.1, p)
     torch.testing.assert_close(found, expected)
-    for net in (plain, split):
+    for net in (plain, parted):
         torch.optim.SGD(net.parameters(), 0.5).step()
-    check_replicas(split)
-    state = full_state_dict(split)
+    check_replicas(parted)
+    state = full_state_dict(parted)
     for name, value in plain.state_dict().items():
         torch.testing.assert_close(state[name], value)
     norms = unisono.world().all_gather_object(found.item())
@@ -47,11 +47,11 @@ def test_clipping_by_norm_equals_torch_on_the_undivided_network():
     plain = nn.Sequential(
         nn.Conv2d(1, 2, 3, padding=1), nn.LayerNorm([2, 9, 8]), nn.ReLU(), nn.BatchNorm2d(2)
     ).double()
-    split = distribute(plain, P)
+    parted = split(copy.deepcopy(plain), P, blocks=True)
     x = torch.randn(2, 1, 9, 8, dtype=torch.float64)
     for p in (2.0, math.inf, 1.0):
-        compare(plain, split, x, x[P.local_slices(x.shape)], p, lambda net: net)
-        compare(plain, split, x, x[P.local_slices(x.shape)], p, lambda net: net.parameters())
+        compare(plain, parted, x, x[P.local_slices(x.shape)], p, lambda net: net)
+        compare(plain, parted, x, x[P.local_slices(x.shape)], p, lambda net: net.parameters())
 
     wide = Partition([1, size])
     for weights in ("replicated", "root"):

@@ -17,7 +17,7 @@ from unisono.bayes import LSTM, DDPConfig, DDPSequential, Linear, OutputUpdater,
 from unisono.comm import world
 from unisono.data_parallel import DASO, DataParallel, DataParallelMultiGPU, DataParallelOptimizer
 from unisono.graph_parallel import GraphPartition, GraphPlan
-from unisono.nn import DistributedLinear, distribute, full_state_dict
+from unisono.nn import DistributedLinear, full_state_dict, split
 from unisono.topology import Mesh, Partition
 from unisono.train import Checkpoint
 
@@ -79,7 +79,8 @@ class Split:
     def __init__(self):
         size = world().size
         self.strips = Partition([1, 1, size, 1])
-        self.conv = distribute(nn.Sequential(nn.Conv2d(1, 3, 3, padding=1), nn.Tanh()), self.strips)
+        plain = nn.Sequential(nn.Conv2d(1, 3, 3, padding=1), nn.Tanh())
+        self.conv = split(plain, self.strips, blocks=True)
         self.whole, self.columns = Partition([1, 1]), Partition([1, size])
         self.head = DistributedLinear(self.whole, self.columns, Partition([size, 1]), 6, 7)
         self.model = nn.ModuleDict({"conv": self.conv, "head": self.head})

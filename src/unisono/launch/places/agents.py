@@ -421,8 +421,9 @@ class AgentRanks(Ranks):
             setattr(state, name, getattr(reported, name))
         for name in ("standing", "warning", "finishing_s"):
             setattr(state, name, getattr(reported, name))
-        for word in reported.at:
-            at.setdefault(word, now)
+        latest = max(reported.at.values(), default=0.0)
+        for word, when in reported.at.items():  # what came together did not happen at once
+            at.setdefault(word, now - (latest - when))
 
     def _fail(self, seat: Seat, summary: str, *, traceback: str = "", hint: str = "") -> None:
         """Note that a rank has failed which cannot say so itself.

@@ -126,7 +126,7 @@ def fitted(x: Tensor, layout: Layout, run: Run) -> Tensor:
     cuts, rest = dict[int, Cut](), list[Cut]()
     for place, cut in layout.items():
         dim = x.ndim + place
-        if dim < 0 or x.shape[dim] == 1:
+        if dim < 0 or (x.shape[dim] == 1 and cut.length > 1):
             rest.append(cut)
         else:
             cuts[dim] = cut

@@ -227,7 +227,7 @@ def check_messages_of_mpis_style_that_do_not_fit_are_refused_and_the_next_one_ar
 def check_a_receive_of_mpis_style_that_is_given_up_takes_no_later_message():
     comm = MPICommunication(MPI.COMM_WORLD)
     if comm.rank == 0:
-        comm._found = comm._comm.with_timeout(0.3)
+        comm._resolved = comm._comm.with_timeout(0.3)
         request = comm.Irecv(torch.zeros(1), 1)
         for _ in range(2):  # a second wait does not say that it came
             assert "rank 1" in str(raised(RankTimeout, request.Wait))
