@@ -169,7 +169,7 @@ def test_a_barrier_returns_when_all_devices_have_done_what_was_put_before_it():
     if comm.rank:
         simdev._C.put_sleep(0.5)
     comm.barrier()
-    assert time.monotonic() - began >= 0.5
+    assert time.monotonic() - began >= 0.45  # it began a moment after the sleep was put
 
 
 # -- memory and streams --------------------------------------------------------------------------
