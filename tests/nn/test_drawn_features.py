@@ -217,6 +217,7 @@ LOSSES = {
 @example(shape=[3, 4], axis=1, seed=0)  # few, since each is tried with every loss and reduction
 @example(shape=[2, 1, 3], axis=2, seed=7)
 @example(shape=[4], axis=0, seed=3)
+@example(shape=[1], axis=0, seed=0)  # one point, and ranks with none
 @given(
     shape=st.lists(st.integers(1, 4), min_size=1, max_size=3),
     axis=st.integers(0, 2),
