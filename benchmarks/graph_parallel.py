@@ -10,17 +10,10 @@ from __future__ import annotations
 
 import math
 import os
-import resource
-import statistics
-import time
-import warnings
-from dataclasses import dataclass
-from importlib.util import find_spec
 
-import numpy as np
 import torch
 import torch.distributed as dist
-from harness import Row, interleaved, markdown, parser_for, publish
+from harness import Figure, Row, figure_table, interleaved, markdown, parser_for, publish
 
 import unisono
 from unisono import graph_parallel as gp
@@ -214,23 +207,8 @@ def overlap(
     )  # fmt: skip
 
 
-@dataclass(frozen=True)
-class Figure:
-    """A ratio that is arithmetic, or measured in one process."""
-
-    case: str
-    value: float
-    target: float
-    note: str
-
-    def line(self) -> str:
-        """Return the row of the table."""
-        verdict = "ok" if self.value <= self.target else "MISSED"
-        return f"| {self.case} | {self.value:.3f} | <= {self.target:g} | {verdict} ({self.note}) |"
-
-
-def figures(rounds: int) -> list[Figure]:
-    """Partitions and the building of plans; no ranks."""
+def figures() -> list[Figure]:
+    """Partitions; no ranks."""
     stats = gp.GraphPartition.contiguous(SIDE**2, 2).stats(grid())
     share = stats.halo_bytes(64) / stats.gather_bytes(64)
     out = [Figure("halo / gather bytes, grid 316 x 316, 2 parts", share, 0.05, "arithmetic")]
@@ -255,137 +233,22 @@ def figures(rounds: int) -> list[Figure]:
     cost = [n + e for n, e in zip(stats.nodes_per_rank, stats.edges_per_rank, strict=True)]
     out.append(Figure("cost max / mean, balanced, default costs", max(cost) * 4 / sum(cost), 1.05,
                       f"edges alone {stats.edge_imbalance:.2f}"))  # fmt: skip
-    out.append(unisono.run(plan_build, rounds, ranks=2)[0])
     return out
-
-
-def plan_build(rounds: int) -> Figure:
-    """A plan of 1M random edges against one sort of 1M integers, on each of two ranks."""
-    draw = torch.Generator().manual_seed(0)
-    nodes, edges = 100_000, torch.randint(0, 100_000, (2, 1_000_000), generator=draw)
-    part = gp.GraphPartition.contiguous(nodes, 2)
-    comm = unisono.world()
-    values = torch.randint(0, 1 << 60, (1_000_000,), generator=draw)
-    times: dict[str, list[float]] = {"plan": [], "sort": []}
-    for _ in range(rounds + 1):
-        for name, run in (
-            ("plan", lambda: gp.GraphPlan(part, edges, comm=comm)),
-            ("sort", lambda: torch.sort(values)),
-        ):
-            start = time.perf_counter()
-            run()
-            times[name].append(time.perf_counter() - start)
-    plan, sort = (statistics.median(times[name][1:]) for name in ("plan", "sort"))
-    return Figure("plan build, 1M edges, 100k nodes, 2 parts / torch.sort of 1M", plan / sort, 5,
-                  f"{plan * 1e3:.0f} ms")  # fmt: skip
-
-
-def mace_model(cutoff: float) -> torch.nn.Module:
-    """A MACE of copper with the usual two layers, random weights, float32."""
-    from mace import modules  # before e3nn, for which it sets what newer torch wants
-
-    from e3nn import o3  # isort: skip
-
-    torch.manual_seed(0)
-    block = modules.interaction_classes["RealAgnosticResidualInteractionBlock"]
-    return modules.ScaleShiftMACE(
-        r_max=cutoff, num_bessel=8, num_polynomial_cutoff=5, max_ell=3, interaction_cls=block,
-        interaction_cls_first=block, num_interactions=2, num_elements=1, correlation=3,
-        hidden_irreps=o3.Irreps("32x0e + 32x1o"), MLP_irreps=o3.Irreps("16x0e"),
-        atomic_energies=np.zeros(1), avg_num_neighbors=18.0, atomic_numbers=[29],
-        gate=torch.nn.functional.silu, atomic_inter_scale=1.0, atomic_inter_shift=0.0,
-    ).eval().requires_grad_(False)  # fmt: skip
-
-
-def crystal(cubes: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the cell and the positions of a copper crystal of so many cubes a side, shaken."""
-    grid = torch.cartesian_prod(*[torch.arange(cubes, dtype=torch.float32)] * 3)
-    corners = torch.tensor([[0, 0, 0], [0, 0.5, 0.5], [0.5, 0, 0.5], [0.5, 0.5, 0]])
-    pos = 3.6 * (grid[:, None] + corners).reshape(-1, 3)
-    pos += 0.1 * torch.randn(pos.shape, generator=torch.Generator().manual_seed(0))
-    return 3.6 * cubes * torch.eye(3), pos
-
-
-def mace_steps(cubes: int, rounds: int) -> dict[str, float]:
-    """Seconds of a step (energy, forces, stress), of its exchanges, and the peak memory in MB."""
-    torch.set_num_threads(1)
-    comm = unisono.world()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        model = mace_model(4.0)
-    cell, pos = crystal(cubes)
-    given = {"cell": cell, "numbers": torch.full((len(pos),), 29), "stress": True}
-    part = gp.GraphPartition.morton(pos, comm.size)
-    potential = gp.split_potential(model, part, comm=comm).eval()
-    potential(pos, **given)
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
-    plan = potential.plan
-    rows = torch.randn(plan.num_local, 128, requires_grad=True)  # 32 scalars, 32 vectors
-
-    held = part.inverse[torch.cat([plan.local_nodes, plan.halo_nodes])]
-    runs = {  # what a layer fetches, and forces bring back
-        "step": lambda: potential(pos, **given),
-        "exchange": lambda: plan.extend(rows).sum().backward(),
-    }
-    if comm.size > 1:
-        runs["gather"] = lambda: TextbookP.apply(rows)[held].sum().backward()
-    return interleaved(comm, runs, rounds=rounds) | {"peak": peak}
-
-
-def potentials(quick: bool) -> list[Figure]:
-    """MACE on a crystal, two ranks against one process; nothing where it is not installed."""
-    if find_spec("mace") is None:
-        return []
-    cubes, rounds = (4, 2) if quick else (8, 5)
-    atoms = 4 * cubes**3
-    backend = os.environ["UNISONO_BACKEND"]
-    os.environ["UNISONO_BACKEND"] = "shm"
-    try:
-        idle = unisono.run(mace_idle, ranks=1)[0]
-        one, two = (unisono.run(mace_steps, cubes, rounds, ranks=n)[0] for n in (1, 2))
-    finally:
-        os.environ["UNISONO_BACKEND"] = backend
-    name = f"MACE, {atoms} atoms"
-    return [
-        Figure(f"{name}: step, 2 ranks / 1", two["step"] / one["step"], 0.62,
-               f"{two['step']:.2f} s"),
-        Figure(f"{name}: peak memory per rank above an idle one, 2 ranks / 1",
-               (two["peak"] - idle) / (one["peak"] - idle), 0.65, f"{two['peak'] - idle:.0f} MB"),
-        Figure(f"{name}: exchange of features / step, shm", two["exchange"] / two["step"], 0.05,
-               f"{two['exchange'] * 1e3:.1f} ms"),
-        Figure(f"{name}: exchange of features / all_gather of all",
-               two["exchange"] / two["gather"], 0.8, f"{two['gather'] * 1e3:.1f} ms"),
-    ]  # fmt: skip
-
-
-def mace_idle() -> float:
-    """Peak memory in MB of a rank that has loaded MACE, and done nothing."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        mace_model(4.0)
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
 
 
 def main() -> None:
     """Run all cases and write the tables."""
-    parser = parser_for(__doc__)
-    parser.add_argument("--only", choices=["potentials"], help="these alone, nothing written")
-    options = parser.parse_args()
-    quick = options.quick or options.only is not None
+    quick = parser_for(__doc__).parse_args().quick
     rounds = 2 if quick else 15
     os.environ["UNISONO_BACKEND"] = "gloo"
     os.environ["OMP_NUM_THREADS"] = "1"
     torch.set_num_threads(1)
-    heading = ["| case | ratio | target | verdict |", "|---|---:|---:|---|"]
-    if options.only:
-        print("\n".join([*heading, *(figure.line() for figure in potentials(options.quick))]))
-        return
     rows = [
         *unisono.run(regions, rounds, ranks=2)[0],
         *unisono.run(halo, rounds, ranks=2)[0],
     ]
-    lines = [*heading, *(figure.line() for figure in [*figures(rounds), *potentials(quick)])]
-    publish("Graph parallelism", markdown(rows) + "\n\n" + "\n".join(lines), write=not quick)
+    text = markdown(rows) + "\n\n" + figure_table(figures())
+    publish("Graph parallelism", text, write=not quick)
 
 
 if __name__ == "__main__":

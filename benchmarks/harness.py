@@ -12,7 +12,7 @@ import platform
 import re
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -64,6 +64,21 @@ class Row:
         if self.at_least is not None:
             return f"{self.at_least:g} to {self.target:g}"
         return f"<= {self.target:g}"
+
+
+@dataclass(frozen=True)
+class Figure:
+    """A ratio that is arithmetic, or measured in one process."""
+
+    case: str
+    value: float
+    target: float
+    note: str
+
+    def line(self) -> str:
+        """Return the row of the table."""
+        verdict = "ok" if self.value <= self.target else "MISSED"
+        return f"| {self.case} | {self.value:.3f} | <= {self.target:g} | {verdict} ({self.note}) |"
 
 
 @dataclass(frozen=True)
@@ -162,6 +177,12 @@ def markdown(rows: list[Row]) -> str:
             f"| {row.ratio:.2f} | {row.aim} | {row.verdict}{note} |"
         )
     return "\n".join(lines)
+
+
+def figure_table(figures: Iterable[Figure]) -> str:
+    """Return figures as a Markdown table."""
+    heading = ["| case | ratio | target | verdict |", "|---|---:|---:|---|"]
+    return "\n".join([*heading, *(figure.line() for figure in figures)])
 
 
 def publish(section: str, text: str, *, write: bool = True) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from operator import index
 from typing import Literal
 
@@ -13,11 +14,20 @@ from torch import Tensor
 
 from unisono.errors import PartitionError, an
 from unisono.expect import expect_choice, expect_int
+from unisono.graph_parallel.integers import (
+    CHUNK,
+    counts,
+    distinct,
+    marked,
+    smallest_dtype,
+    stable_order,
+)
 from unisono.graph_parallel.stats import GraphStats
 from unisono.topology.decompose import bounds, check_within, split_sizes
 
-TABLE = 64
-"""Rows are marked in a table of parts and nodes if it has at most this many places for each."""
+TABLE = 8
+"""Rows are marked in a table of parts and nodes if it has at most this many places for each; so
+their list is never longer than a sorted one would be."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -126,7 +136,7 @@ class GraphPartition:
         expect_int("parts", parts, 1, error=PartitionError)
         hint = "a part for each node: [0, 0, 1]"
         owner = integer_list(owner, "owner", asked, hint, below=parts).clone()
-        perm = owner.sort(stable=True).indices
+        perm = stable_order(owner, parts)
         inverse = torch.empty_like(perm)
         inverse[perm] = torch.arange(perm.numel())
         sizes = counts(owner, parts)
@@ -142,37 +152,51 @@ class GraphPartition:
     def stats(self, edge_index: Tensor) -> GraphStats:
         """Return what this split of the graph costs."""
         check_edges(edge_index, self.num_nodes, "GraphPartition.stats")
-        edges = edge_index.cpu()
-        computes = self.owner[edges[1]]
-        fetcher, _, cut = self.fetched(edges)
+        source, target = edge_index.cpu()
+        computes = self.owners_of(target)
+        fetcher, _, cut = self.fetched(source, computes)
         return GraphStats(
-            edges_total=edges.shape[1],
+            edges_total=len(target),
             edges_cut=cut,
             nodes_per_rank=self.sizes,
             edges_per_rank=counts(computes, self.parts),
             halo_per_rank=counts(fetcher, self.parts),
         )
 
-    def fetched(self, edge_index: Tensor) -> tuple[Tensor, Tensor, int]:
+    def owners_of(self, nodes: Tensor) -> Tensor:
+        """Return the part of each of some nodes on the CPU, in as few bytes as hold it."""
+        return self._short_owner.index_select(0, nodes)
+
+    @cached_property
+    def _short_owner(self) -> Tensor:
+        return self.owner.to(smallest_dtype(self.parts))
+
+    def fetched(self, source: Tensor, computes: Tensor) -> tuple[Tensor, Tensor, int]:
         """Return which foreign rows some edges need, and how many edges need one.
 
         Args:
-            edge_index: `[2, E]`, on the CPU; the owner of its target computes an edge.
+            source: `[E]`, where each edge begins, on the CPU.
+            computes: `[E]`, the part that computes each edge: `owners_of` its target.
 
         Returns:
             The part that fetches and the place in the new order of the node, for each such row
             once, sorted by both; and the number of edges with a foreign source.
         """
-        source, target = edge_index
-        cut = (self.owner[source] != self.owner[target]).nonzero()[:, 0]
-        nodes = max(self.num_nodes, 1)
-        keys = self.owner[target[cut]].mul_(nodes).add_(self.inverse[source[cut]])
-        if self.parts * nodes <= TABLE * (cut.numel() + 1):  # quicker than to sort them
-            table = torch.zeros(self.parts * nodes, dtype=torch.bool)
-            rows = table.index_fill_(0, keys, True).nonzero()[:, 0]
-        else:
-            rows = torch.unique(keys)
-        return rows // nodes, rows % nodes, cut.numel()
+        cut = marked(self.owners_of(source) != computes)
+        parts, nodes = self.parts, max(self.num_nodes, 1)
+        if parts * nodes > TABLE * (cut.numel() + 1):
+            keys = self.inverse.index_select(0, source.index_select(0, cut))
+            keys.add_(computes.index_select(0, cut), alpha=nodes)
+            rows = distinct(keys)
+            return rows // nodes, rows % nodes, cut.numel()
+        table = torch.zeros(parts * nodes, dtype=torch.bool)
+        for some in cut.split(CHUNK):
+            keys = source.index_select(0, some)
+            keys.add_(computes.index_select(0, some), alpha=nodes)
+            table.index_fill_(0, keys, True)
+        table = table.view(parts, nodes).index_select(1, self.perm)
+        fetcher = torch.arange(parts).repeat_interleave(table.sum(1))
+        return fetcher, marked(table.view(-1)).sub_(fetcher, alpha=nodes), cut.numel()
 
     @classmethod
     def _cut(cls, order: Tensor, cost: Tensor, parts: int) -> GraphPartition:
@@ -203,11 +227,6 @@ def check_edges(edge_index: Tensor, num_nodes: int, asked: str) -> None:
             f"not 0 <= {node} < {num_nodes}",
             "node numbers count from 0",
         )
-
-
-def counts(values: Tensor, parts: int) -> tuple[int, ...]:
-    """Return how often each of the numbers from 0 to `parts - 1` occurs."""
-    return tuple(torch.bincount(values, minlength=parts).tolist())
 
 
 def integer_list(
@@ -260,7 +279,8 @@ def _costs(cost: Tensor | None, nodes: int) -> Tensor:
     return cost.cpu().double()
 
 
-_BITS = 10
+_SPREAD = ((16, 0x030000FF), (8, 0x0300F00F), (4, 0x030C30C3), (2, 0x09249249))
+"""Of the ten bits of a coordinate."""
 
 
 def morton_order(pos: Tensor, batch: Tensor | None = None) -> Tensor:
@@ -288,10 +308,12 @@ def morton_order(pos: Tensor, batch: Tensor | None = None) -> Tensor:
     extent = float((points.max(0).values - low).max()) or 1.0  # one scale keeps near things near
     cells = ((points - low) / extent * 1023).floor().clamp(0, 1023).long()
     key = torch.zeros(points.shape[0], dtype=torch.int64)
-    for bit in range(_BITS):
-        for axis in range(cells.shape[1]):
-            key |= ((cells[:, axis] >> bit) & 1) << (3 * bit + axis)
-    order = key.sort(stable=True).indices
+    for axis in range(cells.shape[1]):
+        spread = cells[:, axis].contiguous()
+        for shift, kept in _SPREAD:  # bit n moves to 3 n, half of the bits at a time
+            spread = (spread | (spread << shift)).bitwise_and_(kept)
+        key |= spread << axis
+    order = stable_order(key, 1 << 30)
     if batch is not None:
         order = order[batch.detach().cpu()[order].sort(stable=True).indices]
     return order

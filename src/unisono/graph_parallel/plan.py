@@ -21,7 +21,8 @@ from unisono.comm.arguments import check_tensor
 from unisono.errors import PartitionError
 from unisono.expect import expect, expect_choice
 from unisono.graph_parallel import regions
-from unisono.graph_parallel.partition import GraphPartition, check_edges, counts
+from unisono.graph_parallel.integers import CHUNK, counts, digest, marked, smallest_dtype
+from unisono.graph_parallel.partition import GraphPartition, check_edges
 from unisono.graph_parallel.regions import MISSING
 from unisono.graph_parallel.stats import GraphStats
 from unisono.graph_parallel.transfer import Depart, RowsUnderWay, Transfer
@@ -29,8 +30,6 @@ from unisono.topology import RowPlan
 
 Message = Callable[[Tensor, Tensor, Any], Tensor]
 """`message(x_src, x_dst, edge_attr) -> [E', ...]`."""
-CHUNK = 1 << 20
-"""Numbers of a digest that are mixed at a time: a whole list of edges would be copied."""
 
 
 class GraphPlan:
@@ -45,7 +44,7 @@ class GraphPlan:
         partition: owner of every node, with as many parts as `comm` has ranks.
         edge_index: `[2, E]`, int64, original node numbers.
         edges: `"all"`: every rank passes the whole list, nothing is exchanged. `"local"`: each
-            passes the edges that end in its own nodes; two small exchanges (collective).
+            passes the edges that end in its own nodes; three small exchanges (collective).
         comm: the ranks; default the current row.
     """
 
@@ -82,15 +81,12 @@ class GraphPlan:
         """Original numbers of the halo, in its order."""
         self.edge_ids = edges_here.to(device)
         """Columns of the given `edge_index` that this rank computes, ascending."""
-        nodes = torch.cat([self.local_nodes, self.halo_nodes])
-        place = torch.empty(partition.num_nodes, dtype=torch.int64, device=device)
-        place[nodes] = torch.arange(nodes.numel(), device=device)
-        self.edge_index = torch.stack([place[ends[self.edge_ids]] for ends in edge_index])
+        self.edge_index = self._renumbered(edge_index)
         """`[2, E_r]`, local numbers; sources point into `extend(x)`."""
         foreign = self.edge_index[0] >= self.num_local
-        self.inner_edges = (~foreign).nonzero()[:, 0]
+        self.inner_edges = marked(~foreign)
         """Positions of edges with own ends only."""
-        self.outer_edges = foreign.nonzero()[:, 0]
+        self.outer_edges = marked(foreign)
         """Positions of edges that need the halo."""
         self.send_index = self.rows.send_index
         """Own rows that peers need, grouped by peer, in the peer's halo order."""
@@ -226,7 +222,7 @@ class GraphPlan:
     def _shared_digest(self) -> list[int]:
         """Return numbers that are alike where ranks have the same graph."""
         shared = self._digest if self._edges == "all" else (0, 0)
-        return [*shared, _mixed(self.partition.owner)]
+        return [*shared, digest(self.partition.owner)]
 
     def _compare(self) -> None:
         """Raise on all ranks unless they have the same graph; compared once, in the first call.
@@ -251,30 +247,31 @@ class GraphPlan:
     def _lists(self, edge_index: Tensor) -> tuple[Tensor, Tensor, RowPlan, GraphStats]:
         """Return this rank's edges, its halo (places in the new order), what it sends, the costs.
 
-        Where every rank has all edges, no other rank is needed; else two exchanges are.
+        Where every rank has all edges, no other rank is needed; else three exchanges are: how many
+        rows go where, which ones, and what the others compute.
         """
         part, comm, rank = self.partition, self.comm, self.comm.rank
         first = part.offsets[rank]
+        source, target = edge_index
+        computes = part.owners_of(target)
+        fetcher, node, cut = part.fetched(source, computes)
         if self._edges == "local":
-            edge_ids = torch.arange(edge_index.shape[1])
-            _, node, cut = part.fetched(edge_index)
-            halo = node
-            halo_sizes = counts(part.owner[part.perm[halo]], part.parts)
-            gathered = comm.all_gather_ints([*halo_sizes, edge_index.shape[1], cut])
-            send_sizes = tuple(row[rank] for row in gathered)
+            edge_ids, halo = torch.arange(len(target)), node
+            halo_sizes = self._by_owner(halo)
+            one_each = [1] * comm.size
+            asked = torch.tensor(halo_sizes, device=comm.device)
+            send_sizes = tuple(comm.all_to_all(asked, one_each, one_each).tolist())
             sends = comm.all_to_all(halo.to(comm.device), halo_sizes, send_sizes).cpu()
-            *fetched, computed, cuts = zip(*gathered, strict=True)
-            cut, halo_per_rank = sum(cuts), tuple(map(sum, zip(*fetched, strict=True)))
+            told = comm.all_gather_ints([len(halo), len(target), cut])
+            halo_per_rank, computed, cuts = zip(*told, strict=True)
+            cut = sum(cuts)
         else:
-            computes = part.owner[edge_index[1]]
-            edge_ids, computed = (computes == rank).nonzero()[:, 0], counts(computes, part.parts)
-            del computes
-            fetcher, node, cut = part.fetched(edge_index)
-            halo = node[fetcher == rank]
-            halo_sizes = counts(part.owner[part.perm[halo]], part.parts)
-            is_own = (node >= first) & (node < first + part.sizes[rank])
-            sends, send_sizes = node[is_own], counts(fetcher[is_own], part.parts)
+            edge_ids, computed = marked(computes == rank), counts(computes, part.parts)
             halo_per_rank = counts(fetcher, part.parts)
+            halo = node[sum(halo_per_rank[:rank]) : sum(halo_per_rank[: rank + 1])].clone()
+            halo_sizes = self._by_owner(halo)
+            is_own = marked((node >= first) & (node < first + part.sizes[rank]))
+            sends, send_sizes = node[is_own], counts(fetcher[is_own], part.parts)
         stats = GraphStats(
             edges_total=sum(computed),
             edges_cut=cut,
@@ -284,6 +281,23 @@ class GraphPlan:
         )
         index = (sends - first).to(self._device)
         return edge_ids, halo, RowPlan(part.sizes[rank], index, send_sizes, halo_sizes), stats
+
+    def _by_owner(self, places: Tensor) -> tuple[int, ...]:
+        """Return how many of some ascending places of the new order each rank owns."""
+        ends = torch.searchsorted(places, torch.tensor(self.partition.offsets))
+        return tuple(ends.diff().tolist())
+
+    def _renumbered(self, edge_index: Tensor) -> Tensor:
+        """Return the ends of this rank's edges, in local numbers."""
+        nodes = torch.cat([self.local_nodes, self.halo_nodes])
+        number = smallest_dtype(self.partition.num_nodes)
+        place = torch.empty(self.partition.num_nodes, dtype=number, device=self._device)
+        place[nodes] = torch.arange(nodes.numel(), dtype=number, device=self._device)
+        local = edge_index.new_empty(2, self.edge_ids.numel())
+        for ends, ours in zip(edge_index, local, strict=True):
+            for ids, some in zip(self.edge_ids.split(CHUNK), ours.split(CHUNK), strict=True):
+                some.copy_(place.index_select(0, ends.index_select(0, ids)))
+        return local
 
     def _fetch(self, x: Tensor) -> Tensor:
         self._compare()
@@ -330,27 +344,12 @@ def _joined(own: Tensor, halo: Tensor) -> Tensor:
 
 def _digest(edge_index: Tensor) -> tuple[int, int]:
     """Return the number of edges, and a number that other edges do not have."""
-    return edge_index.shape[1], _mixed(edge_index)
-
-
-def _mixed(numbers: Tensor) -> int:
-    """Return a digest of numbers in order; by torch, since plans may be made in `torch.func`."""
-    total = 0
-    for row in numbers if numbers.dim() == 2 else [numbers]:
-        row_digest = 0
-        for start in range(0, row.numel(), CHUNK):
-            part = row[start : start + CHUNK]
-            mixed = torch.arange(start, start + part.numel(), device=part.device)
-            mixed.mul_(0x1E3779B97F4A7C15).add_(part)
-            mixed.bitwise_xor_(mixed >> 30).mul_(0x3F58476D1CE4E5B9)
-            row_digest += int(mixed.bitwise_xor_(mixed >> 27).sum())
-        total = (31 * total + row_digest) % 2**62
-    return total
+    return edge_index.shape[1], digest(edge_index)
 
 
 def _check_own_targets(part: GraphPartition, edge_index: Tensor, rank: int) -> None:
     """Raise unless this rank owns the target of each of its edges."""
-    strange = (part.owner[edge_index[1]] != rank).nonzero()
+    strange = marked(part.owners_of(edge_index[1]) != rank)
     if strange.numel():
         column = int(strange[0])
         source, target = edge_index[:, column].tolist()
