@@ -66,7 +66,7 @@ def catches():
     try:
         time.sleep(600)
     except KeyboardInterrupt:
-        assert unisono.should_stop()
+        assert sys.argv[2] == "late" or unisono.should_stop()
         time.sleep(1.5)
         note("saved")
         raise
@@ -86,6 +86,21 @@ def breaks():
     except KeyboardInterrupt:
         raise OSError(f"rank {unisono.world().rank} cannot save")
 
+class Late:  # rank 0 runs while rank 1 is still starting
+    def __init__(self):
+        self.ranks = 2
+
+    def __setstate__(self, state):
+        if unisono.world().rank == 1:
+            note("up")
+            time.sleep(3)
+
+    def __call__(self):
+        if unisono.world().rank == 1:
+            return note("called")
+        catches()
+
+late = Late()
 platform = unisono.Platform(device=sys.argv[3], ranks=2, interrupt_s=20)
 unisono.run(globals()[sys.argv[2]], on=platform, max_restarts=3)
 print("went on")
@@ -183,6 +198,16 @@ def test_the_first_ctrl_c_lets_ranks_save_and_end(saving, tmp_path, has_ended, f
     assert "RankFailed" not in errors
     assert all(map(has_ended, pids_in(tmp_path)))
     assert list(tmp_path.glob("unisono-*")) == []
+
+
+def test_a_rank_that_runs_may_save_while_another_one_starts(saving, tmp_path, has_ended):
+    launcher = saving("late")
+    launcher.send_signal(signal.SIGINT)
+    _, errors = launcher.communicate(timeout=60)
+    assert launcher.returncode == -signal.SIGINT, errors
+    assert (tmp_path / "saved-0").exists(), errors
+    assert not (tmp_path / "called-1").exists()
+    assert all(map(has_ended, pids_in(tmp_path)))
 
 
 @on_both

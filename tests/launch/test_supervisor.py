@@ -132,6 +132,9 @@ def test_an_interrupt_lets_ranks_save_for_a_time():
     assert supervisor.run().state == "cancelled"
     assert ranks.done == ["start", "interrupt 0.2", "stop: interrupted", "close None"]
     ranks, supervisor = interrupted(("running", "ready"), ("running", "ready"))
+    assert supervisor.run().state == "cancelled"  # one function runs already
+    assert ranks.done == ["start", "interrupt 0.2", "stop: interrupted", "close None"]
+    ranks, supervisor = interrupted(("running", "running"), ("running", "running"))
     assert supervisor.run().state == "cancelled"  # no function runs that could save anything
     assert ranks.done == ["start", "stop: interrupted", "close None"]
 

@@ -80,6 +80,8 @@ def interruptible() -> Iterator[None]:
     signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])  # from a worker of Ray
     _is_working = True
     try:
+        if _interrupted.is_set():  # while this rank was starting
+            raise KeyboardInterrupt
         yield
     finally:
         _is_working = False

@@ -184,7 +184,7 @@ class Supervisor:
         self._look()
         self.is_interrupted = True
         self._interrupted_until = time.monotonic()
-        if self._ready_at is not None:  # else no function runs that could save anything
+        if any(map(_IS_READY, self.ranks.states)):  # else no function runs that could save anything
             if self._announces:
                 announce(self._plan.interrupt_s)
             self._interrupted_until += self._plan.interrupt_s
