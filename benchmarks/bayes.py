@@ -94,19 +94,20 @@ def cnn(batch):
 class TorchLSTM(nn.Module):
     """Two recurrent layers and a readout of all steps."""
 
-    def __init__(self):
+    def __init__(self, steps):
         super().__init__()
-        self.lstm, self.readout = nn.LSTM(1, 8, 2, batch_first=True), nn.Linear(40, 1)
+        self.lstm, self.readout = nn.LSTM(1, 8, 2, batch_first=True), nn.Linear(8 * steps, 1)
 
     def forward(self, x):
         """Read out the hidden states of all steps."""
         return self.readout(self.lstm(x)[0].flatten(1))
 
 
-def lstm(batch):
-    net = bayes.Sequential(bayes.LSTM(1, 8, 5), bayes.LSTM(8, 8, 5), bayes.Linear(40, 1))
-    x, y = torch.randn(batch, 5, 1), torch.randn(batch, 1)
-    return bayesian_step(net, x, y), torch_step(TorchLSTM(), x, y)
+def lstm(batch, steps=5):
+    layers = bayes.LSTM(1, 8, steps), bayes.LSTM(8, 8, steps), bayes.Linear(8 * steps, 1)
+    net = bayes.Sequential(*layers)
+    x, y = torch.randn(batch, steps, 1), torch.randn(batch, 1)
+    return bayesian_step(net, x, y), torch_step(TorchLSTM(steps), x, y)
 
 
 def best_of(candidates, rounds, repeats, clock):
@@ -129,8 +130,9 @@ def one_process(rounds, clock):
         ("MLP, batch 128", mlp(128), 2.8, 5),
         ("MLP, batch 512", mlp(512), 2.5, 2),
         ("CNN on 28x28, batch 128", cnn(128), 3.0, 1),
-        ("LSTM(1,8,5)-LSTM(8,8,5)-Linear, batch 64", lstm(64), 4.5, 10),
-        ("LSTM, batch 256", lstm(256), 3.5, 5),
+        ("LSTM(1,8,5)-LSTM(8,8,5)-Linear, batch 64", lstm(64), 1.2, 10),
+        ("LSTM, batch 256", lstm(256), 1.2, 5),
+        ("LSTM of 12 steps, batch 10", lstm(10, 12), 1.2, 10),
     ]
     for name, candidates, target, repeats in cases:
         ours, theirs = best_of(candidates, rounds, repeats, clock)

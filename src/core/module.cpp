@@ -16,11 +16,13 @@
 #include <cerrno>
 #include <cstdint>
 #include <cstdio>
+#include <cstring>
 #include <exception>
 #include <new>
 #include <optional>
 #include <string>
 
+#include "lstm.hpp"
 #include "started.hpp"
 
 #ifndef MADV_POPULATE_WRITE
@@ -936,13 +938,50 @@ PyObject* fence(PyObject*, PyObject*) {
   Py_RETURN_NONE;
 }
 
+// Runs one pass of an LSTM: its addresses come in the order of its struct, None for null.
+template <class Pass>
+PyObject* run_lstm(const LstmSizes& sizes, PyObject* addresses, void (*run)(const LstmSizes&, const Pass&)) {
+  void* at[sizeof(Pass) / sizeof(void*)];
+  constexpr Py_ssize_t count = sizeof(at) / sizeof(*at);
+  if (!expect(PyTuple_Check(addresses) && PyTuple_Size(addresses) == count, "one address for each tensor of a pass"))
+    return nullptr;
+  for (Py_ssize_t i = 0; i < count; i++) {
+    PyObject* x = PyTuple_GetItem(addresses, i);
+    at[i] = x == Py_None ? nullptr : address(x);
+  }
+  if (PyErr_Occurred()) return nullptr;
+  Pass pass;
+  std::memcpy(&pass, at, sizeof(pass));
+  {
+    Unlocked unlocked;
+    run(sizes, pass);
+  }
+  Py_RETURN_NONE;
+}
+PyObject* forward_lstm(PyObject*, Args a, Py_ssize_t n) {
+  if (!has(n, 6, "lstm_forward")) return nullptr;
+  const LstmSizes sizes{bytes(a[1]), bytes(a[2]), bytes(a[3]), bytes(a[4])};
+  if (PyErr_Occurred()) return nullptr;
+  if (a[0] == Py_True) return run_lstm<LstmForward<double>>(sizes, a[5], lstm_forward);
+  return run_lstm<LstmForward<float>>(sizes, a[5], lstm_forward);
+}
+PyObject* backward_lstm(PyObject*, Args a, Py_ssize_t n) {
+  if (!has(n, 6, "lstm_backward")) return nullptr;
+  const LstmSizes sizes{bytes(a[1]), bytes(a[2]), bytes(a[3]), bytes(a[4])};
+  if (PyErr_Occurred()) return nullptr;
+  if (a[0] == Py_True) return run_lstm<LstmBackward<double>>(sizes, a[5], lstm_backward);
+  return run_lstm<LstmBackward<float>>(sizes, a[5], lstm_backward);
+}
+
 PyMethodDef module_methods[] = {
     {"map", FAST(map_memory), "map(fd, bytes): memory shared by all who map the file."},
     {"populate", FAST(populate), "populate(address, bytes): give every page memory now; OSError if the host has no more."},
     {"layout", FAST(layout_of), "layout(size, slot_bytes): where things lie in a segment."},
+    {"lstm_forward", FAST(forward_lstm), "lstm_forward(is_double, batch, steps, width, units, addresses)"},
+    {"lstm_backward", FAST(backward_lstm), "lstm_backward(is_double, batch, steps, width, units, addresses)"},
     {"fence", fence, METH_NOARGS, "fence(): memory is read and written before it, or after it."},
     {nullptr, nullptr, 0, nullptr}};
-PyModuleDef module_def = {PyModuleDef_HEAD_INIT, "_core", "Collectives and messages over shared memory.", -1,
+PyModuleDef module_def = {PyModuleDef_HEAD_INIT, "_core", "Collectives and messages over shared memory; the steps of an LSTM.", -1,
                           module_methods, nullptr, nullptr, nullptr, nullptr};
 
 }  // namespace

@@ -5,13 +5,7 @@
 #include <cstring>
 #include <type_traits>
 
-// Each loop below is compiled for several generations of a processor and chosen when the library is
-// loaded, which takes glibc (musl has no ifunc); on aarch64 the baseline has vectors already.
-#if defined(__x86_64__) && defined(__GLIBC__) && !defined(UNISONO_SANITIZE)
-#define VECTORISED __attribute__((target_clones("avx512f", "avx2", "default")))
-#else
-#define VECTORISED
-#endif
+#include "vectorised.hpp"
 
 namespace unisono {
 namespace {
@@ -106,8 +100,7 @@ template <int op, class A> inline A finish(A total, int count) {
 constexpr size_t kBlock = 2048;
 
 template <class T, int op>
-inline __attribute__((always_inline)) void reduce_blocks(void* out, const void* const* parts, int count,
-                                                          size_t n) {
+INLINED void reduce_blocks(void* out, const void* const* parts, int count, size_t n) {
   using A = typename Carrier<T, op>::type;
   T* target = static_cast<T*>(out);
   alignas(64) A carried[kBlock];

@@ -29,9 +29,8 @@ from unisono.bayes.layers.blocks import LayerBlock, ResNetBlock
 from unisono.bayes.layers.convolution import Conv2d, ConvTranspose2d
 from unisono.bayes.layers.embedding import Embedding
 from unisono.bayes.layers.linear import Linear, SLinear
-from unisono.bayes.layers.lstm import LSTM
+from unisono.bayes.layers.lstm import LSTM, SLSTM
 from unisono.bayes.layers.normalization import BatchNorm2d, LayerNorm, RMSNorm
-from unisono.bayes.layers.slstm import SLSTM
 from unisono.bayes.layers.window import AvgPool2d, MaxPool2d
 from unisono.bayes.metric import HRCSoftmaxMetric
 from unisono.bayes.moments import BaseDeltaStates, BaseHiddenStates

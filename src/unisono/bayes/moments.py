@@ -94,10 +94,10 @@ def check_finite(values: Tensor, what: str, hint: str, *, missing: bool = False)
 def check_variance(var: Tensor, what: str) -> None:
     """Refuse negative and NaN variances, naming the first."""
     var = var.reshape(-1)
-    bad = ~(var >= 0)
-    if bool(bad.any()):
-        hint = "variances are standard deviations squared, zero or more"
-        raise first_bad(what, var, bad, "negative or NaN", hint)
+    if not var.numel() or var.amin().item() >= 0:  # one pass, the usual end; not with a NaN
+        return
+    hint = "variances are standard deviations squared, zero or more"
+    raise first_bad(what, var, ~(var >= 0), "negative or NaN", hint)
 
 
 def first_bad(what: str, values: Tensor, bad: Tensor, wrong: str, hint: str) -> UnisonoError:

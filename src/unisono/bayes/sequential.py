@@ -32,9 +32,8 @@ from unisono.bayes.layers.base import (
 )
 from unisono.bayes.layers.blocks import LayerBlock, first_nan, nan_in
 from unisono.bayes.layers.linear import Linear
-from unisono.bayes.layers.lstm import LSTM
+from unisono.bayes.layers.lstm import LSTM, SLSTM
 from unisono.bayes.layers.normalization import BatchNorm2d
-from unisono.bayes.layers.slstm import SLSTM
 from unisono.bayes.moments import (
     ArrayLike,
     BaseDeltaStates,

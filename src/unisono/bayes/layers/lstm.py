@@ -1,191 +1,20 @@
-"""`LSTM`: recurrent over the sequence, with backward through time.
-
-The four gates are stacked in the order forget, input, cell, output; each has weights
-`[output_size, input_size + output_size]` with the columns of x before those of h. During a pass
-features are in rows and samples in columns, so that a gate is a contiguous block.
-
-Deltas of variances go back through squares of sums over gates, `(sum_g K_g w_g)^2`. Written out
-as products of pairs of gates they are one matrix product per step.
-"""
+"""`LSTM`: recurrent over the sequence. `SLSTM`: one whose whole history can be smoothed."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from unisono.bayes.layers.base import BaseLayer, Shape, check_sizes
-from unisono.bayes.moments import ArrayLike, Delta, Moments, check_finite, to_array, to_tensor
-from unisono.bayes.parameters import Parameters
+from unisono.bayes.layers.recurrence import State, backward, forward
+from unisono.bayes.moments import ArrayLike, Delta, Moments, check_count, check_finite, to_tensor
 from unisono.errors import PartitionError
 
-FIRST = (0, 0, 0, 1, 1, 2, 0, 1, 2, 3)
-SECOND = (0, 1, 2, 1, 2, 2, 3, 3, 3, 3)
-"""Pairs of gates f, i, c, o, each once: the six of the cell, then the four with o."""
-SQUARES = (0, 3, 5, 9)
-"""Which pairs are a gate with itself."""
-
-
-class State(NamedTuple):
-    """Hidden and cell units after a step, all of one shape."""
-
-    mean_h: Tensor
-    var_h: Tensor
-    mean_c: Tensor
-    var_c: Tensor
-
-    def transposed(self) -> State:
-        """Swap samples and units."""
-        return State(*(part.t() for part in self))
-
-    def to(self, device: torch.device, dtype: torch.dtype | None) -> State:
-        """Return the state on another device or in another dtype."""
-        return State(*(part.to(device=device, dtype=dtype) for part in self))
-
-    def lists(self) -> tuple[list[float], list[float], list[float], list[float]]:
-        """Return mu_h, var_h, mu_c, var_c as flat lists."""
-        h, vh, c, vc = (to_array(part).tolist() for part in self)
-        return h, vh, c, vc
-
-
-class Slopes(NamedTuple):
-    """Derivatives of a step, features in rows; over T steps there is a dim T before the last."""
-
-    gates: Tensor
-    """Of the cell by gates f, i, c, and of h by gate o: `[4, H, B]`."""
-    through_c: Tensor
-    """Of h by the cell: `[H, B]`."""
-    forget: Tensor
-    """Mean of the forget gate: `[H, B]`."""
-
-
-def step(z: Tensor, vz: Tensor, pairs: Tensor | None, before: State) -> tuple[State, Slopes]:
-    """Return the state after a step and its derivatives.
-
-    Args:
-        z: means of gates f, i, c, o, `[4 H, B]`.
-        vz: their variances, and below the covariance of i and c, `[5 H, B]`.
-        pairs: covariances of f, i, c with o that come from x, `[3 H, B]`; None is zero.
-        before: the state before, `[H, B]`.
-    """
-    units = z.shape[0] // 4
-    z = z.view(4, units, z.shape[1])
-    a = torch.sigmoid(z)
-    a[2] = torch.tanh(z[2])
-    square = a * a
-    slope = a - square
-    slope[2] = 1 - square[2]
-    va = vz[: 4 * units].view(z.shape) * slope * slope
-    f, i, g, o = a.unbind(0)
-    vf, vi, vg, vo = va.unbind(0)
-    _, slope_i, slope_g, slope_o = slope.unbind(0)
-    second_f, second_i, _, second_o = (square + va).unbind(0)  # second moments
-    mcp, vcp = before.mean_c, before.var_c
-    cov = slope_i * slope_g * vz[4 * units :]
-    ig = i * g
-    c = torch.addcmul(ig + cov, f, mcp)
-    vc = vcp * second_f
-    vc.addcmul_(vf, mcp * mcp).addcmul_(vg, second_i).addcmul_(vi, square[2])
-    vc.addcmul_(cov, torch.add(cov, ig, alpha=2))
-    ca = torch.tanh(c)
-    ca_square = ca * ca
-    slope_c = 1 - ca_square
-    gates = torch.empty_like(slope)
-    of_c = torch.mul(slope[:3], torch.stack([mcp, g, i]), out=gates[:3])
-    torch.mul(slope_o, ca, out=gates[3])
-    h = o * ca
-    vh = (vc * slope_c).mul_(slope_c).mul_(second_o).addcmul_(vo, ca_square)
-    if pairs is not None:
-        cov = (pairs.view(of_c.shape) * of_c).sum(0) * slope_c * slope_o
-        vh.addcmul_(cov, torch.add(cov, h, alpha=2))
-        h = h + cov
-    return State(h, vh, c, vc), Slopes(gates, slope_c * o, f)
-
-
-class GateWeights:
-    """Stacked gate weights `[4 H, width + H]`, split into columns of x and of h."""
-
-    def __init__(self, p: Parameters, width: int) -> None:
-        _, self.units, columns = p.mean_w.shape
-        self.width, rows = width, 4 * self.units
-        self._gates = p.mean_w
-        self.mean, self.var = p.mean_w.view(rows, columns), p.var_w.view(rows, columns)
-        self._bias = (p.mean_b, p.var_b) if p.mean_b.numel() else None
-        f, i, c, o = p.mean_w.unbind(0)
-        self._products = torch.cat([self.mean * self.mean, i * c, f * o, i * o, c * o])
-        of_h = self._products[: 5 * self.units, width:]
-        var_h = torch.cat([self.var[:, width:], torch.zeros_like(i[:, width:])])
-        self._spread_h = torch.cat([of_h, var_h], 1)
-        """For [vh, vh + h^2]: variances of gates, and the covariance of i and c."""
-
-    def from_inputs(self, x: Moments) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Return the gates' share of x for all samples and steps.
-
-        Args:
-            x: inputs with features in rows, `[width, n]`.
-
-        Returns:
-            Means `[4 H, n]`; variances with the covariance of i and c below, `[5 H, n]`;
-            covariances of f, i, c with o, `[3 H, n]`, None where x is certain.
-        """
-        rows, width = 4 * self.units, self.width
-        mean = self.mean[:, :width] @ x.mean
-        square = x.mean * x.mean
-        pairs = None
-        if x.var is None:
-            var = square.new_zeros(5 * self.units, square.shape[1])
-        else:
-            square += x.var
-            products = self._products[:, :width] @ x.var
-            var, pairs = products[: 5 * self.units], products[5 * self.units :]
-        var[:rows].addmm_(self.var[:, :width], square)
-        if self._bias is not None:
-            mean += self._bias[0].view(-1, 1)
-            var[:rows] += self._bias[1].view(-1, 1)
-        return mean, var, pairs
-
-    def with_hidden(
-        self, mean: Tensor, var: Tensor, mean_h: Tensor, var_h: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        """Return the gates of one step with the share of h added."""
-        spread = torch.cat([var_h, torch.addcmul(var_h, mean_h, mean_h)])
-        mean = torch.addmm(mean, self.mean[:, self.width :], mean_h)
-        return mean, torch.addmm(var, self._spread_h, spread)
-
-    def pairs(self) -> Tensor:
-        """Return the products of pairs of gates' weights, transposed, `[width + H, 10 H]`."""
-        twice = self.mean.new_tensor(
-            [1.0 if a == b else 2.0 for a, b in zip(FIRST, SECOND, strict=True)]
-        )
-        products = self._gates[list(FIRST)] * self._gates[list(SECOND)] * twice.view(-1, 1, 1)
-        return products.flatten(0, 1).t()
-
-    def coupling(self, to_h: Tensor) -> Tensor:
-        """Return `sum_g K_g w_g` over the columns of h for one sample.
-
-        Args:
-            to_h: derivatives of h by the gates, `[4, H]`.
-
-        Returns:
-            `[H units, H columns]`.
-        """
-        return (to_h.unsqueeze(-1) * self._gates[:, :, self.width :]).sum(0)
-
-
-class Trail(NamedTuple):
-    """What a forward pass over T steps leaves for the backward one; features in rows."""
-
-    inputs: Tensor
-    """Means of [x, h before], `[width + H, T, B]`."""
-    slopes: Slopes
-    slope: Tensor | None
-    """Of the activations before this layer."""
-    before: State
-    """State before the last step, `[B, H]`."""
-    last: State
-    """State after it."""
+FLOOR = 1e-5
+"""Stands in for a variance that is not positive."""
 
 
 class LSTM(BaseLayer):
@@ -321,122 +150,168 @@ class LSTM(BaseLayer):
 
     def forward(self, x: Moments) -> Moments:
         """Walk over the steps."""
-        steps, units, width = self.seq_len, self.output_size, self.input_size
-        batch, slope = x.mean.shape[0], x.slope
-        rows = [None if t is None else _features_first(t, steps, width) for t in x[:2]]
-        weights = GateWeights(self._live, width)
-        z, vz, pairs = weights.from_inputs(Moments(*rows))  # type: ignore[arg-type]
+        batch = x.mean.shape[0]
         start = self._first_state(batch)
-        zero = z.new_zeros(units, batch)
-        now = State(zero, zero, zero, zero) if start is None else start.transposed()
-        before = now
-        states, slopes = [now], []
-        of_x = [part.view(len(part), steps, batch).unbind(1) for part in (z, vz)]
-        pair_of: Sequence[Tensor | None] = [None] * steps
-        if pairs is not None:
-            pair_of = pairs.view(len(pairs), steps, batch).unbind(1)
-        for gates, gate_var, pair in zip(*of_x, pair_of, strict=True):
-            if len(states) > 1 or start is not None:
-                gates, gate_var = weights.with_hidden(gates, gate_var, now.mean_h, now.var_h)
-            before = now
-            now, derivatives = step(gates, gate_var, pair, before)
-            states.append(now)
-            slopes.append(derivatives)
-        self.state, self._carries_next = now.transposed(), self._carries(batch)
-        self._memory = None
-        if self.training:
-            hidden = torch.stack([state.mean_h for state in states[:-1]], 1)
-            trail = Trail(
-                torch.cat([rows[0].view(width, steps, batch), hidden]),  # type: ignore[union-attr]
-                Slopes(*(torch.stack(part, -2) for part in zip(*slopes, strict=True))),
-                slope,
-                before.transposed(),
-                self.state,
-            )
-            self._memory = (trail, weights)
-        mean = torch.stack([state.mean_h for state in states[1:]])
-        var = torch.stack([state.var_h for state in states[1:]])
-        return Moments(*(t.permute(2, 0, 1).reshape(batch, steps * units) for t in (mean, var)))
+        out, state, trail = forward(self._live, x, self.seq_len, start, keep=self.training)
+        self.state, self._carries_next = state, self._carries(batch)
+        self._remember(trail, x.slope, start, state)
+        return out
 
     def backward(self, delta: Delta, *, to_input: bool) -> Delta | None:
-        """Carry the correction back through time.
-
-        The gates f, i, c only act through the cell, so with `um = k H + fm`, `uv = k^2 HV + fv`
-        their deltas are `slope * um` and `slope^2 * uv`; gate o has those of h itself.
-        """
-        trail, weights = self._memory
-        slopes, through_c, forget = trail.slopes
-        units, steps, batch = through_c.shape
-        mean_in, var_in = (
-            _features_first(d, steps, units).view(units, steps, batch) for d in delta
-        )
-        pairs = weights.pairs()
-        weights_h, pairs_h = weights.mean[:, self.input_size :].t(), pairs[self.input_size :]
-        products = _pair_products(trail.slopes)
-        gate_mean, pair_var = torch.empty_like(slopes), torch.empty_like(products)
-        over_time = (
-            mean_in, var_in, through_c, through_c.square(), forget, forget.square(),
-            slopes, products, gate_mean, pair_var,
-        )  # fmt: skip
-        each_step = list(zip(*(whole.unbind(-2) for whole in over_time), strict=True))
-        rm = rv = fm = fv = through_c.new_zeros(units, batch)
-        for t in reversed(range(steps)):
-            dm, dv, k, k2, f, f2, slope, product, gates, pair = each_step[t]
-            hm, hv = dm + rm, dv + rv
-            if t == steps - 1 and self._carries_next:
-                self._condition(trail, hm.t(), hv.t())
-            um, uv = torch.addcmul(fm, k, hm), torch.addcmul(fv, k2, hv)
-            torch.mul(slope[:3], um, out=gates[:3])
-            torch.mul(slope[3], hm, out=gates[3])
-            torch.mul(product[:6], uv, out=pair[:6])
-            torch.mul(product[6:], hv, out=pair[6:])
-            if t:
-                rm = weights_h @ gates.view(4 * units, batch)
-                rv = pairs_h @ pair.view(10 * units, batch)
-                fm, fv = f * um, f2 * uv
-        self._sum_parameters(trail, gate_mean, pair_var[list(SQUARES)])
-        if not to_input:
-            return None
-        mean = weights.mean[:, : self.input_size].t() @ gate_mean.flatten(2).flatten(0, 1)
-        var = pairs[: self.input_size] @ pair_var.flatten(2).flatten(0, 1)
-        shape = (self.input_size, steps, batch)
-        back = Delta(*(t.view(shape).permute(2, 1, 0) for t in (mean, var)))
-        return back.reshaped(batch, steps * self.input_size).through_(trail.slope)
-
-    def _sum_parameters(self, trail: Trail, gate_mean: Tensor, gate_var: Tensor) -> None:
-        p = self._live
-        rows, columns = 4 * self.output_size, self.input_size + self.output_size
-        mean, var = (gates.flatten(2).flatten(0, 1) for gates in (gate_mean, gate_var))
-        inputs = trail.inputs.flatten(1).t()
-        torch.mm(mean, inputs, out=p.delta_mean_w.view(rows, columns))
-        torch.mm(var, inputs.square(), out=p.delta_var_w.view(rows, columns))
-        if self.bias:
-            torch.sum(mean, 1, out=p.delta_mean_b.view(rows))
-            torch.sum(var, 1, out=p.delta_var_b.view(rows))
-
-    def _condition(self, trail: Trail, mean: Tensor, var: Tensor) -> None:
-        """Replace the carried state by its posterior."""
-        h, vh, c, vc = trail.last
-        q = vc * trail.slopes.through_c[:, -1].t()
-        self.state = State(h + vh * mean, (1 + var * vh) * vh, c + q * mean, vc + q * q * var)
+        """Carry the correction back through time."""
+        trail, slope, _, last = self._memory
+        units, steps, batch = trail.slopes.through_c.shape
+        delta = delta.reshaped(batch, steps * units)
+        if self._carries_next:
+            through_c = trail.slopes.through_c[:, -1].t()
+            self.state = last.conditioned(Delta(*(d[:, -units:] for d in delta)), through_c)
+        back = backward(self._live, trail, delta, to_input=to_input)
+        return None if back is None else back.through_(slope)
 
 
-def _features_first(x: Tensor, steps: int, width: int) -> Tensor:
-    """Return `[batch, steps * width]` as `[width, steps * batch]`."""
-    batch = x.shape[0]
-    return x.reshape(batch, steps, width).permute(2, 1, 0).reshape(width, steps * batch)
+class Step(NamedTuple):
+    """One time step of training, as the smoother needs it; states are `[units]`."""
+
+    prior: State
+    posterior: State
+    cov_c: Tensor
+    """Covariance of the cell with the one before."""
+    cov_h: Tensor
+    """Covariance of h before (rows) with h now (columns)."""
+
+    def tensors(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Return the step as four tensors, in the order of its fields."""
+        return torch.stack(self.prior), torch.stack(self.posterior), self.cov_c, self.cov_h
+
+    @classmethod
+    def of(cls, prior: Tensor, posterior: Tensor, cov_c: Tensor, cov_h: Tensor) -> Step:
+        """Return the step that `tensors` gave."""
+        return cls(State(*prior), State(*posterior), cov_c, cov_h)
 
 
-def _pair_products(slopes: Slopes) -> Tensor:
-    """Return the products of derivatives by pairs of gates, `[10, H, T, B]`.
+class SLSTM(LSTM):
+    """An `LSTM` that sees one time step of one series per call and remembers all of them.
 
-    The six pairs of the cell lack the factor `k^2`, or the cell's own share: see `backward`.
+    Arguments as `LSTM`; `seq_len` is 1, and the state is always carried.
     """
-    cell, of_o = slopes.gates[:3], slopes.gates[3]
-    products = cell.new_empty(10, *of_o.shape)
-    torch.mul(cell, cell[0], out=products[:3])
-    torch.mul(cell[1:], cell[1], out=products[3:5])
-    torch.mul(cell[2], cell[2], out=products[5])
-    torch.mul(cell, of_o * slopes.through_c, out=products[6:9])
-    torch.mul(of_o, of_o, out=products[9])
-    return products
+
+    num_samples = 0
+    """Steps allowed between two smoothings; 0 is any number."""
+
+    def _carrying(self, seq_len: int, stateful: bool | None) -> bool:
+        if seq_len != 1 or stateful is False:
+            raise PartitionError.because(
+                f"SLSTM with seq_len={seq_len}, stateful={stateful}",
+                "it carries its state and takes one time step per call",
+                f"{seq_len} != 1" if seq_len != 1 else None,
+                "seq_len=1, or LSTM for whole sequences",
+            )
+        self.history: list[Step] = []
+        self.smoothed: list[State] = []
+        return True
+
+    def move(self, device: torch.device, dtype: torch.dtype | None = None) -> None:
+        """Move the history and the smoothed states too."""
+        super().move(device, dtype)
+        self.history = [
+            Step.of(*(t.to(device=device, dtype=dtype) for t in step.tensors()))
+            for step in self.history
+        ]
+        self.smoothed = [state.to(device, dtype) for state in self.smoothed]
+
+    def snapshot(self) -> dict[str, Any]:
+        """Return what a forward pass may change; of the history, which only grows, its length."""
+        return {**super().snapshot(), "history": (self.history, len(self.history))}
+
+    def put_back(self, values: dict[str, Any]) -> None:
+        """Become what `snapshot` saw."""
+        history, steps = values["history"]
+        del history[steps:]
+        super().put_back({**values, "history": history})
+
+    def reset_state(self) -> None:
+        """Let the next call start at zero, with an empty history."""
+        super().reset_state()
+        self.history = []
+
+    def history_tensors(self) -> dict[str, Tensor]:
+        """Return the history as tensors of `[steps, ...]`; empty ones where there is none."""
+        nothing = [self._live.mean_w.new_empty(0)] * len(Step._fields)
+        steps = [
+            torch.stack(part) for part in zip(*(s.tensors() for s in self.history), strict=True)
+        ]
+        return dict(zip(Step._fields, steps or nothing, strict=True))
+
+    def set_history(self, tensors: dict[str, Tensor]) -> None:
+        """Take the history that `history_tensors` gave."""
+        like = self._live.mean_w
+        parts = (tensors[name].to(device=like.device, dtype=like.dtype) for name in Step._fields)
+        self.history = [Step.of(*step) for step in zip(*parts, strict=True)]
+
+    def forward(self, x: Moments) -> Moments:
+        """One step; in training it is written down."""
+        asked = f"{self.get_layer_info()}, which follows one series, on {x.mean.shape[0]} samples"
+        hint = "a batch of 1, or LSTM(..., stateful=True) for several series"
+        check_count(asked, x.mean.shape[0], 1, hint)
+        if self.training and self.num_samples and len(self.history) >= self.num_samples:
+            raise PartitionError.because(
+                f"step {len(self.history) + 1} of {self.get_layer_info()}",
+                f"num_samples = {self.num_samples}",
+                f"{len(self.history) + 1} > {self.num_samples}",
+                "net.smoother() after the last step, or net.num_samples = 0 for any number",
+            )
+        out = super().forward(x)
+        if self.training:
+            trail, _, before, last = self._memory
+            prior = State(*(t[0] for t in last))
+            gates, through_c, forget = (part[..., 0, 0] for part in trail.slopes)
+            to_h = torch.cat([gates[:3] * through_c, gates[3:]])
+            coupling = (to_h.unsqueeze(-1) * self._live.mean_w[:, :, self.input_size :]).sum(0)
+            var_h, var_c = (before.var_h[0], before.var_c[0]) if before else (forget * 0,) * 2
+            cov_h, cov_c = var_h.unsqueeze(1) * coupling.t(), var_c * forget
+            self.history.append(Step(prior, prior, cov_c, cov_h))
+        return out
+
+    def backward(self, delta: Delta, *, to_input: bool) -> Delta | None:
+        """As `LSTM`; the posterior is written down."""
+        back = super().backward(delta, to_input=to_input)
+        if self.state is not None and self.history:
+            posterior = State(*(t[0] for t in self.state))
+            self.history[-1] = self.history[-1]._replace(posterior=posterior)
+        return back
+
+    def smooth(self) -> Tensor:
+        """Smooth the history into `smoothed`, clear it, and return h: `[2, T, units]`."""
+        steps = self.history
+        now = steps[-1].posterior
+        smoothed = [now]
+        for step, after in zip(reversed(steps[:-1]), reversed(steps[1:]), strict=True):
+            prior = after.prior
+            var_h, var_c = _positive(prior.var_h), _positive(prior.var_c)
+            gain_h, gain_c = after.cov_h / var_h, after.cov_c / var_c
+            post = step.posterior
+            now = State(
+                post.mean_h + gain_h @ (now.mean_h - prior.mean_h),
+                _positive(post.var_h + gain_h.square() @ (now.var_h - var_h)),
+                post.mean_c + gain_c * (now.mean_c - prior.mean_c),
+                _positive(post.var_c + gain_c.square() * (now.var_c - var_c)),
+            )
+            smoothed.append(now)
+        self.smoothed = smoothed[::-1]
+        self.reset_state()
+        return torch.stack([torch.stack([s.mean_h, s.var_h]) for s in self.smoothed], 1)
+
+    def smoothed_state(self, step: int) -> State:
+        """Return the smoothed state at a time step."""
+        if step >= len(self.smoothed):
+            raise PartitionError.because(
+                f"the smoothed state at step {step}",
+                f"{len(self.smoothed)} smoothed steps",
+                f"{step} >= {len(self.smoothed)}",
+                "net.smoother() first; steps count from 0",
+            )
+        return self.smoothed[step]
+
+
+def _positive(var: Tensor) -> Tensor:
+    return torch.where(var > 0, var, FLOOR)
