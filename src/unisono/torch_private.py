@@ -25,9 +25,9 @@ from unisono.errors import UnisonoError
 
 F = TypeVar("F", bound=Callable[..., Any])
 
-TESTED = (2, 13)
-"""The torch with which the whole suite passes; parts of it were tried with 2.11 and 2.15."""
-_TESTED_NAME = ".".join(map(str, TESTED))
+TESTED = ((2, 13), (2, 15))
+"""Versions of torch with which the whole suite passes."""
+_TESTED_NAMES = " and ".join(f"{major}.{minor}" for major, minor in TESTED)
 
 _missing: list[str] = []
 
@@ -40,9 +40,9 @@ def missing() -> list[str]:
 def untested() -> str | None:
     """Return a sentence if the suite has not run on this torch."""
     major, minor = (int(part) for part in torch.__version__.split(".")[:2])
-    if (major, minor) == TESTED:
+    if (major, minor) in TESTED:
         return None
-    return f"torch {torch.__version__} is untested with unisono; tested: {_TESTED_NAME}"
+    return f"torch {torch.__version__} is untested with unisono; tested: {_TESTED_NAMES}"
 
 
 class _Refusal:
@@ -54,7 +54,7 @@ class _Refusal:
     def __call__(self, *_: Any, **__: Any) -> Any:
         path, feature = self._words
         raise UnisonoError.because(
-            feature, f"torch {torch.__version__} has no {path}", None, f"torch {_TESTED_NAME}"
+            feature, f"torch {torch.__version__} has no {path}", None, f"torch {_TESTED_NAMES}"
         )
 
     __getattr__ = __call__

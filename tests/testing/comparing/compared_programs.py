@@ -5,6 +5,7 @@ Each cuts its batches by the number of ranks, so that one process and several se
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 
 import torch
@@ -201,7 +202,9 @@ def a_collective_without_derivative():
             dist.all_reduce(shared)
             return x - shared / 12
 
-    train(DataParallel(net(Centred(), nn.Tanh())))
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "c10d::allreduce_")  # torch says so, too, from 2.15 on
+        train(DataParallel(net(Centred(), nn.Tanh())))
 
 
 # -- parameters and settings ----------------------------------------------------------------------
