@@ -232,6 +232,14 @@ def test_a_row_that_is_certain_and_right_does_not_hide_the_noise_of_the_others(s
     assert metric.observation_noise(0.0, own, y) == pytest.approx(without, abs=0.2)
 
 
+@pytest.mark.parametrize("std", [1e2, 1e5, 1e30, math.inf, math.nan])
+def test_a_row_of_a_huge_std_does_not_hide_the_noise_of_the_others(std):
+    own, y = np.full(400, 0.1), np.hypot(0.1, 1.0) * RNG.normal(size=400)
+    own[7] = std
+    for level in (None, 0.9):
+        assert metric.observation_noise(0.0, own, y, level=level) == pytest.approx(1.0, abs=0.25)
+
+
 def test_observation_noise_needs_two_observations():
     with pytest.raises(UnisonoError, match="1 known"):
         metric.observation_noise([0.0, 0.0], [1.0, 1.0], [0.1, np.nan])

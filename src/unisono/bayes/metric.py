@@ -122,8 +122,9 @@ def observation_noise(
     if middle.ndim > 1 and math.prod(middle.shape[1:]) > 1:
         columns = zip(*(a.reshape(len(a), -1).T for a in (middle, s, seen)), strict=True)
         return np.array([observation_noise(*column, level=level) for column in columns])
-    known = ~np.isnan(seen)
-    square, own = np.square(seen - middle)[known], np.square(s)[known]
+    square, own = np.square(seen - middle), np.square(s)
+    known = np.isfinite(square + own)
+    square, own = square[known], own[known]
     if len(square) < 2:
         raise PartitionError.because(
             "observation_noise(mean, std, y)",
@@ -140,9 +141,10 @@ def _likely(square: Floats, own: Floats) -> float:
     if largest == 0.0:
         return 0.0
     # A row that claims certainty and is right would alone make no noise infinitely likely, whatever
-    # the others say: its variance counts as a hundredth of the best of those, at least.
+    # the others say: its variance counts as a hundredth of the best of those, at least. What is
+    # usual decides which rows these are: beside one row of a huge std all others look exact.
     spread = own + square
-    is_exact = spread <= 1e-8 * spread.max()
+    is_exact = spread <= 1e-8 * np.median(spread[spread > 0])
     floor = np.where(is_exact, 0.01 * spread[~is_exact].min(), 1e-300)
     found = 0.0
     tried = np.concatenate([[0.0], np.geomspace(1e-10 * largest, largest, 200)])

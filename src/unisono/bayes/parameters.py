@@ -98,19 +98,7 @@ class Parameters:
             moved = getattr(self, name).to(device=device, dtype=dtype)
             setattr(self, name, moved)
             setattr(self, f"delta_{name}", moved.new_empty(0))
-        self.settle(None)
-
-    def settle(self, home: Arena | None) -> None:
-        """Be views of another arena, or of none; the present one learns that it is not whole."""
-        if self.home is not None and self.home is not home:
-            self.home.is_whole = False
-        self.home = home
-
-    def note_written(self) -> None:
-        """Let the next step apply the deltas, which a user wrote by hand."""
-        self.deltas_written = True
-        if self.home is not None:
-            self.home.deltas_written = True
+        self.home = None
 
     def __getstate__(self) -> dict[str, Any]:
         """Travel without the arena: a copy of each view, not of the whole buffer for each."""
@@ -134,10 +122,6 @@ class Arena:
         self, members: Sequence[Parameters], device: torch.device, dtype: torch.dtype
     ) -> None:
         self.members = tuple(members)
-        self.is_whole = True
-        """Whether all members still live here; a layer may move to another net."""
-        self.deltas_written = any(p.deltas_written for p in members)
-        """Whether those of some member wait for a step."""
         sizes = [n for p in members for n in (p.mean_w.numel(), p.mean_b.numel())]
         padded = [math.ceil(n / ALIGNED) * ALIGNED for n in sizes]
         self.size = sum(padded)
@@ -151,8 +135,13 @@ class Arena:
                 old = getattr(p, name)
                 setattr(p, name, _part(flat, start, old).copy_(old))
         for p in self.members:
-            p.settle(self)
+            p.home = self
         self.point_deltas(self.bucket)
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether all members still live here; a layer may stand in another net, too."""
+        return all(p.home is self for p in self.members)
 
     def _places(self) -> Iterator[tuple[Parameters, str, int]]:
         """Yield where the weights and the biases of each member start."""
@@ -172,11 +161,12 @@ class Arena:
                     view.copy_(old)
                 setattr(p, f"delta_{name}", view)
 
-    def forget_written(self) -> None:
-        """Let no deltas that were written by hand wait for a step."""
-        self.deltas_written = False
+    def take_written(self) -> bool:
+        """Return whether deltas written by hand wait for a step, and let none wait."""
+        found = any(p.deltas_written for p in self.members)
         for p in self.members:
             p.deltas_written = False
+        return found
 
     def scale_deltas(self) -> bool | Tensor:
         """Turn sums over the batch into deltas: times the variance, and its square.

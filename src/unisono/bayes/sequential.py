@@ -434,9 +434,7 @@ class Sequential:
         """
         self._settle()
         rows, problem = self._pending, self._problem
-        arena = self.arena
-        if arena.deltas_written:
-            arena.forget_written()
+        if self.arena.take_written():
             rows = max(rows, 1)
             if not problem and (found := self._nan_in_deltas()):
                 problem = f"step: {found}"

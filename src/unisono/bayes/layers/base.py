@@ -56,7 +56,7 @@ def _flat(name: str, field: str, doc: str) -> property:
         check_count(f"{what} = {given.numel()} numbers", given.numel(), target.numel(), hint)
         target.copy_(given.view(target.shape))
         if field.startswith("delta") and layer.params is not None:
-            layer.params.note_written()
+            layer.params.deltas_written = True
 
     return property(read, write, doc=doc)
 
