@@ -72,6 +72,18 @@ def _lookup(path: str, feature: str, fallback: Any = None) -> Any:
 
 # -- modes ----------------------------------------------------------------------------------------
 
+TRACES_OPERATORS = torch.__version__ >= "2.13"
+"""Whether torch.compile traces a Function whose backward applies another one.
+
+torch 2.11 does not, or compiles it to zeros.
+"""
+
+
+def traced_if_right(function: F) -> F:
+    """Let torch.compile trace `function`, an operator; break the graph where it cannot."""
+    return function if TRACES_OPERATORS else torch.compiler.disable(function)
+
+
 set_grad_enabled: Callable[[bool], None]
 set_grad_enabled = _lookup("torch:_C._set_grad_enabled", "gradient mode", torch.set_grad_enabled)
 """A third of the price of `torch.no_grad()`."""
@@ -297,6 +309,17 @@ def storage_info(**fields: Any) -> Any:
 
 # -- process groups -------------------------------------------------------------------------------
 
+# The fallbacks are the names of both in torch 2.11; newer versions warn of them.
+all_gather_single: Callable[..., Any] = _lookup(
+    "torch.distributed:all_gather_single",
+    "all_gather",
+    getattr(dist, "all_gather_into_tensor", None),
+)
+reduce_scatter_single: Callable[..., Any] = _lookup(
+    "torch.distributed:reduce_scatter_single",
+    "reduce_scatter",
+    getattr(dist, "reduce_scatter_tensor", None),
+)
 known_groups: MutableMapping[dist.ProcessGroup, Any] = c10d._world.pg_map
 """Every group that torch.distributed has not destroyed."""
 

@@ -13,6 +13,8 @@ import torch
 import torch.distributed as dist
 from tests.accelerator.ranks import BOTH, TORCHS, device_ranks, own_device
 
+from unisono import torch_private as private
+
 pytestmark = device_ranks(2, backend=TORCHS)
 
 
@@ -39,7 +41,7 @@ def test_reductions_give_the_numbers_of_gloo(schedule):
     assert at_root.tolist() == [total if rank == size - 1 else rank + 1.0] * 3
     blocks = torch.arange(2.0 * size, device=device) + rank
     block = torch.empty(2, device=device)
-    dist.reduce_scatter_single(block, blocks)
+    private.reduce_scatter_single(block, blocks)
     others = size * (size - 1) / 2
     assert block.tolist() == [size * 2 * rank + others, size * (2 * rank + 1) + others]
     listed = torch.empty(2, device=device)
@@ -54,7 +56,7 @@ def test_copies_go_where_they_should(schedule):
     dist.broadcast(x, size - 1)
     assert x.tolist() == [size - 1.0] * 2
     joined, x = torch.empty(2 * size, device=device), torch.full((2,), float(rank), device=device)
-    dist.all_gather_single(joined, x)
+    private.all_gather_single(joined, x)
     assert joined.tolist() == [float(r) for r in range(size) for _ in range(2)]
     uneven = [torch.empty(r, device=device) for r in range(size)]
     dist.all_gather(uneven, torch.full((rank,), float(rank), device=device))
@@ -126,7 +128,7 @@ def test_what_nccl_refuses_is_refused():
     with pytest.raises(RuntimeError, match="ReduceOp"):
         dist.all_reduce(torch.ones(4, device=device, dtype=torch.int), dist.ReduceOp.BXOR, group)
     with pytest.raises(RuntimeError, match="5 elements is not 2 times one of 2"):
-        dist.all_gather_single(torch.ones(5, device=device), torch.ones(2, device=device), group)
+        private.all_gather_single(torch.ones(5, device=device), torch.ones(2, device=device), group)
     with pytest.raises(RuntimeError, match="No backend type associated with device type cpu"):
         dist.all_reduce(torch.ones(4), group=group)
 

@@ -12,6 +12,7 @@ from tests.accelerator.ranks import BOTH, device_ranks, own_device
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
+from unisono import torch_private as private
 from unisono.errors import UnisonoError
 
 pytestmark = device_ranks(2, backend=BOTH, timeout=60)
@@ -166,7 +167,7 @@ def test_a_group_of_ours_has_torchs_groups_for_devices_and_ends_them():
         assert twin.tolist() == [4.0, 4.0]
         assert group._get_backend(device).name() == "simccl"
         with pytest.raises(UnisonoError, match="on cpu and sim"):
-            dist.all_gather_single(torch.empty(4), x, group=group)
+            private.all_gather_single(torch.empty(4), x, group=group)
         assert group._inner
         dist.destroy_process_group(group)
         assert not group._inner

@@ -24,7 +24,7 @@ from unisono.comm.health import check as checking
 from unisono.errors import LayoutError, PartitionError, UnisonoError, an
 from unisono.expect import is_integer
 from unisono.graph_parallel.groups import current_gp
-from unisono.operators import LinearMap
+from unisono.operators import LinearMap, set_adjoint
 from unisono.operators.plans import GroupPlan
 from unisono.topology.decompose import split_sizes
 
@@ -318,7 +318,7 @@ class _Times(LinearMap):
         return x * plan.comm.size
 
 
-_Times.adjoint = _Times
+set_adjoint(_Times)
 
 
 class ScaledBackward(LinearMap):

@@ -17,7 +17,7 @@ from torch import Tensor
 from unisono.comm import Communicator, Pending
 from unisono.comm.health import check as checking
 from unisono.errors import UnisonoError
-from unisono.operators import LinearMap
+from unisono.operators import LinearMap, set_adjoint
 from unisono.topology import RowPlan
 
 
@@ -90,15 +90,13 @@ class Depart(LinearMap):
 class Arrive(LinearMap):
     """Token -> the rows that came."""
 
-    adjoint = Depart
-
     @staticmethod
     def kernel(x: Tensor, plan: Transfer) -> Tensor:  # noqa: ARG004
         """See `LinearMap`."""
         return plan.received()
 
 
-Depart.adjoint = Arrive
+set_adjoint(Depart, Arrive)
 
 
 class RowsUnderWay:

@@ -22,7 +22,7 @@ from unisono.operators.gather import (
     slice_replicated,
 )
 from unisono.operators.halo import HaloAdd, HaloExchange, halo_add, halo_exchange
-from unisono.operators.linear import LinearMap, attach
+from unisono.operators.linear import LinearMap, attach, set_adjoint
 from unisono.operators.move import AllToAll, Permute, Recv, Send, all_to_all, permute, recv, send
 from unisono.operators.reduce import (
     AllSumReduce,
@@ -81,6 +81,7 @@ __all__ = [
     "repartition",
     "scatter",
     "send",
+    "set_adjoint",
     "slice_replicated",
     "sum_reduce",
     "sum_to_replicated",

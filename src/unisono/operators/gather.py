@@ -19,7 +19,7 @@ from unisono.comm import Communicator
 from unisono.comm.arguments import check_dim, check_rank, check_sizes, check_tensor
 from unisono.errors import PartitionError, UnisonoError
 from unisono.operators import traced
-from unisono.operators.linear import LinearMap, identity
+from unisono.operators.linear import LinearMap, identity, set_adjoint
 from unisono.operators.move import AllToAll, AllToAllPlan
 from unisono.operators.plans import anchor, announce, check_call, check_comm
 from unisono.topology.decompose import split_sizes
@@ -108,8 +108,6 @@ class AllGather(LinearMap):
 class ReduceScatter(LinearMap):
     """I -> S: the ranks' tensors are summed and each rank keeps its block."""
 
-    adjoint = AllGather
-
     @staticmethod
     def kernel(x: Tensor, plan: BlockPlan) -> Tensor:
         """Return the own block of the sum."""
@@ -126,8 +124,6 @@ class ConcatReplicated(LinearMap):
 
 class SliceReplicated(LinearMap):
     """R -> S: each rank keeps its block of a replicated tensor."""
-
-    adjoint = ConcatReplicated
 
     @staticmethod
     def kernel(x: Tensor, plan: BlockPlan) -> Tensor:
@@ -152,8 +148,6 @@ class Scatter(LinearMap):
 class Gather(LinearMap):
     """The root gets all blocks joined; the others' output has no elements."""
 
-    adjoint = Scatter
-
     @staticmethod
     def kernel(x: Tensor, plan: BlockPlan) -> Tensor:
         """Return the joined blocks, or nothing."""
@@ -161,9 +155,9 @@ class Gather(LinearMap):
         return x.new_empty(0) if joined is None else joined
 
 
-AllGather.adjoint = ReduceScatter
-ConcatReplicated.adjoint = SliceReplicated
-Scatter.adjoint = Gather
+set_adjoint(AllGather, ReduceScatter)
+set_adjoint(ConcatReplicated, SliceReplicated)
+set_adjoint(Scatter, Gather)
 
 
 def move_cut(

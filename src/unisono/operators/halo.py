@@ -17,7 +17,7 @@ from torch import Tensor
 from unisono.comm import Communicator, world
 from unisono.comm.perform import Pending
 from unisono.errors import PartitionError
-from unisono.operators.linear import LinearMap, identity
+from unisono.operators.linear import LinearMap, identity, set_adjoint
 from unisono.operators.plans import check_call
 from unisono.topology.halo import Box, HaloPlan, Message, Piece
 
@@ -84,8 +84,6 @@ class HaloExchange(LinearMap):
 class HaloAdd(LinearMap):
     """Own window -> own block: every point gets the sum of what stands for it in all windows."""
 
-    adjoint = HaloExchange
-
     @staticmethod
     def kernel(x: Tensor, plan: HaloOnGroup) -> Tensor:
         """Return the block."""
@@ -114,7 +112,7 @@ class HaloAdd(LinearMap):
         return total
 
 
-HaloExchange.adjoint = HaloAdd
+set_adjoint(HaloExchange, HaloAdd)
 
 
 def halo_exchange(

@@ -19,11 +19,11 @@ from unisono.comm.arguments import vmapped
 class LinearMap:
     """Base of the operators' maps, used as `Map.apply(x, plan)`.
 
-    A subclass gives `kernel` (the map without autograd) and `adjoint` (the other class of its
-    pair); its autograd Function follows. The plan holds ints, ranks and the communicator, never a
-    tensor to differentiate. It serves the adjoint too, unless it has `adjoint`, the plan of the way
-    back. The map of an affine kernel (a constant filled in) has a plan with `tangent`, which leaves
-    the constant out.
+    A subclass gives `kernel` (the map without autograd), and `set_adjoint` names the other class of
+    its pair; its autograd Function follows. The plan holds ints, ranks and the communicator, never
+    a tensor to differentiate. It serves the adjoint too, unless it has `adjoint`, the plan of the
+    way back. The map of an affine kernel (a constant filled in) has a plan with `tangent`, which
+    leaves the constant out.
     """
 
     adjoint: ClassVar[type[LinearMap]]
@@ -66,6 +66,7 @@ class LinearMap:
         raise TypeError(f"a LinearMap without a kernel was applied to {x.shape} with {plan}")
 
     @classmethod
+    @private.traced_if_right
     def apply(cls, x: Tensor, plan: Any) -> Tensor:
         """Apply the map, recorded for autograd."""
         if torch.compiler.is_compiling():
@@ -82,6 +83,21 @@ class LinearMap:
         if torch.is_grad_enabled():
             return cls.apply(x, plan)
         return cls.kernel(x, plan)
+
+
+def set_adjoint(forward: type[LinearMap], adjoint: type[LinearMap] | None = None) -> None:
+    """Make two maps each other's adjoint; one alone is its own.
+
+    >>> class Reverse(LinearMap):
+    ...     @staticmethod
+    ...     def kernel(x, plan):
+    ...         return x.flip(0)
+    >>> set_adjoint(Reverse)
+    >>> Reverse.adjoint is Reverse
+    True
+    """
+    back = forward if adjoint is None else adjoint
+    forward.adjoint, back.adjoint = back, forward
 
 
 class Attach(torch.autograd.Function):

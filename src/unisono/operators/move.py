@@ -17,7 +17,7 @@ from unisono.comm.arguments import check_sizes, pack_shape, unpack_shape, whole_
 from unisono.comm.collectives import Like
 from unisono.errors import CollectiveMismatch, MeshError, PartitionError
 from unisono.operators import traced
-from unisono.operators.linear import LinearMap, identity
+from unisono.operators.linear import LinearMap, identity, set_adjoint
 from unisono.operators.plans import anchor, check_call, check_comm, like_of
 
 
@@ -100,17 +100,15 @@ class Send(LinearMap):
 class Recv(LinearMap):
     """The tensor arrives; the input is a token without elements."""
 
-    adjoint = Send
-
     @staticmethod
     def kernel(x: Tensor, plan: MessagePlan) -> Tensor:
         """Return the tensor."""
         return plan.comm.recv((plan.shape, plan.dtype), plan.peer)
 
 
-AllToAll.adjoint = AllToAll
-Permute.adjoint = Permute
-Send.adjoint = Recv
+set_adjoint(AllToAll)
+set_adjoint(Permute)
+set_adjoint(Send, Recv)
 
 
 def all_to_all(

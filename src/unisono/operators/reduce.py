@@ -20,7 +20,7 @@ from unisono.comm.collectives import Like
 from unisono.comm.perform import EXCHANGE_TAG
 from unisono.errors import PartitionError, UnisonoError
 from unisono.operators import traced
-from unisono.operators.linear import LinearMap, identity
+from unisono.operators.linear import LinearMap, identity, set_adjoint
 from unisono.operators.plans import GroupPlan, anchor, announce, check_call, check_comm, like_of
 
 
@@ -53,8 +53,6 @@ class SumToReplicated(LinearMap):
 
 class Copy(LinearMap):
     """R -> I: each rank goes on with its own copy of a replicated value."""
-
-    adjoint = SumToReplicated
 
     @staticmethod
     def kernel(x: Tensor, plan: GroupPlan) -> Tensor:
@@ -206,8 +204,6 @@ class Broadcast(LinearMap):
 class SumReduce(LinearMap):
     """The sum of the peers' blocks on each root."""
 
-    adjoint = Broadcast
-
     @staticmethod
     def kernel(x: Tensor, plan: FanPlan) -> Tensor:
         """Return the sum, or nothing."""
@@ -225,9 +221,9 @@ class SumReduce(LinearMap):
         return x.new_empty(plan.empty, dtype=plan.dtype) if received is None else received
 
 
-AllSumReduce.adjoint = AllSumReduce
-SumToReplicated.adjoint = Copy
-Broadcast.adjoint = SumReduce
+set_adjoint(AllSumReduce)
+set_adjoint(SumToReplicated, Copy)
+set_adjoint(Broadcast, SumReduce)
 
 
 def all_sum_reduce(

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from unisono.comm import Communicator, world
 from unisono.errors import PartitionError
-from unisono.operators.linear import LinearMap, identity
+from unisono.operators.linear import LinearMap, identity, set_adjoint
 from unisono.operators.plans import check_call
 from unisono.topology.halo import Box
 from unisono.topology.overlap import OverlapPlan
@@ -51,7 +51,7 @@ class Repartition(LinearMap):
         return y
 
 
-Repartition.adjoint = Repartition
+set_adjoint(Repartition)
 
 
 def repartition(x: Tensor, plan: OverlapPlan, *, comm: Communicator | None = None) -> Tensor:

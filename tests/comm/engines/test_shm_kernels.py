@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from unisono import torch_private as private
 from unisono.comm import reductions
 from unisono.comm.engines.signature import OPS
 from unisono.comm.reductions import defined_ops
@@ -268,8 +269,8 @@ def test_a_group_of_one_rank_needs_no_shared_memory():
     assert dist.all_reduce(x, async_op=True).wait()
     assert x.tolist() == [0.0, 1.0, 2.0]
     y, whole, part = torch.arange(6.0).view(2, 3), torch.empty(2, 3), torch.empty(2, 3)
-    dist.all_gather_single(whole, y)
-    dist.reduce_scatter_single(part, y)
+    private.all_gather_single(whole, y)
+    private.reduce_scatter_single(part, y)
     assert torch.equal(whole, y)
     assert torch.equal(part, y)
     assert dist.get_backend() == "shm"

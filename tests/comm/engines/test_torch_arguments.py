@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from unisono import torch_private as private
 from unisono.errors import CollectiveMismatch, MeshError, PartitionError, UnisonoError
 
 on_shm = pytest.mark.ranks(2, backend="shm")
@@ -50,7 +51,7 @@ def test_zeros_without_memory_are_sent_and_refused_as_targets():
     out, pair = torch.ones(2), [torch.ones(2), torch.ones(2)]
     dist.all_gather(pair, zeros)
     assert [x.tolist() for x in pair] == [[0.0, 0.0]] * 2
-    dist.reduce_scatter_single(out, torch._efficientzerotensor((4,)))
+    private.reduce_scatter_single(out, torch._efficientzerotensor((4,)))
     assert out.tolist() == [0.0, 0.0]
     if rank == 0:
         dist.send(zeros, 1)
@@ -61,7 +62,7 @@ def test_zeros_without_memory_are_sent_and_refused_as_targets():
         lambda: dist.all_reduce(zeros),
         lambda: dist.all_reduce(zeros, async_op=True),
         lambda: dist.broadcast(zeros, 0),
-        lambda: dist.all_gather_single(torch._efficientzerotensor((4,)), out),
+        lambda: private.all_gather_single(torch._efficientzerotensor((4,)), out),
         lambda: dist.recv(zeros, 1 - rank),
     ):
         with pytest.raises(UnisonoError, match="no memory"):
@@ -81,8 +82,8 @@ def test_inputs_and_outputs_of_unlike_dtypes_are_refused_before_the_call():
     four = torch.zeros(4, dtype=torch.int32)
     world = dist.group.WORLD
     calls = {
-        "all_gather": lambda: dist.all_gather_single(four, floats),
-        "reduce_scatter": lambda: dist.reduce_scatter_single(ints, torch.ones(4)),
+        "all_gather": lambda: private.all_gather_single(four, floats),
+        "reduce_scatter": lambda: private.reduce_scatter_single(ints, torch.ones(4)),
         # As C++ calls them: in Python torch.distributed looks at these itself.
         "all_to_all_single": lambda: world.all_to_all_single(ints, floats, [], []),
         "all_gather ": lambda: world.allgather([[floats, ints]], [floats]),

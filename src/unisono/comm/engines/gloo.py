@@ -43,7 +43,7 @@ from unisono.comm.reductions import (
 )
 from unisono.comm.torch.staging import wrong_message
 from unisono.errors import CollectiveMismatch, UnisonoError
-from unisono.torch_private import known_groups
+from unisono.torch_private import known_groups, reduce_scatter_single
 
 _SLICE_S = 0.5
 """A blocked rank looks this often whether its wait can still end."""
@@ -383,7 +383,7 @@ class TorchEngine(Engine):
             return self._reduced_here(signature, out, ins, op, **how)
         comparison = self._agree(signature, how["timeout_s"])
         joined = torch.cat([block.reshape(-1) for block in ins])
-        work = dist.reduce_scatter_single(
+        work = reduce_scatter_single(
             out.view(-1), joined, NATIVE_OPS[op], group=self.group, async_op=True
         )
         ticket = TorchTicket([work], keep=joined, first=comparison)

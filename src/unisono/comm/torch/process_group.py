@@ -88,7 +88,7 @@ class TransportProcessGroup(dist.ProcessGroup):
         self._store = store
         self._inner: dict[tuple[str, str], dist.ProcessGroup] = {}
         self._is_coalescing = False
-        self._group_name: str | None = None
+        self._group_name: GroupName | None = None
         self._calls: Performer | None = None
         """How calls are run; made with the first one, when the group has its name."""
         self._deadline_s = deadline_s
@@ -126,14 +126,14 @@ class TransportProcessGroup(dist.ProcessGroup):
         return self.inner_group(device)._get_backend(device)
 
     def _set_group_name(self, name: str) -> None:
-        self._group_name = name
+        self._group_name = GroupName(name)  # the compiler of torch 2.11 cannot trace this call
 
     @property
     def group_name(self) -> GroupName:
         """Name under which torch.distributed knows the group."""
         if self._group_name is None:
             raise UnisonoError("this process group has no name yet")
-        return GroupName(self._group_name)
+        return self._group_name
 
     def _set_group_desc(self, desc: str) -> None:
         self._group_desc = desc
