@@ -11,6 +11,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from tests.accelerator.ranks import device_ranks, own_device
+from tests.waiting import scaled_by_load
 from torch import nn
 
 import unisono
@@ -122,7 +123,7 @@ def test_a_rank_whose_device_is_full_is_named_and_the_others_stop(
         assert f"Tried to allocate {4 << 20} bytes" in message
         assert "program.py" in message
         assert "consequence: rank 0" in message
-        assert seconds < 2
+        assert seconds < scaled_by_load(2)
 
 
 NO_CALL_FOLLOWS = """
@@ -178,7 +179,7 @@ def test_what_never_completes_is_an_error_although_no_call_follows(device_enviro
         kind, message, seconds = found[name]
         assert kind == "RankTimeout"
         assert "time.sleep(50)" in message
-        assert seconds < 15
+        assert seconds < scaled_by_load(15)
 
 
 @device_ranks(1)

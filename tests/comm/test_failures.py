@@ -8,7 +8,7 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
-from tests.waiting import answered, wait_until_answered
+from tests.waiting import answered, scaled_by_load, wait_until_answered
 
 from unisono import Logs, run
 from unisono.comm import check, close_world, post_failure, world
@@ -121,7 +121,7 @@ def test_a_posted_failure_reaches_ranks_that_wait(tmp_path):
     ) as got:
         comm.all_reduce(torch.ones(1), timeout_s=15.0)
     answered(tmp_path)
-    assert time.monotonic() - started < 3
+    assert time.monotonic() - started < scaled_by_load(3)
     assert got.value.rank == 2
     assert "test_failures.py" in got.value.traceback
 
@@ -173,7 +173,7 @@ def test_a_message_that_a_returned_rank_never_sent_is_not_waited_for():
     started = time.monotonic()
     with pytest.raises(CollectiveMismatch, match="rank 2 will not send") as caught:
         comm.exchange(dict.fromkeys(others, word), dict.fromkeys(others, word))
-    assert time.monotonic() - started < 5
+    assert time.monotonic() - started < scaled_by_load(5)
     told = f"rank 2 returned after 1 messages to rank {comm.rank}, which waits for message 2"
     assert told in str(caught.value)
 
@@ -188,7 +188,7 @@ def test_a_message_and_a_collective_that_wait_for_each_other_are_told_apart():
     own = (lambda: pair.recv(word, 1)) if comm.rank == 0 else (lambda: comm.all_reduce(word))
     with pytest.raises(CollectiveMismatch, match="wait for each other in different calls") as got:
         own()
-    assert time.monotonic() - started < 5
+    assert time.monotonic() - started < scaled_by_load(5)
     assert "recv(from 1) on ranks 0,1" in got.value.calls[0]
     assert "all_reduce(sum)" in got.value.calls[1]
 

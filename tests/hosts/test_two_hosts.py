@@ -11,6 +11,7 @@ import os
 import time
 
 import pytest
+from tests.waiting import scaled_by_load
 
 import unisono
 from unisono.errors import PlatformError
@@ -149,7 +150,7 @@ def test_a_meeting_point_that_cannot_work_is_explained_at_once(lab, interpreter,
     python = interpreter.python
     begin = time.monotonic()
     ends = start_world(lab, python, path, master="host-a", port=29614, per_host=1)
-    assert time.monotonic() - begin < 80  # not the deadline of the store
+    assert time.monotonic() - begin < scaled_by_load(80)  # not the deadline of the store
     for code, output in ends:
         assert code == 0, output
         for master, found in (

@@ -9,7 +9,7 @@ import sys
 import time
 
 import pytest
-from tests.waiting import wait_until
+from tests.waiting import scaled_by_load, wait_until
 
 import unisono
 from unisono.errors import RankFailed
@@ -218,7 +218,7 @@ def test_the_second_ctrl_c_kills(saving, tmp_path, has_ended, on):
     begin = time.monotonic()
     launcher.send_signal(signal.SIGINT)
     _, errors = launcher.communicate(timeout=30)
-    assert time.monotonic() - begin < 10, "that is the time for an orderly end"
+    assert time.monotonic() - begin < scaled_by_load(10), "that is the time for an orderly end"
     assert launcher.returncode == -signal.SIGINT, errors
     assert all(map(has_ended, pids_in(tmp_path)))
     assert list(tmp_path.glob("unisono-*")) == []

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 from tests.launch.contract import CASES, ELASTIC_CASES, Place
-from tests.waiting import is_running, wait_until
+from tests.waiting import is_running, scaled_by_load, wait_until
 
 import unisono
 from unisono.errors import JobCancelled, PlatformError, RankFailed
@@ -157,7 +157,7 @@ def test_runs_of_one_process_share_ray_and_one_that_waits_for_room_can_be_cancel
     wait_until(lambda: "waiting for room in the cluster" in capfd.readouterr().err, 30)
     begin = time.monotonic()
     second.cancel()
-    assert time.monotonic() - begin < AT_ONCE_S
+    assert time.monotonic() - begin < scaled_by_load(AT_ONCE_S)
     assert first.status() == "running"
     first.cancel()
     with pytest.raises(JobCancelled):
@@ -223,7 +223,7 @@ def test_a_node_that_leaves_is_a_rank_that_died_and_is_not_waited_for(
         begin = time.monotonic()
         on_ray.remove_node(node, allow_graceful=False)
     wait_until(lambda: job.done(), 60)
-    assert time.monotonic() - begin < 2 * AT_ONCE_S
+    assert time.monotonic() - begin < scaled_by_load(2 * AT_ONCE_S)
     with pytest.raises(RankFailed, match="was lost"):
         job.result()
     assert all(has_ended(pid) for pair in pids for pid in pair)
@@ -254,7 +254,7 @@ def test_ctrl_c_ends_ranks_on_a_local_ray_that_the_run_has_started(cluster, warm
             program.kill()  # the block waits for its end
     assert program.returncode == -signal.SIGINT, rest
     assert "saved" in rest
-    assert time.monotonic() - begin < 10.0, rest  # 2 s on an idle machine
+    assert time.monotonic() - begin < scaled_by_load(10.0), rest  # 2 s on an idle machine
     wait_until(lambda: not is_running(int(line.split()[-1])), 20)
 
 

@@ -19,6 +19,7 @@ from pathlib import Path
 
 import pytest
 from tests.comm.engines.mpi_ranks import programs
+from tests.waiting import scaled_by_load
 
 from unisono.comm import Communicator, transports
 from unisono.comm.engines.mpi import library
@@ -151,7 +152,7 @@ def test_a_job_with_a_rank_that_never_comes_is_aborted_after_the_report(run_job,
     assert "rank 1 has not arrived" in job.output
     assert "time.sleep(300)" in job.output  # where rank 1 was
     assert ("the MPI job is aborted" if core == "0" else "have 1 s to end") in job.output
-    assert job.seconds < 60
+    assert job.seconds < scaled_by_load(60)
 
 
 @pytest.mark.parametrize("core", ["0", "1"])
@@ -182,7 +183,7 @@ def test_without_a_world_an_exception_reaches_the_ranks_of_its_group_and_ends_th
     assert job.code != 0
     assert [job.seen[rank][0] for rank in (2, 3)] == ["failed 1 True"] * 2
     assert "ValueError: raised on purpose" in job.output
-    assert job.seconds < 60
+    assert job.seconds < scaled_by_load(60)
 
 
 # -- without ranks ----------------------------------------------------------------------------

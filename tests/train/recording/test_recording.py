@@ -19,6 +19,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from tests.waiting import scaled_by_load
 
 import unisono
 from unisono.comm import trace
@@ -180,7 +181,7 @@ def test_without_a_record_nothing_is_written_and_it_costs_next_to_nothing(here):
         log(loss=1.0)
         with span("forward"):
             pass
-    assert time.perf_counter() - begin < 2.0  # some 10 ms on a quiet machine
+    assert time.perf_counter() - begin < scaled_by_load(2.0)  # some 10 ms on a quiet machine
     assert list(here.iterdir()) == []
 
 
