@@ -1,15 +1,14 @@
 """`import heat` finds `unisono.compat.heat`: a program runs before its owner has changed a line.
 
-A finder in front of all others answers in this process. Processes that it starts (workers of a
-DataLoader, ranks) inherit the search path, where a file of that name leads back here. Modules are
-the same objects under both names. Nothing here imports torch.
+One import hook in front of all others answers for the library's root, and registers every module
+of ours under its name. Processes that this one starts (workers of a DataLoader, ranks) inherit the
+search path, where a file of that name leads back here. Nothing here imports torch.
 """
 
 from __future__ import annotations
 
 import contextlib
 import importlib
-import importlib.util
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -114,7 +113,7 @@ def notice(library: Library, where: str | None = None) -> str:
 
 
 class _Finder(MetaPathFinder):
-    """Knows which of our packages answers for which name."""
+    """Answers for the roots of served libraries, and says what is left out below them."""
 
     def __init__(self) -> None:
         self.served: dict[str, Library] = {}
@@ -125,53 +124,38 @@ class _Finder(MetaPathFinder):
         path: Sequence[str] | None = None,
         target: ModuleType | None = None,  # noqa: ARG002
     ) -> ModuleSpec | None:
-        """See `MetaPathFinder`."""
-        root, _, _ = fullname.partition(".")
-        library = self.served.get(root)
-        if library is not None:
-            own = library.package + fullname.removeprefix(root)
-            found = importlib.util.find_spec(own)
-            if found is None:
-                return None
-            package = found.submodule_search_locations is not None
-            return ModuleSpec(fullname, _SameModule(own), origin=found.origin, is_package=package)
+        """See `MetaPathFinder`.
+
+        Of `from heat import x` it hears under our own name for `x`. What is offered is in
+        `sys.modules` by then, so a name that comes here is a file of ours or is left out. Python
+        would take an error with our name for a missing attribute, and replace its message.
+        """
+        if fullname in self.served:
+            return ModuleSpec(fullname, _Tree(self.served[fullname]), is_package=True)
         for library in self.served.values():
-            if fullname.startswith(f"{library.package}."):
-                return _found_in(library, fullname, path)
+            is_ours = fullname.startswith(f"{library.package}.")
+            if is_ours and (spec := PathFinder.find_spec(fullname, path)) is not None:
+                return spec
+            if is_ours or fullname.startswith(f"{library.root}."):
+                name = fullname.replace(library.package, library.root, 1)
+                message = explain(f"import {name}", _offer(library), hint=library.instead)
+                raise ModuleNotFoundError(message, name=name)
         return None
 
 
-def _found_in(library: Library, own: str, path: Sequence[str] | None) -> ModuleSpec:
-    """Return a module of ours, or say what is left out.
+class _Tree(Loader):
+    """Loads our package and puts all of its modules into `sys.modules` under the library's name."""
 
-    Also asked for `x` of `from heat import x`, under our own name for it. Python would take an
-    error with that name for a missing attribute, and replace our message by its own.
-    """
-    spec = PathFinder.find_spec(own, path)
-    if spec is None:
-        asked = own.replace(library.package, library.root, 1)
-        message = explain(f"import {asked}", _offer(library), hint=library.instead)
-        raise ModuleNotFoundError(message, name=asked)
-    return spec
+    def __init__(self, library: Library) -> None:
+        self._library = library
 
-
-class _SameModule(Loader):
-    """Loads a module of ours and gives that very object."""
-
-    def __init__(self, own: str) -> None:
-        self._own = own
-
-    def create_module(self, spec: ModuleSpec) -> ModuleType:  # noqa: ARG002
-        """See `Loader`."""
-        module = importlib.import_module(self._own)
-        self._spec = module.__spec__
-        return module
-
-    def exec_module(self, module: ModuleType) -> None:
-        """See `Loader`: it has run already. Python has just put the other name's spec into it."""
-        spec, module.__spec__ = module.__spec__, self._spec
-        if spec is not None:
-            _share_loaded(spec.name, self._own)
+    def exec_module(self, module: ModuleType) -> None:  # noqa: ARG002
+        """See `Loader`: Python takes the module that is in `sys.modules` afterwards."""
+        root, package = self._library.root, self._library.package
+        importlib.import_module(package)
+        for name, loaded in list(sys.modules.items()):
+            if name == package or name.startswith(f"{package}."):
+                sys.modules[name.replace(package, root, 1)] = loaded
 
 
 _finder = _Finder()
@@ -180,10 +164,9 @@ _finder = _Finder()
 def stand_in(name: str) -> None:
     """Serve a library from within the file on the search path that has its name."""
     library = library_named(name)
-    del sys.modules[library.root]
+    alias = sys.modules.pop(library.root)
     _start(library)
-    importlib.import_module(library.package)
-    _share_loaded(library.root, library.package)
+    _Tree(library).exec_module(alias)
 
 
 def _start(library: Library) -> bool:
@@ -216,17 +199,6 @@ def _stop(library: Library) -> None:
         sys.path.remove(library.directory)
     for name in [n for n in sys.modules if n.partition(".")[0] == library.root]:
         del sys.modules[name]
-
-
-def _share_loaded(name: str, own: str) -> None:
-    """Give everything loaded so far from `own` down its other name too.
-
-    Left to the finder, Python would bind each submodule in its parent again, over what the parent
-    has put there itself (DDPW's `wrapper` is a module and a decorator).
-    """
-    for full, module in list(sys.modules.items()):
-        if full == own or full.startswith(f"{own}."):
-            sys.modules[name + full.removeprefix(own)] = module
 
 
 def _offer(library: Library) -> str:
