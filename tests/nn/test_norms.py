@@ -118,6 +118,37 @@ def test_layer_and_rms_norm_count_what_each_rank_holds(proof):
                 compare(proof, *paired(ours, theirs), x, P, seed=seed)
 
 
+@pytest.mark.ranks([2, 3])
+def test_channels_of_split_tensors_stay_cut_in_norms_and_class_losses(proof):
+    P, x = Partition([1, unisono.world().size, 1]), proof.drawn(2, 6, 5)
+    where = P.local_slices(x.shape)
+    for plain in (
+        nn.BatchNorm1d(6, **DOUBLE),
+        nn.GroupNorm(3, 6, **DOUBLE),  # on two ranks the cut lies inside a group
+        nn.InstanceNorm1d(6, affine=True, **DOUBLE),
+    ):
+        net = unn.split(copy.deepcopy(plain), P, strict=True)
+        for is_training in (True, False):
+            for each in (net, plain):
+                each.train(is_training)
+                each.zero_grad()
+            y, z = net(x[where]), plain(x)
+            assert list(y.cuts) == [1]
+            torch.testing.assert_close(y.local, z[where])
+            y.pow(3).sum().backward()
+            z.pow(3).sum().backward()
+            for p, q in zip(net.parameters(), plain.parameters(), strict=True):
+                torch.testing.assert_close(p.grad, q.grad)
+        torch.testing.assert_close(net.state_dict(), plain.state_dict())
+    labels = torch.arange(10).view(2, 5) % 6
+    for weight, reduction in product((None, torch.arange(6.0).double()), ("mean", "none")):
+        options = {"weight": weight, "reduction": reduction, "label_smoothing": 0.1}
+        loss = nn.functional.cross_entropy(
+            unn.Split.of(x[where], P, strict=True), labels, **options
+        )
+        torch.testing.assert_close(loss, nn.functional.cross_entropy(x, labels, **options))
+
+
 @pytest.mark.ranks(4)
 def test_scale_and_shift_are_stored_on_first_ranks():
     P = Partition([2, 1, 1, 2])
@@ -194,11 +225,11 @@ def test_what_cannot_be_normalised_is_refused_on_all_ranks():
     with pytest.raises(PartitionError, match=r"needs 3 to 5"):
         unn.DistributedInstanceNorm(Partition([1, 2]), 4)
     rows = 1 - unisono.world().rank  # one point in all
-    with pytest.raises(PartitionError, match="one value a group"):
+    with pytest.raises(PartitionError, match="4 <= 4"):
         unn.DistributedInstanceNorm(P, 4)(torch.ones(1, 4, rows))
-    with pytest.raises(PartitionError, match="one value a group"):
+    with pytest.raises(PartitionError, match="4 <= 4"):
         unn.DistributedGroupNorm(P, 4, 4)(torch.ones(1, 4, rows))
-    with pytest.raises(PartitionError, match="1 <= 1"):
+    with pytest.raises(PartitionError, match="3 <= 3"):
         unn.DistributedBatchNorm(two, 3)(torch.ones(rows, 3))
     assert unn.DistributedBatchNorm(two, 3).eval()(torch.ones(rows, 3)).shape == (rows, 3)
     with pytest.raises(PartitionError, match="running statistics"):  # none, so the batch's are used

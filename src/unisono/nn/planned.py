@@ -256,13 +256,15 @@ def check_dims(layer: str, P: Partition, least: int, most: int | None = None) ->
     )
 
 
-def check_sizes(layer: str, wanted: Sequence[int], dims: Sequence[int], cuts: Cuts) -> None:
-    """Raise unless the whole input has the sizes along some dims that a layer was made for."""
-    found = [cuts[dim][-1] for dim in dims]
+def check_sizes(
+    layer: str, wanted: Sequence[int], dims: Sequence[int], shape: Sequence[int]
+) -> None:
+    """Raise unless the whole input, of this shape, has the sizes that a layer was made for."""
+    found = [shape[dim] for dim in dims]
     if found != list(wanted):
         raise PartitionError.because(
             f"{layer} for {list(wanted)} points along dims {list(dims)}",
-            f"an input of global shape {[own[-1] for own in cuts]}",
+            f"an input of global shape {list(shape)}",
             f"{found} != {list(wanted)}",
             f"{an(layer)} for {found}",
         )

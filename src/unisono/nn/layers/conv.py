@@ -318,7 +318,7 @@ class _GeneralConv(HoldingModule[_GeneralPlan | SpacePlan]):
         (table,) = tables
         dtype = table.dtype(self.P_x)
         cuts = table.cuts(self.P_x)
-        check_sizes(type(self).__name__, [self.in_channels], [1], cuts)
+        check_sizes(type(self).__name__, [self.in_channels], [1], [cut[-1] for cut in cuts])
         root = self.P_x.root
         if self._is_spatial:
             return self._space_plan(cuts)

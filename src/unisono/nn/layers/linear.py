@@ -122,7 +122,7 @@ class DistributedLinear(HoldingModule[_GridPlan]):
         (table,) = tables
         dtype = table.dtype(self.P_x)
         cuts = table.cuts(self.P_x)
-        check_sizes("DistributedLinear", [self.in_features], [-1], cuts)
+        check_sizes("DistributedLinear", [self.in_features], [-1], [cut[-1] for cut in cuts])
         shapes = {
             rank: _balanced_shape(cuts, self.P_x, place)
             for place, rank in enumerate(self.P_x.ranks)
@@ -255,7 +255,9 @@ class DistributedLinearAllGather(_OneAxisLinear):
         (table,) = tables
         table.dtype(self.P_x)
         cuts = table.cuts(self.P_x)
-        check_sizes("DistributedLinearAllGather", [self.in_features], [-1], cuts)
+        check_sizes(
+            "DistributedLinearAllGather", [self.in_features], [-1], [cut[-1] for cut in cuts]
+        )
         sizes = tuple(b - a for a, b in pairwise(cuts[self._dim]))
         return _AxisPlan(self._axis(), self._dim, sizes)
 
@@ -314,7 +316,9 @@ class DistributedLinearReduceScatter(_OneAxisLinear):
         (table,) = tables
         table.dtype(self.P_x)
         cuts = table.cuts(self.P_x)
-        check_sizes("DistributedLinearReduceScatter", [self.in_features], [-1], cuts)
+        check_sizes(
+            "DistributedLinearReduceScatter", [self.in_features], [-1], [cut[-1] for cut in cuts]
+        )
         balanced, index = balanced_in(cuts, -1), self.P_x.index
         comm = self._axis()
         length = self.out_features if self._splits_output else cuts[self._dim][-1]

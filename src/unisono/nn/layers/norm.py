@@ -1,15 +1,14 @@
 """Norms of split tensors: batch, group, instance, layer and RMS norm, with moments of all ranks.
 
-Each rank takes mean and squared deviations of its own part; one message merges them, and one in the
-backward sums what they owe. Points that are not in balanced blocks, as the parameters are, are
-moved there and back.
+Torch's functions on split tensors. What stands here are the parameters and running statistics, of
+which each rank holds a balanced block.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from typing import Any, cast
 
 import torch
@@ -19,53 +18,23 @@ from torch.nn import functional as F
 from unisono.comm import Communicator
 from unisono.errors import PartitionError
 from unisono.nn.agreement import Table
-from unisono.nn.parameters import (
-    Weights,
-    check_weights,
-    held_by,
-    nothing,
-    part,
-    summed_gradients,
-)
-from unisono.nn.planned import balanced_in, check_dims, check_sizes, index_in, recut
+from unisono.nn.layers.shell import Shell, ShellPlan
+from unisono.nn.parameters import Weights, check_weights, held_by, nothing, part
+from unisono.nn.planned import check_dims, check_sizes
 from unisono.nn.precision import wide
-from unisono.nn.split_tensors.norms import Over, by_groups, normalized, rms_normed, track
+from unisono.nn.split_tensors.tensor import Cut, Split
 from unisono.nn.state import HoldingModule, current_state_mode
-from unisono.operators.halo import HaloExchange, HaloOnGroup
-from unisono.operators.linear import identity
 from unisono.topology import Partition
-from unisono.topology.decompose import block, split_cuts
-from unisono.topology.halo import HaloPlan
+from unisono.topology.decompose import block, split_cuts, split_sizes
 from unisono.topology.window import as_int
 
 
-@dataclass(frozen=True)
-class _NormPlan:
-    comm: Communicator
-    """Ranks that share this rank's statistics."""
-    counts: list[int]
-    """Values behind one of them on each rank."""
-    global_shape: tuple[int, ...]
-    halo: HaloPlan | None
-    """Moves points to balanced blocks, those of the parameters; None where they are."""
-    back: HaloOnGroup | None
-
-    @property
-    def total(self) -> int:
-        """Values behind one statistic on all ranks."""
-        return sum(self.counts)
-
-
-class _Norm(HoldingModule[_NormPlan]):
+class _Norm(Shell, HoldingModule[Any]):
     """What all norms share: a scale and a shift, in the blocks of some dims of the tensor."""
 
+    _balances = False
     weight: nn.Parameter | None
     bias: nn.Parameter | None
-
-    @property
-    def _width(self) -> int:
-        """Channels that share a statistic, where it is not taken over dim 1."""
-        return 1
 
     def _hold_blocks(
         self,
@@ -103,49 +72,52 @@ class _Norm(HoldingModule[_NormPlan]):
         axes = tuple(d for d in range(self.P_x.dim) if d not in self._dims)
         return self.P_x.sub(axes) if self.P_x.active else None
 
-    def _shared_dims(self) -> tuple[int, ...]:
-        """Return the dims over which a statistic is taken."""
-        return tuple(range(2, self.P_x.dim))
-
-    def _make_plan(self, tables: Sequence[Table]) -> _NormPlan:
-        (table,) = tables
-        P, dims = self.P_x, self._shared_dims()
-        table.dtype(P)
-        cuts = table.cuts(P)
-        check_sizes(type(self).__name__, self._block.global_shape, self._dims, cuts)
-        balanced, index = balanced_in(cuts, *self._dims), index_in(P)
-        same = P.sub(dims)
-        counts: list[int] = []
-        for rank in same.ranks:
-            place = P.index_of(P.ranks.index(rank))
-            sizes = (balanced[d][place[d] + 1] - balanced[d][place[d]] for d in dims)
-            counts.append(self._width * math.prod(sizes))
-        moves = balanced != cuts
-        return _NormPlan(
-            same.comm,
-            counts,
-            tuple(own[-1] for own in cuts),
-            recut(cuts, balanced, index) if moves else None,
-            HaloOnGroup(P.root, recut(balanced, cuts, index), P.ranks, 0.0) if moves else None,
-        )
+    def _make_plan(self, tables: Sequence[Table]) -> ShellPlan:
+        plan, P = super()._make_plan(tables), self.P_x
+        check_sizes(type(self).__name__, self._block.global_shape, self._dims, plan.shape)
+        sizes = enumerate(zip(self._block.global_shape, self._dims, strict=True))
+        cuts = {
+            i: Cut(split_sizes(n, P.shape[dim]), P.sub(dim).comm)
+            for i, (n, dim) in sizes
+            if P.shape[dim] > 1
+        }
+        return replace(plan, parameters=cuts)
 
     def forward(self, input: Tensor) -> Tensor:
         """Return the normalised block."""
         if not self._takes_part:
             return self._outside(input)
-        back = self._plan.back
-        if back is None:
-            return self._normalised(input)
-        return HaloExchange.apply(self._normalised(self._window(input)), back)
+        x = self._tied(input)
+        return self._normalised(x if self._plan.cuts else wide(x)).to(input.dtype)
 
     def _normalised(self, x: Tensor) -> Tensor:
-        """Return the block, normalised, for points in balanced blocks."""
+        """Return the block, normalised, in any precision."""
         raise TypeError(f"{type(self).__name__} has no norm for {x.shape}")
 
-    def _scale_and_shift(self) -> tuple[Tensor | None, Tensor | None]:
-        """Return the own blocks of the parameters; their gradients are summed."""
-        held = self._used(("weight", "bias"), [self._block.shape] * 2)
-        return held[0] if held else None, held[1] if len(held) > 1 else None
+    def _affine(self, x: Tensor) -> dict[str, Tensor | None]:
+        """Return scale and shift for work on a block; their gradients are summed."""
+        values = [*self._used(("weight", "bias"), [self._block.shape] * 2), None, None]
+        dtype = wide(x[:0]).dtype
+        return {
+            name: None if t is None else self._cut(t.to(dtype))
+            for name, t in zip(("weight", "bias"), values, strict=False)
+        }
+
+    def _cut(self, t: Tensor) -> Tensor:
+        """Show the own block of a parameter, or of statistics, as a split tensor."""
+        plan = self._plan
+        return Split(t, plan.parameters, plan.run) if plan.parameters else t
+
+    def _check_values(self, statistics: int, hint: str) -> None:
+        """Raise if there is one value or none behind each of so many statistics."""
+        count = math.prod(self._plan.shape)
+        if count <= statistics:
+            raise PartitionError.because(
+                f"{type(self).__name__} with statistics of the input",
+                f"an input of global shape {list(self._plan.shape)}",
+                f"{count} values for {statistics} variances: {count} <= {statistics}",
+                hint,
+            )
 
 
 class _Tracking(_Norm):
@@ -170,18 +142,25 @@ class _Tracking(_Norm):
         for name in ("running_mean", "running_var"):
             self._hold(name, self._block, replicated=self._is_everywhere)
 
-    def _by_running(self, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
-        """Return the block, normalised with the running statistics."""
-        given = wide(self._tied(x))
-        if x.numel() == 0:  # torch takes no empty block; backwards of any order run all the same
-            shape = (1, -1, *(1,) * (x.dim() - 2))
-            y = identity(given) if weight is None else given * weight.view(shape)
-            return (y if bias is None else y + bias.view(shape)).to(x.dtype)
-        mean, var, scale, shift = (
-            _like(t, given) for t in (self.running_mean, self.running_var, weight, bias)
-        )
-        y = F.batch_norm(given, mean, var, scale, shift, training=False, eps=self.eps)
-        return y.to(x.dtype)
+    def _with_running(
+        self, function: Any, x: Tensor, uses_input: bool, factor: float, updates: bool
+    ) -> Tensor:
+        """Call torch's norm with the running statistics, which it reads or moves by `factor`."""
+        x = x if uses_input else wide(x)
+        running = [self.running_mean, self.running_var] if updates or not uses_input else [None] * 2
+        dtype = wide(x[:0]).dtype
+        wider = [None if t is None else t.to(dtype) for t in running]
+        mean, variance = (None if t is None else self._cut(t) for t in wider)
+        affine = self._affine(x)
+        flag = "training" if function is F.batch_norm else "use_input_stats"
+        y: Tensor = self._called(
+            function, x, running_mean=mean, running_var=variance, **affine,
+            **{flag: uses_input}, momentum=factor, eps=self.eps,
+        )  # fmt: skip
+        for kept, moved in zip(running, wider, strict=True):
+            if updates and kept is not None and moved is not None and moved is not kept:
+                kept.copy_(moved)
+        return y
 
 
 class DistributedBatchNorm(_Tracking):
@@ -225,41 +204,25 @@ class DistributedBatchNorm(_Tracking):
         )  # fmt: skip
         self._hold_running(track_running_stats, dtype, device)
 
-    def _shared_dims(self) -> tuple[int, ...]:
-        return tuple(d for d in range(self.P_x.dim) if d != 1)
+    @property
+    def _leaves_sums(self) -> bool:
+        return self.weights == "replicated"  # they travel in the message of the statistics'
 
-    def _gradient_comm(self, name: str) -> Communicator | None:  # noqa: ARG002
-        return None  # the backward gives the sums of the whole tensor already
+    def _gradient_comm(self, name: str) -> Communicator | None:
+        return None if self._leaves_sums else super()._gradient_comm(name)
 
     def _normalised(self, x: Tensor) -> Tensor:
-        weight, bias = self._scale_and_shift()
-        plan, is_summed = self._plan, self.weights == "replicated"
-        if not self.training and self.running_mean is not None and self.running_var is not None:
-            held = [t for t in (weight, bias) if t is not None]
-            if is_summed and held:
-                weight, *rest = summed_gradients(plan.comm, *held)
-                bias = rest[0] if rest else None
-            return self._by_running(x, weight, bias)
-        if plan.total <= 1:
-            raise PartitionError.because(
-                "DistributedBatchNorm with statistics of the batch",
-                f"an input of global shape {list(plan.global_shape)}",
-                f"one value a channel in the whole tensor: {plan.total} <= 1",
-                "a larger batch, or eval() with running statistics",
-            )
-        shape = (1, -1, *(1,) * (x.dim() - 2))
-        w, b = (None if t is None else t.view(shape) for t in (weight, bias))
-        over = Over((0, *range(2, x.dim())), plan.total, plan.comm)
-        y, mean, variance = normalized(self._tied(x), w, b, over, self.eps, is_summed)
-        if self.training and self.track_running_stats:
-            factor = 0.0 if self.momentum is None else self.momentum
-            if self.num_batches_tracked is not None:
-                self.num_batches_tracked.add_(1)
-                if self.momentum is None:
-                    factor = 1.0 / float(self.num_batches_tracked)
-            unbiased = variance * (plan.total / (plan.total - 1))
-            track(self.running_mean, self.running_var, mean, unbiased, factor)
-        return y
+        uses_batch = self.training or self.running_mean is None
+        if uses_batch:
+            hint = "a larger batch, or eval() with running statistics"
+            self._check_values(self.num_features, hint)
+        updates = self.training and self.track_running_stats
+        factor = 0.0 if self.momentum is None else self.momentum
+        if updates and self.num_batches_tracked is not None:
+            self.num_batches_tracked.add_(1)
+            if self.momentum is None:
+                factor = 1.0 / float(self.num_batches_tracked)
+        return self._with_running(F.batch_norm, x, uses_batch, factor, updates)
 
     def _save_to_state_dict(
         self, destination: dict[str, Any], prefix: str, keep_vars: bool
@@ -318,7 +281,7 @@ class DistributedGroupNorm(_Norm):
                 "the channels do not divide evenly",
                 f"num_groups={math.gcd(max(self.num_groups, 1), self.num_channels)}",
             )
-        width = self._width
+        width = self.num_channels // self.num_groups
         cuts = split_cuts(self.num_channels, P.shape[1])
         inside = next((cut for cut in cuts if width and cut % width), None)
         if inside is not None:
@@ -329,29 +292,10 @@ class DistributedGroupNorm(_Norm):
                 f"a number of ranks along dim 1 that divides {self.num_groups}, or 1",
             )
 
-    @property
-    def _width(self) -> int:
-        return self.num_channels // self.num_groups
-
     def _normalised(self, x: Tensor) -> Tensor:
-        plan = self._plan
-        if plan.global_shape[0] * plan.total == 1:
-            self._refuse_one_value("a larger batch, fewer groups, or a larger image")
-        return self._by_groups(x)[0]
-
-    def _refuse_one_value(self, hint: str) -> None:
-        raise PartitionError.because(
-            f"{type(self).__name__} of {self.num_channels} channels in {self.num_groups} groups",
-            f"an input of global shape {list(self._plan.global_shape)}",
-            "one value a group: its variance is 0",
-            hint,
-        )
-
-    def _by_groups(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the own block; mean and variance of whole groups, `N * g` of them."""
-        plan, groups = self._plan, x.shape[1] // max(self._width, 1)
-        held = self._scale_and_shift()
-        return by_groups(self._tied(x), groups, *held, plan.total, plan.comm, self.eps)
+        if math.prod(self._plan.shape) == self.num_groups:
+            self._check_values(self.num_groups, "a larger batch, fewer groups, or a larger image")
+        return self._called(F.group_norm, x, self.num_groups, **self._affine(x), eps=self.eps)
 
 
 class DistributedInstanceNorm(DistributedGroupNorm, _Tracking):
@@ -392,23 +336,12 @@ class DistributedInstanceNorm(DistributedGroupNorm, _Tracking):
         self._hold_running(track_running_stats, dtype, device)  # torch counts no batches either
 
     def _normalised(self, x: Tensor) -> Tensor:
-        plan = self._plan
-        if not self.training and self.running_mean is not None:
-            return self._by_running(x, *self._scale_and_shift())
-        if plan.total == 1:
-            self._refuse_one_value("a larger image, or eval() with running statistics")
-        y, mean, variance = self._by_groups(x)
-        samples = plan.global_shape[0]
-        if self.training and self.running_mean is not None and samples:
-            sums = torch.stack([mean, variance * (plan.total / max(plan.total - 1, 1))])
-            sums = sums.view(2, *x.shape[:2]).sum(1)
-            batch = self.P_x.sub(0)
-            if batch.size > 1:
-                sums = batch.comm.all_reduce(sums)
-            mean, variance = sums / samples
-            momentum = 0.0 if self.momentum is None else self.momentum
-            track(self.running_mean, self.running_var, mean, variance, momentum)
-        return y
+        uses_input = self.training or self.running_mean is None
+        if uses_input and math.prod(self._plan.shape[2:]) == 1:
+            hint = "a larger image, or eval() with running statistics"
+            self._check_values(math.prod(self._plan.shape[:2]), hint)
+        factor = 0.0 if self.momentum is None else self.momentum
+        return self._with_running(F.instance_norm, x, uses_input, factor, self.training)
 
 
 class DistributedLayerNorm(_Norm):
@@ -453,19 +386,9 @@ class DistributedLayerNorm(_Norm):
             affine=elementwise_affine, bias=bias, dtype=dtype, device=device,
         )  # fmt: skip
 
-    def _shared_dims(self) -> tuple[int, ...]:
-        return self._dims
-
     def _normalised(self, x: Tensor) -> Tensor:
-        weight, bias = self._scale_and_shift()
-        plan, tied = self._plan, self._tied(x)
-        if plan.comm.size == 1 and x.numel():  # nothing to merge: torch's own is fastest
-            given = wide(tied)
-            scale, shift = _like(weight, given), _like(bias, given)
-            own = x.shape[-len(self._dims) :]
-            return F.layer_norm(given, own, scale, shift, self.eps or 0.0).to(x.dtype)
-        over = Over(self._dims, plan.total, plan.comm)
-        return normalized(tied, weight, bias, over, self.eps or 0.0)[0]
+        affine, eps = self._affine(x), self.eps or 0.0
+        return self._called(F.layer_norm, x, self.normalized_shape, **affine, eps=eps)
 
 
 class DistributedRMSNorm(DistributedLayerNorm):
@@ -496,10 +419,5 @@ class DistributedRMSNorm(DistributedLayerNorm):
         self.eps = eps
 
     def _normalised(self, x: Tensor) -> Tensor:
-        weight, _ = self._scale_and_shift()
-        over = Over(self._dims, self._plan.total, self._plan.comm)
-        return rms_normed(self._tied(x), weight, over, self.eps)
-
-
-def _like(t: Tensor | None, other: Tensor) -> Tensor | None:
-    return None if t is None else t.to(other.dtype)
+        weight = self._affine(x)["weight"]
+        return self._called(F.rms_norm, x, self.normalized_shape, weight=weight, eps=self.eps)

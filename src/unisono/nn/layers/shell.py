@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import torch
@@ -27,9 +27,13 @@ class ShellPlan:
     """How inputs of known shapes are shown."""
 
     run: Run
+    shape: tuple[int, ...]
+    """Of the whole input."""
     cuts: dict[int, Cut]
     balanced: dict[int, tuple[int, ...]]
     """Dims in front of those in space whose blocks are made balanced first, and their sizes."""
+    parameters: dict[int, Cut] = field(default_factory=dict[int, Cut])
+    """How parameters are cut, by their own dims."""
 
 
 class Shell(PlannedModule[ShellPlan]):
@@ -37,6 +41,11 @@ class Shell(PlannedModule[ShellPlan]):
 
     _balances: ClassVar[bool] = True
     """Whether blocks of the result are balanced in all dims."""
+
+    @property
+    def _leaves_sums(self) -> bool:
+        """Whether the function's rule sums gradients of parameters, instead of the layer."""
+        return False
 
     def _check(self, shape: tuple[int, ...], dtype: torch.dtype) -> None:
         """Raise for a whole input that the function does not take."""
@@ -61,7 +70,8 @@ class Shell(PlannedModule[ShellPlan]):
         }
         even = {dim: split_sizes(sum(each), len(each)) for dim, each in sizes.items()}
         return ShellPlan(
-            Run(P, None, strict=True, keeps_empty=True),
+            Run(P, None, strict=True, keeps_empty=True, sums_gradients=self._leaves_sums),
+            _shape(cuts),
             {dim: Cut(each, P.sub(dim).comm) for dim, each in sizes.items()},
             {d: even[d] for d in even if d < 2 and even[d] != sizes[d]} if self._balances else {},
         )
@@ -71,20 +81,21 @@ class Shell(PlannedModule[ShellPlan]):
 
         Args:
             function: of torch, with a rule for split tensors.
-            args: tensors are own blocks of inputs.
-            options: likewise.
+            args: plain tensors are own blocks, cut like the input.
+            options: by name; plain tensors are equal on all ranks.
         """
         plan = self._plan
         if not plan.cuts:
             return function(*args, **options)
-        shown = [self._shown(x) for x in args]
-        more = {key: self._shown(x) for key, x in options.items()}
-        return mapped(_block, by_blocks(function, *shown, **more))
+        result = by_blocks(function, *map(self._shown, args), **options)
+        plan.run.copies.clear()  # the next call makes its own
+        return mapped(_block, result)
 
     def _shown(self, x: Any) -> Any:
-        if not isinstance(x, Tensor):
-            return x
+        """Return an own block as a split tensor, if anything is cut; anything else as it is."""
         plan = self._plan
+        if type(x) is Split or not isinstance(x, Tensor) or not plan.cuts:
+            return x
         split: Any = Split(x, plan.cuts, plan.run)
         for dim, sizes in plan.balanced.items():
             split = recut(split, dim, sizes)

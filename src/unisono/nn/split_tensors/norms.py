@@ -15,18 +15,19 @@ from unisono.comm import Communicator
 from unisono.errors import UnisonoError
 from unisono.nn.parameters import summed_gradients
 from unisono.nn.precision import as_autocast, is_plain, wide
-from unisono.nn.split_tensors.blocks import fitted
+from unisono.nn.split_tensors.blocks import fitted, placed, recut
 from unisono.nn.split_tensors.reductions import added
 from unisono.nn.split_tensors.tensor import (
+    Cut,
     NeedsWhole,
     NoRule,
     Split,
     like,
-    own_copy,
     rule,
 )
 from unisono.operators import all_gather, all_sum_reduce
-from unisono.operators.linear import slopes
+from unisono.operators.linear import identity, slopes
+from unisono.topology.decompose import split_sizes
 
 _LARGE = 1 << 15
 """Elements from which on moments are taken in two passes."""
@@ -259,17 +260,6 @@ def rms_normed(x: Tensor, weight: Tensor | None, over: Over, eps: float | None) 
     return (y if weight is None else y * weight).to(x.dtype)
 
 
-@torch.no_grad()
-def track(
-    running_mean: Tensor | None, running_var: Tensor | None, mean: Tensor, variance: Tensor,
-    factor: float,
-) -> None:  # fmt: skip
-    """Move running statistics towards these."""
-    for running, new in ((running_mean, mean), (running_var, variance)):
-        if running is not None:
-            running.lerp_(new.flatten().to(running.dtype), factor)
-
-
 # -- the rules ------------------------------------------------------------------------------------
 
 
@@ -277,24 +267,82 @@ Affine = tuple[Tensor | None, Tensor | None]
 """Scale and shift."""
 
 
-def _held(x: Split, *affine: Tensor | None) -> Affine:
-    """Return scale and shift for own work."""
-    weight, bias = (None if t is None else own_copy(t, x.cuts.values(), x.run) for t in affine)
+def _channels(x: Split) -> Cut | None:
+    """Return the cut of the channels, in one run; None if every rank has all of them."""
+    cut = x.cuts.get(1)
+    if cut is not None and cut.outer != 1:
+        raise NeedsWhole(1, "the cut lies inside merged dims")
+    return cut
+
+
+def _per_channel(x: Split, *affine: Tensor | None) -> Affine:
+    """Return scale and shift of own channels, for own work."""
+    cut = _channels(x)
+    cuts = {} if cut is None else {0: cut}
+    rest = [other for dim, other in x.cuts.items() if dim != 1]
+    weight, bias = (None if t is None else placed(t, cuts, rest, x.run) for t in affine)
     return weight, bias
 
 
 def _with_statistics(func: Callable[..., Any], x: Tensor, *running: Tensor | None) -> Split:
     """Return the input of a norm, if its running statistics can be written."""
-    if any(isinstance(t, Split) for t in running):
-        raise UnisonoError.because(
-            f"{func.__name__} with running statistics that are split",
-            "they would be changed in memory that no rank has",
-            None,
-            "running_mean.whole(), running_var.whole() before the call",
-        )
+    channels = x.cuts.get(1) if isinstance(x, Split) else None
+    for t in running:
+        own = t.cuts if isinstance(t, Split) else {}
+        fits = channels is not None and list(own) == [0] and own[0].comm == channels.comm
+        if own and not fits:
+            raise UnisonoError.because(
+                f"{func.__name__} with running statistics that are split",
+                "they would be changed in memory that no rank has",
+                None,
+                "running_mean.whole(), running_var.whole() before the call",
+            )
     if not isinstance(x, Split):
         raise NoRule("a replicated tensor first")
     return x
+
+
+def _by_running(
+    func: Callable[..., Any],
+    x: Split,
+    running: Sequence[Tensor | None],
+    affine: Affine,
+    *settings: Any,
+) -> Tensor:
+    """Return the input, normalised with running statistics."""
+    mean, variance = _per_channel(x, *running)
+    if x.local.numel():
+        return like(x, func(x.local, mean, variance, *affine, *settings))
+    # torch takes no empty block; backwards of any order run all the same.
+    shape = (1, -1, *(1,) * (x.ndim - 2))
+    weight, bias = (None if t is None else t.view(shape) for t in affine)
+    y = identity(x.local) if weight is None else x.local * weight
+    return like(x, y if bias is None else y + bias)
+
+
+@torch.no_grad()
+def _track(
+    x: Split,
+    running: Sequence[Tensor | None],
+    mean: Tensor,
+    variance: Tensor,
+    factor: float,
+) -> None:
+    """Move running statistics towards those of own channels."""
+    cut = x.cuts.get(1)
+    for kept, new in zip(running, (mean, variance), strict=True):
+        if kept is None:
+            continue
+        target, values = kept, new.flatten()
+        if cut is not None:
+            shown = Split(values, {0: cut}, x.run)
+            if isinstance(kept, Split):
+                values = recut(shown, 0, kept.cuts[0].sizes).local
+            else:
+                values = shown.whole()
+        if isinstance(kept, Split):
+            target = kept.local
+        target.lerp_(values.to(target.dtype), factor)
 
 
 @rule("native_batch_norm", "_native_batch_norm_legit", "_batch_norm_with_update")
@@ -322,21 +370,32 @@ def _batch_norm(
     momentum: float = 0.1,
     eps: float = 1e-5,
 ) -> Tensor:
-    x = _with_statistics(func, input, running_mean, running_var)
-    if 1 in x.cuts:
-        raise NeedsWhole(1, "channels are cut")
-    held = _held(x, weight, bias)
+    x, running = (
+        _with_statistics(func, input, running_mean, running_var),
+        (running_mean, running_var),
+    )
     if not training:
-        return like(x, func(x.local, running_mean, running_var, *held, False, momentum, eps))
+        held = _per_channel(x, weight, bias)
+        return _by_running(func, x, running, held, False, momentum, eps)
     count = x.numel() // x.shape[1]
     if count == 1:
         raise ValueError(
             f"Expected more than 1 value per channel when training, got {list(x.shape)}"
         )
+    channels, run = _channels(x), x.run
+    # Gradients of scale and shift are summed in the message of the statistics' gradients, unless
+    # the network sums those of all its parameters at once.
+    is_summed = run.sums_gradients and not run.copies
+    if is_summed:
+        cuts = {} if channels is None else {0: channels}
+        held = tuple(None if t is None else placed(t, cuts, (), run) for t in (weight, bias))
+    else:
+        held = _per_channel(x, weight, bias)
     w, b = (None if t is None else t.view(1, -1, *[1] * (x.ndim - 2)) for t in held)
-    over = Over((0, *range(2, x.ndim)), count, x.run.ranks_of(x.cuts.values()))
-    y, mean, variance = normalized(x.local, w, b, over, eps)
-    track(running_mean, running_var, mean, variance * (count / (count - 1)), momentum)
+    ranks = run.ranks_of([cut for d, cut in x.cuts.items() if d != 1])
+    over = Over((0, *range(2, x.ndim)), count, ranks)
+    y, mean, variance = normalized(x.local, w, b, over, eps, is_summed)
+    _track(x, running, mean, variance * (count / (count - 1)), momentum)
     return like(x, y)
 
 
@@ -352,22 +411,25 @@ def _instance_norm(
     momentum: float = 0.1,
     eps: float = 1e-5,
 ) -> Tensor:
-    x = _with_statistics(func, input, running_mean, running_var)
-    if 1 in x.cuts:
-        raise NeedsWhole(1, "channels are cut")
-    held = _held(x, weight, bias)
+    x, running = (
+        _with_statistics(func, input, running_mean, running_var),
+        (running_mean, running_var),
+    )
+    held = _per_channel(x, weight, bias)
     if not use_input_stats:
-        return like(x, func(x.local, running_mean, running_var, *held, False, momentum, eps))
+        return _by_running(func, x, running, held, False, momentum, eps)
     count = math.prod(x.shape[2:])
     if count == 1:
         raise ValueError(f"more than 1 point per channel is needed to train, got {list(x.shape)}")
     ranks = x.run.ranks_of([cut for d, cut in x.cuts.items() if d >= 2])
-    y, mean, variance = by_groups(x.local, x.shape[1], *held, count, ranks, eps)
-    if running_mean is not None and running_var is not None:
+    channels = x.local.shape[1]
+    y, mean, variance = by_groups(x.local, channels, *held, count, ranks, eps)
+    if running_mean is not None and running_var is not None and x.shape[0]:
         over_batch = [cut for d, cut in x.cuts.items() if d == 0]
-        both = torch.stack([mean, variance * (count / (count - 1))]).view(2, -1, x.shape[1])
-        mean, variance = added(both.sum(1), over_batch, x.run) / x.shape[0]
-        track(running_mean, running_var, mean, variance, momentum)
+        both = torch.stack([mean, variance * (count / max(count - 1, 1))])
+        sums = added(both.view(2, x.local.shape[0], channels).sum(1), over_batch, x.run)
+        mean, variance = sums / x.shape[0]
+        _track(x, running, mean, variance, momentum)
     return like(x, y)
 
 
@@ -380,16 +442,23 @@ def _group_norm(
     bias: Tensor | None = None,
     eps: float = 1e-5,
 ) -> Tensor:
-    x = input
-    if 1 in x.cuts:
-        raise NeedsWhole(1, "channels are cut")
-    held = _held(x, weight, bias)
+    x, channels = input, _channels(input)
+    width = max(x.shape[1] // max(num_groups, 1), 1)
+    if channels is not None and any(bound % width for bound in channels.bounds):
+        if num_groups < channels.comm.size and not x.run.keeps_empty:
+            raise NeedsWhole(1, f"channels: {num_groups} groups for {channels.comm.size} ranks")
+        groups = split_sizes(num_groups, channels.comm.size)
+        moved = recut(x, 1, [width * n for n in groups])
+        y: Any = _group_norm(func, moved, num_groups, weight, bias, eps)
+        return recut(y, 1, channels.sizes)
+    held = _per_channel(x, weight, bias)
+    own_groups = x.local.shape[1] // width
     ranks = x.run.ranks_of([cut for d, cut in x.cuts.items() if d >= 2])
-    if ranks is None:
-        return like(x, func(x.local, num_groups, *held, eps))
-    count = x.numel() // x.shape[0] // num_groups
+    if ranks is None and x.local.numel():
+        return like(x, func(x.local, own_groups, *held, eps))
+    count = math.prod(x.shape[1:]) // num_groups
     local = as_autocast(x.local, torch.group_norm, 1)
-    return like(x, by_groups(local, num_groups, *held, count, ranks, eps)[0])
+    return like(x, by_groups(local, own_groups, *held, count, ranks, eps)[0])
 
 
 def _over_last(

@@ -8,13 +8,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from unisono.nn.precision import sum_dtype
+from unisono import torch_private as private
+from unisono.accelerator import is_accelerator
+from unisono.errors import PartitionError, UnisonoError
+from unisono.nn.precision import sum_dtype, wide
 from unisono.nn.split_tensors.blocks import Layout, fitted, layout_of, pointwise
 from unisono.nn.split_tensors.reductions import added, reduced
 from unisono.nn.split_tensors.tensor import (
     NOT_PREVIEWED,
     QUERIES,
     RULES,
+    Cut,
+    NeedsWhole,
     NoRule,
     Run,
     Split,
@@ -24,6 +29,7 @@ from unisono.nn.split_tensors.tensor import (
     rule,
     sliced,
 )
+from unisono.operators import sum_to_replicated
 
 _SHOWN_BY_WRAPPER = """shape ndim dtype device layout is_sparse is_quantized is_meta is_cuda is_cpu
     is_nested is_mps is_xpu itemsize nbytes names""".split()  # noqa: SIM905
@@ -287,31 +293,106 @@ def _class_loss(
         raise NoRule("labels that are probabilities")
     layout: Layout = {}
     run: Run | None = None
+    classes: Cut | None = None
     # Labels have no dim of classes: dims behind it count from the end, the batch from the start.
     spatial = input.ndim - 2
-    for x, classes in ((input, 1), (target, None)):
+    for x in (input, target):
         if isinstance(x, Split):
             run = x.run
             for dim, cut in x.cuts.items():
-                if classes is not None and dim == classes:
-                    raise NoRule("classes are cut")
-                layout.setdefault(-spatial - 1 if dim == 0 else dim - x.ndim, cut)
-    if run is None or len({cut.comm for cut in layout.values()}) != len(layout):
+                if x is input and dim == 1:
+                    classes = cut
+                else:
+                    layout.setdefault(-spatial - 1 if dim == 0 else dim - x.ndim, cut)
+    cuts = [*layout.values(), *([] if classes is None else [classes])]
+    if run is None or len({cut.comm for cut in cuts}) != len(cuts):
         raise NoRule("input and target cut along different dims")
     of_input = {(-input.ndim if place == -spatial - 1 else place): c for place, c in layout.items()}
+    if classes is not None:
+        if classes.outer != 1:
+            raise NeedsWhole(1, "the cut lies inside merged dims")
+        of_input[1 - input.ndim] = classes
     logits, labels = fitted(input, of_input, run), fitted(target, layout, run)
-    scale = None if weight is None else own_copy(weight, layout.values(), run)
-    smooth = {"label_smoothing": label_smoothing} if label_smoothing else {}
-    logits = logits.contiguous()  # torch cannot differentiate single terms of others
-    terms = func(logits, labels, scale, ignore_index=ignore_index, reduction="none", **smooth)
+    scale = None if weight is None else own_copy(weight, cuts, run)
+    if classes is None:
+        smooth = {"label_smoothing": label_smoothing} if label_smoothing else {}
+        logits = logits.contiguous()  # torch cannot differentiate single terms of others
+        terms = func(logits, labels, scale, ignore_index=ignore_index, reduction="none", **smooth)
+    else:
+        has_logits = func.__name__ == "cross_entropy"
+        terms = _over_cut_classes(
+            logits, labels, scale, classes, ignore_index, label_smoothing, has_logits
+        )
     if reduction == "none":
-        return Split(terms, {target.ndim + place: cut for place, cut in layout.items()}, run)
+        cuts_of_labels = {target.ndim + place: cut for place, cut in layout.items()}
+        return Split(terms, cuts_of_labels, run) if layout else terms
     total = terms.sum(dtype=sum_dtype(terms))
     if reduction == "mean":
         counts = label_weights(labels, scale, ignore_index, total).sum().detach()
         total = torch.stack([total, counts])
     total = added(total, [*layout.values()], run)
     return (total[0] / total[1] if reduction == "mean" else total).to(terms.dtype)
+
+
+def _over_cut_classes(
+    x: Tensor,
+    labels: Tensor,
+    weight: Tensor | None,
+    cut: Cut,
+    ignore_index: int,
+    smoothing: float,
+    has_logits: bool,
+) -> Tensor:
+    """Return the loss of each label where each rank has some of the classes: one sum over ranks."""
+    if problem := stray_label(labels, cut.length, ignore_index):
+        raise problem
+    dtype = wide(x).dtype if torch.is_autocast_enabled(x.device.type) else x.dtype
+    comm, x, start, count = cut.comm, wide(x), cut.bounds[cut.comm.rank], x.shape[1]
+    none = x.sum(1)  # of a rank without classes
+    is_here = (labels >= start) & (labels < start + count)
+    place = (labels - start).clamp(0, max(count - 1, 0)).unsqueeze(1)
+    picked = x.gather(1, place).squeeze(1) if count else none
+    parts, top = [torch.where(is_here, picked, torch.zeros_like(picked))], none
+    every = x.new_ones(cut.length) if weight is None else weight.to(x)
+    if has_logits:
+        lowest = torch.full_like(none, torch.finfo(x.dtype).min)
+        top = comm.all_reduce(x.detach().amax(1) if count else lowest.detach(), "max")
+        parts.append((x - top.unsqueeze(1)).exp().sum(1))
+        if smoothing:
+            shape = (1, -1, *(1,) * (x.ndim - 2))
+            parts.append((x * every[start : start + count].view(shape)).sum(1))
+    sums = sum_to_replicated(torch.stack(parts), comm=comm)
+    normaliser = top + sums[1].log() if has_logits else torch.zeros_like(none)
+    losses = normaliser - sums[0]
+    weights = label_weights(labels, weight, ignore_index, losses)
+    terms = torch.where(weights != 0, losses * weights, torch.zeros_like(losses))
+    if smoothing and has_logits:
+        spread = (every.sum() * normaliser - sums[2]) * (labels != ignore_index)
+        terms = (1 - smoothing) * terms + smoothing / cut.length * spread
+    return terms.to(dtype)
+
+
+def stray_label(labels: Tensor, classes: int | None, ignore_index: int) -> UnisonoError | None:
+    """Return the error for a label that is none of the classes, if there is one. Local.
+
+    On an accelerator, where the host does not wait, the device reports it, as for torch's losses.
+    `classes` is None where their number is not known.
+    """
+    if labels.is_floating_point() or labels.is_meta or not labels.numel():
+        return None
+    low, high = labels.masked_fill(labels == ignore_index, 0).aminmax()
+    if is_accelerator(labels.device):
+        is_class = low >= 0 if classes is None else (low >= 0) & (high < classes)
+        private.assert_async(is_class, f"targets that are none of the {classes} classes")
+        return None
+    if low >= 0 and (classes is None or high < classes):
+        return None
+    return PartitionError.because(
+        f"a class loss with targets from {int(low)} to {int(high)}",
+        f"{'?' if classes is None else classes} classes",
+        f"{int(low)} < 0" if low < 0 else f"{int(high)} >= {classes}",
+        f"targets from 0 on, or ignore_index={int(low if low < 0 else high)}",
+    )
 
 
 def label_weights(labels: Tensor, weight: Tensor | None, ignore_index: int, like: Tensor) -> Tensor:

@@ -152,6 +152,8 @@ class Run:
         strict: refuse instead of gathering.
         attention: how attention over a split sequence is computed.
         keeps_empty: leave ranks without points where there are fewer points than ranks.
+        sums_gradients: sum gradients of replicated tensors over the ranks that use them; False for
+            parameters of a layer that sums them itself.
     """
 
     def __init__(
@@ -162,8 +164,10 @@ class Run:
         attention: str = "auto",
         *,
         keeps_empty: bool = False,
+        sums_gradients: bool = True,
     ) -> None:
         self.comm = partition.comm
+        self.sums_gradients = sums_gradients
         self.keeps_empty = keeps_empty
         self.strict = strict
         self.attention = attention
@@ -586,7 +590,7 @@ def own_copy(x: Tensor, cuts: Iterable[Cut], run: Run) -> Tensor:
 
     Leaves (parameters) are copied once per forward, so that their gradients are summed once.
     """
-    if not x.requires_grad or not torch.is_grad_enabled():
+    if not x.requires_grad or not torch.is_grad_enabled() or not run.sums_gradients:
         return x
     cuts = tuple(cuts)
     if not cuts:
