@@ -54,6 +54,7 @@ ROOMS: dict[str, tuple[str, ...]] = {
         "test_second_derivatives_are_those_of_one_process",
         "test_states_are_those_of_the_plain_module",
     ),
+    "graph_parallel.test_plan": (),
     "graph_parallel.test_regions": (
         "test_both_conventions_have_the_derivatives_of_one_process",
         "test_each_region_is_the_adjoint_of_its_backward",

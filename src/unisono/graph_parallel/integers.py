@@ -53,7 +53,7 @@ def stable_order(keys: Tensor, below: int) -> Tensor:
     if not _is_seen_by_numpy(keys) or max(below - 1, 0).bit_length() + bits > 63:
         return keys.sort(stable=True).indices
     # Each key with its place behind it: all differ, so that the quickest sort is a stable one.
-    packed = (keys.long() << bits).bitwise_or_(torch.arange(len(keys)))
+    packed = (keys.long() << bits).bitwise_or_(torch.arange(len(keys), device=keys.device))
     packed.numpy().sort()
     return packed.bitwise_and_((1 << bits) - 1)
 
@@ -67,7 +67,7 @@ def distinct(keys: Tensor) -> Tensor:
     if not _is_seen_by_numpy(keys):
         return torch.unique(keys)
     keys.numpy().sort()
-    is_first = torch.ones(len(keys), dtype=torch.bool)
+    is_first = torch.ones(len(keys), dtype=torch.bool, device=keys.device)
     torch.ne(keys[1:], keys[:-1], out=is_first[1:])
     return keys.index_select(0, marked(is_first))
 

@@ -67,8 +67,8 @@ class GraphPartition:
         """
         expect_int("num_nodes", num_nodes, 0, error=PartitionError)
         expect_int("parts", parts, 1, error=PartitionError)
-        sizes = torch.tensor(split_sizes(num_nodes, parts))
-        return cls.from_owner(torch.arange(parts).repeat_interleave(sizes), parts)
+        sizes = torch.tensor(split_sizes(num_nodes, parts), device="cpu")
+        return cls.from_owner(torch.arange(parts, device="cpu").repeat_interleave(sizes), parts)
 
     @classmethod
     def morton(
@@ -118,7 +118,10 @@ class GraphPartition:
                 'GraphPartition.balanced(order="morton")', "no positions", None, "pos=pos"
             )
         indegree = torch.bincount(edge_index[1].cpu(), minlength=num_nodes)
-        line = torch.arange(num_nodes) if pos is None or order == "index" else morton_order(pos)
+        if pos is None or order == "index":
+            line = torch.arange(num_nodes, device="cpu")
+        else:
+            line = morton_order(pos)
         if line.numel() != num_nodes:
             raise PartitionError.because(
                 f"GraphPartition.balanced of {num_nodes} nodes", f"{line.numel()} positions"
@@ -138,7 +141,7 @@ class GraphPartition:
         owner = integer_list(owner, "owner", asked, hint, below=parts).clone()
         perm = stable_order(owner, parts)
         inverse = torch.empty_like(perm)
-        inverse[perm] = torch.arange(perm.numel())
+        inverse[perm] = torch.arange(perm.numel(), device="cpu")
         sizes = counts(owner, parts)
         return cls(owner, perm, inverse, sizes, bounds(sizes))
 
@@ -189,13 +192,13 @@ class GraphPartition:
             keys.add_(computes.index_select(0, cut), alpha=nodes)
             rows = distinct(keys)
             return rows // nodes, rows % nodes, cut.numel()
-        table = torch.zeros(parts * nodes, dtype=torch.bool)
+        table = torch.zeros(parts * nodes, dtype=torch.bool, device="cpu")
         for some in cut.split(CHUNK):
             keys = source.index_select(0, some)
             keys.add_(computes.index_select(0, some), alpha=nodes)
             table.index_fill_(0, keys, True)
         table = table.view(parts, nodes).index_select(1, self.perm)
-        fetcher = torch.arange(parts).repeat_interleave(table.sum(1))
+        fetcher = torch.arange(parts, device="cpu").repeat_interleave(table.sum(1))
         return fetcher, marked(table.view(-1)).sub_(fetcher, alpha=nodes), cut.numel()
 
     @classmethod
@@ -271,7 +274,7 @@ def finite_points(pos: Tensor, asked: str, hint: str, most_dims: float = math.in
 
 def _costs(cost: Tensor | None, nodes: int) -> Tensor:
     if cost is None:
-        return torch.ones(nodes, dtype=torch.float64)
+        return torch.ones(nodes, dtype=torch.float64, device="cpu")
     if cost.shape != (nodes,):
         raise PartitionError.because(
             f"a cost for each of {nodes} nodes", f"shape {list(cost.shape)}", None, f"[{nodes}]"
@@ -303,11 +306,11 @@ def morton_order(pos: Tensor, batch: Tensor | None = None) -> Tensor:
             "one integer per node",
         )
     if points.shape[0] == 0:
-        return torch.empty(0, dtype=torch.int64)
+        return torch.empty(0, dtype=torch.int64, device="cpu")
     low = points.min(0).values
     extent = float((points.max(0).values - low).max()) or 1.0  # one scale keeps near things near
     cells = ((points - low) / extent * 1023).floor().clamp(0, 1023).long()
-    key = torch.zeros(points.shape[0], dtype=torch.int64)
+    key = torch.zeros(points.shape[0], dtype=torch.int64, device="cpu")
     for axis in range(cells.shape[1]):
         spread = cells[:, axis].contiguous()
         for shift, kept in _SPREAD:  # bit n moves to 3 n, half of the bits at a time

@@ -256,7 +256,7 @@ class GraphPlan:
         computes = part.owners_of(target)
         fetcher, node, cut = part.fetched(source, computes)
         if self._edges == "local":
-            edge_ids, halo = torch.arange(len(target)), node
+            edge_ids, halo = torch.arange(len(target), device=target.device), node
             halo_sizes = self._by_owner(halo)
             one_each = [1] * comm.size
             asked = torch.tensor(halo_sizes, device=comm.device)
@@ -284,7 +284,9 @@ class GraphPlan:
 
     def _by_owner(self, places: Tensor) -> tuple[int, ...]:
         """Return how many of some ascending places of the new order each rank owns."""
-        ends = torch.searchsorted(places, torch.tensor(self.partition.offsets))
+        ends = torch.searchsorted(
+            places, torch.tensor(self.partition.offsets, device=places.device)
+        )
         return tuple(ends.diff().tolist())
 
     def _renumbered(self, edge_index: Tensor) -> Tensor:
