@@ -81,7 +81,10 @@ torch 2.11 does not, or compiles it to zeros.
 
 def traced_if_right(function: F) -> F:
     """Let torch.compile trace `function`, an operator; break the graph where it cannot."""
-    return function if TRACES_OPERATORS else torch.compiler.disable(function)
+    if TRACES_OPERATORS:
+        return function
+    disable: Any = torch.compiler.disable
+    return disable(function)
 
 
 set_grad_enabled: Callable[[bool], None]

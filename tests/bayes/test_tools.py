@@ -246,8 +246,9 @@ def test_observation_noise_needs_two_observations():
 
 
 def test_scores_of_classes():
-    p = RNG.dirichlet(np.ones(4), 20_000)
-    label = (p.cumsum(1) > RNG.random((20_000, 1))).argmax(1)  # drawn as the probabilities say
+    rng = np.random.default_rng(0)
+    p = rng.dirichlet(np.ones(4), 20_000)
+    label = (p.cumsum(1) > rng.random((20_000, 1))).argmax(1)  # drawn as the probabilities say
     true = np.eye(4)[label]
     assert metric.brier_score(p, label) == pytest.approx(((p - true) ** 2).sum(1).mean())
     pair = np.stack([1 - p[:, 0], p[:, 0]], 1)
