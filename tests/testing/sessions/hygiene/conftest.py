@@ -12,7 +12,8 @@ from pathlib import Path
 
 import pytest
 
-SEGMENT = Path("/dev/shm", f"{os.environ['BENCH_UNDER_TEST'][:8]}-leaked")
+SEGMENT = Path("/dev/shm", f"{os.environ['BENCH_UNDER_TEST'][:8]}-{os.getpid()}-leaked")
+"""With the number of its maker, so that sessions beside this one leave it alone."""
 DIRECTORY = Path(tempfile.gettempdir(), "unisono-leaked")
 KEPT = []
 
