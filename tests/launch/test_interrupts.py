@@ -247,11 +247,9 @@ def test_ctrl_c_on_the_command_line_lets_ranks_save_and_ends_with_code_130(
     saving, forked_python, tmp_path
 ):
     script = tmp_path / "script.py"
-    script.write_text(
-        SAVING.partition("platform =")[0].replace("sys.argv[1]", repr(str(tmp_path)))
-        + "catches()\n"
-    )
+    script.write_text(SAVING.partition("platform =")[0] + "catches()\n")
     command = [forked_python, "-m", "unisono", "run", "--ranks", "2", str(script)]
+    command += [str(tmp_path), "catches"]
     launcher = saving("", command=command)
     launcher.send_signal(signal.SIGINT)
     _, errors = launcher.communicate(timeout=60)
