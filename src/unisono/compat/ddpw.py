@@ -50,7 +50,7 @@ class Platform(launch.Platform):
     of a node.
     """
 
-    _given: frozenset[str]
+    _explicit: frozenset[str]
     """Fields that the caller gave, by DDPW's present names."""
     _is_per_rank: bool
 
@@ -74,7 +74,7 @@ class Platform(launch.Platform):
         if launch.Device.from_str(values["device"]) is launch.Device.RAY:
             values["n_gpus_per_node"] = named.get("n_gpus_per_node", 0)  # not a place of DDPW's
         super().__init__(**values)
-        vars(self).update(_given=frozenset(named), _is_per_rank="n_cpus_per_node" in renamed)
+        vars(self).update(_explicit=frozenset(named), _is_per_rank="n_cpus_per_node" in renamed)
 
     def __setattr__(self, name: str, value: Any) -> None:
         field = OLD_NAMES.get(name, name)
@@ -90,13 +90,13 @@ class Platform(launch.Platform):
     def but(self, **changes: Any) -> Self:
         """Return a copy with these fields changed; they count as given."""
         twin = super().but(**changes)
-        given = self._given.union(changes)
-        vars(twin).update(_given=given, _is_per_rank=self._is_per_rank)
+        explicit = self._explicit.union(changes)
+        vars(twin).update(_explicit=explicit, _is_per_rank=self._is_per_rank)
         return twin
 
     def is_explicit(self, name: str) -> bool:
         """Whether the caller gave this field."""
-        return name in self._given
+        return name in self._explicit
 
     @property
     def counts_gpus(self) -> bool:
@@ -125,7 +125,7 @@ MODULES = {
         "",
         (launch, "Device Wrapper wrapper"),
         (sys.modules[__name__], "Platform"),
-        asked={"__licence__": _licence},
+        computed={"__licence__": _licence},
         version="6.1.3",
     ),
     "functional": Module(

@@ -25,7 +25,7 @@ MODULES = {
         (gp_utils, "ScaleBackwardGrad ScatterToModelParallelRegion"),
         (gp_utils, "_gather=joined _gather_with_padding=joined _reduce=summed _split=own_block"),
         (gp_utils, "_split_tensor=row_blocks _tensor_to_split_partitions=block_lengths"),
-        asked=gp_utils.GROUPS,
+        computed=gp_utils.GROUPS,
     ),
 }
 

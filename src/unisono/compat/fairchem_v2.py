@@ -36,7 +36,7 @@ MODULES = {
         (gp_utils, "GatherFromModelParallelRegionSumGradPadded ScatterToModelParallelRegion"),
         (gp_utils, "GPMode GPPartition GraphParallelConfig"),
         (gp_utils, "get_gp_config resolve_gp_config_for_workers set_gp_config"),
-        asked=gp_utils.GROUPS,
+        computed=gp_utils.GROUPS,
     ),
     "core.common.parallelism": Module("fairchem's all-to-all graph parallelism.", *_ALL_TO_ALL),
     "core.common.parallelism.graph_parallel_a2a": Module("Its messages.", _ALL_TO_ALL[0]),

@@ -91,8 +91,8 @@ _REGIONS: dict[str, tuple[type[_Region], Callable[..., Tensor]]] = {
     ),
 }
 for _name, (_base, _region) in _REGIONS.items():
-    _own = {"__doc__": _region.__doc__, "__module__": __name__, "region": staticmethod(_region)}
-    globals()[_name] = type(_name, (_base,), _own)
+    _members = {"__doc__": _region.__doc__, "__module__": __name__, "region": staticmethod(_region)}
+    globals()[_name] = type(_name, (_base,), _members)
 
 
 def summed(ctx: Any, input: Tensor) -> Tensor:  # noqa: ARG001

@@ -53,8 +53,8 @@ class Library:
             return None
         # Python takes any directory of that name for a package; one without modules does not count.
         places = [spec.origin] if spec.origin else list(spec.submodule_search_locations or [])
-        found = (p for p in places if Path(p).is_file() or any(Path(p).glob("*/*.py")))
-        return next(found, None)
+        packages = (p for p in places if Path(p).is_file() or any(Path(p).glob("*/*.py")))
+        return next(packages, None)
 
 
 def _graph_parallel(path: str, *, other: str = "") -> str:

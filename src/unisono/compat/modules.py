@@ -31,7 +31,7 @@ class Module:
         inner: whether it offers the names of its inner modules (not packages) as well.
         star: those of its inner modules that `from ... import *` gives, by default all.
         same: names for modules that stand elsewhere in the table, by their path.
-        asked: names whose values are functions to be called at each look-up.
+        computed: names whose values are functions to be called at each look-up.
         rest: the module that has all other names, such as `"torch.nn"`.
         hint: what to do about a name that is missing; default what the library's record says.
         instead: the same for single names.
@@ -45,7 +45,7 @@ class Module:
         inner: bool = False,
         star: str | None = None,
         same: Mapping[str, str] | None = None,
-        asked: Mapping[str, Callable[[], object]] | None = None,
+        computed: Mapping[str, Callable[[], object]] | None = None,
         rest: str | None = None,
         hint: str | None = None,
         instead: Mapping[str, str] | None = None,
@@ -56,7 +56,7 @@ class Module:
         self.inner = inner
         self.star = star
         self.same = same or {}
-        self.asked = asked or {}
+        self.computed = computed or {}
         self.rest = rest
         self.hint = hint
         self.instead = instead or {}
@@ -68,7 +68,7 @@ class Module:
             for theirs, _, ours in (name.partition("=") for name in names.split()):
                 yield home.__name__, theirs, ours or theirs
 
-    def own(self) -> dict[str, object]:
+    def objects(self) -> dict[str, object]:
         """Return the objects that the table names, by their names in the library."""
         return {theirs: getattr(sys.modules[home], ours) for home, theirs, ours in self.pairs()}
 
@@ -105,11 +105,11 @@ def build(package: str, library: str, table: Table) -> dict[str, ModuleType]:
     _built[package] = table
     for path, entry in table.items():
         if isinstance(entry, Module):
-            names = entry.own()
+            names = entry.objects()
             if entry.inner:
                 leaves = [f"{path}.{last}".lstrip(".") for last in inner[path]]
                 for leaf in (table[leaf] for leaf in leaves if not inner[leaf]):
-                    names |= leaf.own() if isinstance(leaf, Module) else {}
+                    names |= leaf.objects() if isinstance(leaf, Module) else {}
             names |= {name: made[other] for name, other in entry.same.items()}
             _fill(made[path], entry, names, inner[path], library_named(library))
     return made
@@ -139,11 +139,11 @@ def _fill(
         module.__path__ = module.__spec__.submodule_search_locations = []
     module.__package__ = here if inner else here.rpartition(".")[0]
     stars = inner if entry.star is None else entry.star.split()
-    public = sorted({*names, *stars, *(name for name in entry.asked if name[0] != "_")})
+    public = sorted({*names, *stars, *(name for name in entry.computed if name[0] != "_")})
 
     def __getattr__(name: str) -> Any:
-        if name in entry.asked:
-            return entry.asked[name]()
+        if name in entry.computed:
+            return entry.computed[name]()
         if name.startswith("__"):
             raise AttributeError(f"module {here!r} has no attribute {name!r}")
         other = None if entry.rest is None else loaded(entry.rest, f"{here}.{name}")
@@ -154,7 +154,7 @@ def _fill(
     def __dir__() -> list[str]:
         rest = [] if entry.rest is None else dir(sys.modules.get(entry.rest))
         dunders = (name for name in vars(module) if name.startswith("__"))
-        return sorted({*public, *inner, *entry.asked, *rest, *dunders})
+        return sorted({*public, *inner, *entry.computed, *rest, *dunders})
 
     # A name of the table is meant where an inner module has the same one: DDPW's `wrapper`.
     vars(module).update(inner | names)
@@ -163,13 +163,13 @@ def _fill(
         vars(module)["__version__"] = entry.version
 
 
-def loaded(name: str, asked: str) -> ModuleType:
+def loaded(name: str, attribute: str) -> ModuleType:
     """Return a module of another package, or say what to install."""
     try:
         return importlib.import_module(name)
     except ImportError as error:
         hint = f"pip install {name.partition('.')[0]}"
-        raise MissingExtra.because(asked, str(error), hint=hint) from error
+        raise MissingExtra.because(attribute, str(error), hint=hint) from error
 
 
 def _refuse(

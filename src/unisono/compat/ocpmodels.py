@@ -23,7 +23,7 @@ MODULES = {
         (gp_utils, "ReduceFromModelParallelRegion ScatterToModelParallelRegion"),
         (gp_utils, "_gather=joined _gather_with_padding=joined _reduce=summed _split=own_block"),
         (padding, "_split_tensor=split_tensor"),
-        asked=gp_utils.GROUPS,
+        computed=gp_utils.GROUPS,
     ),
 }
 

@@ -88,17 +88,17 @@ def check_adjoint(
     wrong_shapes += _shape_problems("adjoint(y)", fy, "x", x)
     replicated = {"x": x, "adjoint(y)": fy} if domain == "R" else {}
     replicated |= {"y": y, "forward(x)": fx} if range == "R" else {}
-    mine = _Part(
+    part = _Part(
         sides=() if wrong_shapes else (_side(fx, y), _side(x, fy)),
         largest=(_largest(fx), _largest(fy)),
         digests={name: _digest(value) for name, value in replicated.items()},
         problems=wrong_shapes,
     )
     if not (_same(point, x) and _same(toward, y)):
-        mine.problems.append("an input was changed in place")
+        part.problems.append("an input was changed in place")
     if derive and not fx.requires_grad:
-        mine.problems.append("forward(x) has no gradient although x asks for one")
-    parts: list[_Part] = comm.all_gather_object(mine)
+        part.problems.append("forward(x) has no gradient although x asks for one")
+    parts: list[_Part] = comm.all_gather_object(part)
     for part in parts:
         part.problems += [
             f'{name} is in a replicated space "R" but differs from that of rank 0'

@@ -47,7 +47,7 @@ _LASTING_COMMANDS = (
 class Holdings:
     """The things of one process at one time: kind -> key -> description."""
 
-    found: dict[str, dict[str, str]]
+    entries: dict[str, dict[str, str]]
 
     @classmethod
     def now(cls, kinds: Collection[str] = KINDS) -> Holdings:
@@ -79,7 +79,7 @@ class Holdings:
 
     def _difference(self, ignore: Collection[str]) -> dict[str, list[str]]:
         leaks: dict[str, list[str]] = {}
-        for kind, before in self.found.items():
+        for kind, before in self.entries.items():
             after = _LOOK[kind]()
             texts = [
                 text
@@ -173,14 +173,14 @@ def _lasting_fds() -> set[int]:
 
 def _own_entries(directory: Path, prefixes: str | tuple[str, ...]) -> dict[str, str]:
     """Return the entries of this user; what vanishes meanwhile is left out."""
-    found: dict[str, str] = {}
+    paths: dict[str, str] = {}
     with suppress(OSError), os.scandir(directory) as entries:
         for entry in entries:
             with suppress(OSError):
                 is_own = entry.stat(follow_symlinks=False).st_uid == os.getuid()
                 if is_own and entry.name.startswith(prefixes):
-                    found[entry.name] = entry.path
-    return found
+                    paths[entry.name] = entry.path
+    return paths
 
 
 def _belongs_to_another(path: str) -> bool:

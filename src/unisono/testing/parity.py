@@ -104,8 +104,8 @@ def check_parity(
     expected = _several(serial(*whole_inputs))
     title = f"{name_of(parallel)} on {comm.size} ranks differs from {name_of(serial)} on one"
     if len(outs) != len(expected):
-        found = [f"{len(outs)} outputs, but {len(expected)} on one"]
-        raise_together(title, found, comm=comm)
+        count = f"{len(outs)} outputs, but {len(expected)} on one"
+        raise_together(title, [count], comm=comm)
     if out_partition == "same":
         out_layouts = [layouts[0]] * len(outs)
     else:
@@ -126,9 +126,10 @@ def check_parity(
         _backward(expected, toward)
         for i, (layout, x, want) in enumerate(zip(layouts, own_inputs, whole_inputs, strict=True)):
             if want.requires_grad:
-                found = x.grad if x.grad is not None else torch.zeros_like(x)
-                wanted = want.grad if want.grad is not None else torch.zeros_like(want)
-                compare(f"gradient of input {i}", layout.join(found), wanted)
+                actual, reference = (
+                    t.grad if t.grad is not None else torch.zeros_like(t) for t in (x, want)
+                )
+                compare(f"gradient of input {i}", layout.join(actual), reference)
         grads = _own_grads(parallel) if parameter_grads is None else parameter_grads()
         for name, want in _own_grads(serial).items():
             if name not in grads or want is None:
@@ -250,11 +251,11 @@ def blocks(partition: Partition, comm: Communicator) -> Layout:
     return Layout(split=split, join=join, split_like=split_like)
 
 
-def as_layout(given: Partition | Layout | None, comm: Communicator) -> Layout:
+def as_layout(spread: Partition | Layout | None, comm: Communicator) -> Layout:
     """Turn what a user may give into a layout; None is replicated."""
-    if given is None:
+    if spread is None:
         return Layout(split=lambda whole: whole, join=lambda part: part)
-    return blocks(given, comm) if isinstance(given, Partition) else given
+    return blocks(spread, comm) if isinstance(spread, Partition) else spread
 
 
 def _assembled(partition: Partition, parts: Sequence[Tensor], index: tuple[int, ...]) -> Tensor:

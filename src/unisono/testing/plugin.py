@@ -223,14 +223,14 @@ class RanksMarker:
         """
         options = dict(mark.kwargs)
         timeout_s = options.pop("timeout", default_timeout_s)
-        asked: dict[str, Any] = {"rank_count": mark.args[0] if len(mark.args) == 1 else None}
-        asked["rank_backend"] = options.pop("backend", "gloo")
+        values: dict[str, Any] = {"rank_count": mark.args[0] if len(mark.args) == 1 else None}
+        values["rank_backend"] = options.pop("backend", "gloo")
         listed = {
             name: tuple(value)
-            for name, value in asked.items()
+            for name, value in values.items()
             if isinstance(value, Sequence) and not isinstance(value, str)
         }
-        counts, backends = (listed.get(name, (value,)) for name, value in asked.items())
+        counts, backends = (listed.get(name, (value,)) for name, value in values.items())
         fits = (
             bool(counts)
             and all(is_integer(n) and n >= 1 for n in counts)

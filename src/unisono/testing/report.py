@@ -171,7 +171,7 @@ def raise_together(title: str, problems: Sequence[str], *, comm: Communicator) -
 
     Args:
         title: what was checked.
-        found: what this rank found wrong; empty when all is well.
+        problems: what this rank found wrong; empty when all is well.
         comm: the ranks that take part.
     """
     __tracebackhide__ = True

@@ -14,7 +14,7 @@ from unisono.cli import main
 from unisono.errors import PlatformError
 from unisono.testing import RankPool, compare
 from unisono.testing.comparing import causes, judge
-from unisono.testing.comparing.forms import Form
+from unisono.testing.comparing.forms import ProgramForm
 from unisono.testing.comparing.probe import Recording, record
 
 
@@ -25,12 +25,12 @@ def record_all() -> dict[str, Recording]:
 
 
 @pytest.fixture(scope="module")
-def forms(rank_pool: RankPool) -> list[dict[str, Form]]:
+def forms(rank_pool: RankPool) -> list[dict[str, ProgramForm]]:
     """All programs on one rank, on one again, and on two; in the same two processes."""
     runs = [
         rank_pool.run(record_all, world=ranks, backend="shm", timeout=100) for ranks in (1, 1, 2)
     ]
-    return [{name: Form([rank[name] for rank in run]) for name in PROGRAMS} for run in runs]
+    return [{name: ProgramForm([rank[name] for rank in run]) for name in PROGRAMS} for run in runs]
 
 
 @pytest.mark.timeout(300)

@@ -78,7 +78,7 @@ MODULES = {
         (partitions, "CartesianPartition=MPICartesianPartition Partition=MPIPartition"),
         (structures, "BufferManager=MPIBufferManager ExpandableBuffer=MPIExpandableBuffer"),
         _STRUCTURES,
-        asked={"operation_map": partitions.operations},
+        computed={"operation_map": partitions.operations},
     ),
     "backends.mpi.buffer": Module(
         "Memory that grows on demand; layers here bring their own.",

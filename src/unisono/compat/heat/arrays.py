@@ -64,15 +64,15 @@ def use_device(device: str | Device | None = None) -> None:
     _default = _device(device)
 
 
-def _device(given: str | Device | None) -> Device:
-    if given is None:
+def _device(name: str | Device | None) -> Device:
+    if name is None:
         return _default
-    kind, _, number = str(given).partition(":")
+    kind, _, number = str(name).partition(":")
     if kind not in ("cpu", "gpu") or not (number or "0").isdigit():
-        raise PlatformError.because(f"device {given!r}", hint='"cpu", "gpu" or "gpu:1"')
+        raise PlatformError.because(f"device {name!r}", hint='"cpu", "gpu" or "gpu:1"')
     if kind == "gpu" and not torch.cuda.is_available():
         raise PlatformError.because(
-            f"device {given!r}", "no CUDA device on this machine", hint='ht.use_device("cpu")'
+            f"device {name!r}", "no CUDA device on this machine", hint='ht.use_device("cpu")'
         )
     return Device(kind, int(number or 0))
 
@@ -144,8 +144,8 @@ class DNDarray:
                 "  HINT: ht.array(other, split=x.split), of which each rank has its rows, too"
             )
         if isinstance(other, DNDarray):
-            mine, theirs = ((a.gshape, a.lshape, a.split) for a in (self, other))
-            if mine != theirs:
+            layout, other_layout = ((a.gshape, a.lshape, a.split) for a in (self, other))
+            if layout != other_layout:
                 raise PartitionError.because(
                     f"{verb.__name__} of arrays of shapes {self.gshape} and {other.gshape}",
                     f"split={self.split} and split={other.split}",

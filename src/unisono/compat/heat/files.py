@@ -63,11 +63,11 @@ class MNISTDataset(data_parallel.Dataset):
         self.images: Any = kind(*arguments) if first is None else first
         """torchvision's data set; it turns a row into an image."""
         images, labels = (torch.as_tensor(t) for t in (self.images.data, self.images.targets))
-        own = (images, labels) if test_set else (shard(images), shard(labels))
-        super().__init__(own[0], None, ishuffle, test_set, comm=MPI_WORLD)
-        self.targets = own[1][self._cut_slice]
+        rows = (images, labels) if test_set else (shard(images), shard(labels))
+        super().__init__(rows[0], None, ishuffle, test_set, comm=MPI_WORLD)
+        self.targets = rows[1][self._cut_slice]
         self.htdata, self.httargets = (
-            array(t, is_split=None if test_set else 0, comm=MPI_WORLD) for t in own
+            array(t, is_split=None if test_set else 0, comm=MPI_WORLD) for t in rows
         )
 
     def __getitem__(self, index: Any) -> Any:
@@ -179,14 +179,18 @@ class _Windows(torch.utils.data.Sampler[int]):
         data.epoch += 1
         window = data.read(0, at)
         with ThreadPoolExecutor(1) as reader:
-            while held := window[0].shape[0]:
+            while count := window[0].shape[0]:
                 data.hold(window)
-                left = len(data) - at
+                remaining = len(data) - at
                 # Whole batches: the window moves when the loader has fetched the last of them.
-                used = min(max(data.load_length, batch), held) // batch * batch if left else held
-                after = at + min(left, used or batch)
+                used = (
+                    min(max(data.load_length, batch), count) // batch * batch
+                    if remaining
+                    else count
+                )
+                after = at + min(remaining, used or batch)
                 coming: Future[list[Tensor]] = reader.submit(data.read, at, after)
-                order = torch.randperm(held, generator=generator)
+                order = torch.randperm(count, generator=generator)
                 yield from order[:used].tolist()
                 pairs = zip(window, coming.result(), strict=True)
                 window = [torch.cat([rows[order[used:]], new]) for rows, new in pairs]

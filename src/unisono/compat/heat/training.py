@@ -24,8 +24,8 @@ __all__ = ["DASO", "DataParallel", "DataParallelMultiGPU"]
 class UnknownName(KeyError):
     """A layer or parameter that is not there; the message has lines, which KeyError would quote."""
 
-    def __init__(self, asked: str, found: str, known: Iterable[str]) -> None:
-        super().__init__(explain(asked, found, hint=f"one of {list(known)}"))
+    def __init__(self, call: str, problem: str, names: Iterable[str]) -> None:
+        super().__init__(explain(call, problem, hint=f"one of {list(names)}"))
 
     def __str__(self) -> str:
         return str(self.args[0])
@@ -87,21 +87,21 @@ class DataParallel(data_parallel.DataParallel):
         self, param_slice: slice | None = None, layer_names: list[str] | None = None
     ) -> None:
         """Wait for and apply the pending updates of these layers, by default of all. Local."""
-        known = self._param_slices
-        layers = list(known) if layer_names is None else list(layer_names)
-        unknown = [name for name in layers if name not in known]
+        slices = self._param_slices
+        layers = list(slices) if layer_names is None else list(layer_names)
+        unknown = [name for name in layers if name not in slices]
         if unknown:
-            asked = f"_iparam_update(layer_names={layers})"
-            raise UnknownName(asked, f"unknown layers {unknown}", known)
+            call = f"_iparam_update(layer_names={layers})"
+            raise UnknownName(call, f"unknown layers {unknown}", slices)
         if param_slice is not None:
-            owned = {i for name in layers for i in range(known[name].start, known[name].stop)}
-            wanted = set(range(*param_slice.indices(len(self._param_indices))))
-            if owned != wanted:
+            owned = {i for name in layers for i in range(slices[name].start, slices[name].stop)}
+            requested = set(range(*param_slice.indices(len(self._param_indices))))
+            if owned != requested:
                 raise ValueError(
                     explain(
                         f"_iparam_update({param_slice}, {layers})",
                         f"the layers hold parameters {sorted(owned)}",
-                        f"{sorted(wanted)} != {sorted(owned)}",
+                        f"{sorted(requested)} != {sorted(owned)}",
                         "leave one of the two out",
                     )
                 )
@@ -123,8 +123,8 @@ class DataParallel(data_parallel.DataParallel):
         if layer_name and not param_name.startswith(f"{layer_name}."):
             name = f"{layer_name}.{param_name}"
         if name not in self._param_indices:
-            asked = f"_nonblocking_hook({layer_name!r}, {param_name!r})"
-            raise UnknownName(asked, f"no parameter {name!r}", self._param_indices)
+            call = f"_nonblocking_hook({layer_name!r}, {param_name!r})"
+            raise UnknownName(call, f"no parameter {name!r}", self._param_indices)
 
         def hook(grad: Tensor) -> Tensor:
             engine = self._running()

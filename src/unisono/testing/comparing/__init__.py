@@ -21,7 +21,7 @@ from unisono.launch import Logs
 from unisono.launch.request import is_in_world
 from unisono.testing.comparing import causes
 from unisono.testing.comparing.causes import Cause
-from unisono.testing.comparing.forms import Difference, Form, differences
+from unisono.testing.comparing.forms import Difference, ProgramForm, differences
 from unisono.testing.comparing.probe import Key, Note, Recording, record
 from unisono.testing.comparing.table import as_text
 
@@ -181,14 +181,14 @@ def compare(
         return list(execute(replace(request, preload=_PRELOAD)))
 
     first, *others = ranks
-    base, again = Form(run_form(first)), Form(run_form(first))
+    base, again = ProgramForm(run_form(first)), ProgramForm(run_form(first))
     if not base.order():
         raise PlatformError.because(
             f"compare({title})",
             "no training step was seen: no module in train mode, no optimizer step",
             hint="a function that calls loss.backward() and optimizer.step()",
         )
-    forms = {number: Form(run_form(number)) for number in others}
+    forms = {number: ProgramForm(run_form(number)) for number in others}
     comparison = judge(title, base, again, forms)
     if not comparison.base.is_equal:
         return comparison
@@ -199,7 +199,9 @@ def compare(
     return Comparison(title, comparison.base, results)
 
 
-def judge(name: str, base: Form, again: Form, forms: dict[int, Form]) -> Comparison:
+def judge(
+    name: str, base: ProgramForm, again: ProgramForm, forms: dict[int, ProgramForm]
+) -> Comparison:
     """Return what recordings say: the first form, a second run of it, and others by their ranks."""
     random = causes.nondeterminism(base, again)
     repeated = _result(base, again, random or Cause(causes.EQUAL, "two runs have the same bits"))
@@ -212,7 +214,7 @@ def judge(name: str, base: Form, again: Form, forms: dict[int, Form]) -> Compari
     return Comparison(name, repeated, results)
 
 
-def _result(base: Form, form: Form, cause: Cause) -> FormResult:
+def _result(base: ProgramForm, form: ProgramForm, cause: Cause) -> FormResult:
     all_differences = list(differences(base, form))
     steps = min(base.steps, form.steps)
     curves = {kind: [0.0] * steps for kind in _CURVES}
@@ -235,14 +237,14 @@ def _result(base: Form, form: Form, cause: Cause) -> FormResult:
 
 
 def _with_detail(
-    result: FormResult, base: Form, run_form: Callable[..., list[Recording]]
+    result: FormResult, base: ProgramForm, run_form: Callable[..., list[Recording]]
 ) -> FormResult:
     """Run both forms again with whole tensors around the first difference."""
     if result.first is None:
         return result
     focus = [result.first.key]
-    ours = Form(run_form(base.size, focus)).of(focus[0])
-    theirs = Form(run_form(result.ranks, focus))
+    ours = ProgramForm(run_form(base.size, focus)).of(focus[0])
+    theirs = ProgramForm(run_form(result.ranks, focus))
     detail = _largest(ours, theirs.of(focus[0]))
     return FormResult(**{**vars(result), "detail": detail})
 

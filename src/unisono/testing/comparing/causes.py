@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from unisono.errors import compress_ranks
-from unisono.testing.comparing.forms import Difference, Form, apart, differences
+from unisono.testing.comparing.forms import Difference, ProgramForm, apart, differences
 from unisono.testing.comparing.probe import Key, Note
 
 EQUAL = "equal up to rounding"
@@ -42,12 +42,12 @@ class Cause:
     """What to write instead."""
 
 
-def first_real(base: Form, other: Form) -> Difference | None:
+def first_real(base: ProgramForm, other: ProgramForm) -> Difference | None:
     """Return the first difference that rounding does not explain."""
     return next((d for d in differences(base, other) if d.is_real), None)
 
 
-def nondeterminism(base: Form, again: Form) -> Cause | None:
+def nondeterminism(base: ProgramForm, again: ProgramForm) -> Cause | None:
     """Return why two runs of the very same form differ, if they do."""
     difference = next((d for d in differences(base, again) if d.distance > 0), None)
     if difference is None:
@@ -65,7 +65,7 @@ def nondeterminism(base: Form, again: Form) -> Cause | None:
     )
 
 
-def explain(base: Form, other: Form) -> Cause:
+def explain(base: ProgramForm, other: ProgramForm) -> Cause:
     """Return why a form differs from the first one."""
     sizes = _batch_cause(base, other)
     difference = first_real(base, other)
@@ -93,7 +93,7 @@ def explain(base: Form, other: Form) -> Cause:
     return by_kind[key.kind](base, other, difference)
 
 
-def _rounding(base: Form, other: Form) -> Cause:
+def _rounding(base: ProgramForm, other: ProgramForm) -> Cause:
     worst = max(differences(base, other), key=lambda d: d.ulps / d.bound, default=None)
     same = _same_rows(other)
     note = f"; {same}" if same else ""
@@ -106,7 +106,7 @@ def _rounding(base: Form, other: Form) -> Cause:
     )
 
 
-def _same_rows(form: Form) -> str:
+def _same_rows(form: ProgramForm) -> str:
     """Say so if all ranks see the same batches."""
     if form.size == 1 or form.steps == 0:
         return ""
@@ -118,7 +118,7 @@ def _same_rows(form: Form) -> str:
 # -- batches --------------------------------------------------------------------------------------
 
 
-def _first_unlike_rows(base: Form, other: Form) -> int | None:
+def _first_unlike_rows(base: ProgramForm, other: ProgramForm) -> int | None:
     """Return the first step in which the ranks together see other rows than the first form."""
     for step in range(min(base.steps, other.steps)):
         ours, theirs = base.rows(step), other.rows(step)
@@ -132,7 +132,7 @@ def _first_unlike_rows(base: Form, other: Form) -> int | None:
     return None
 
 
-def _are_blocks(base: Form, other: Form, step: int) -> bool:
+def _are_blocks(base: ProgramForm, other: ProgramForm, step: int) -> bool:
     """Whether inputs are cut inside of rows, as in a split network: digests of rows say nothing."""
     key = Key(step, "batch", "input 0", 0)
     ours, theirs = base.of(key), other.of(key)
@@ -145,7 +145,7 @@ def _are_blocks(base: Form, other: Form, step: int) -> bool:
     )
 
 
-def _batch_cause(base: Form, other: Form) -> Cause | None:
+def _batch_cause(base: ProgramForm, other: ProgramForm) -> Cause | None:
     """Return what is wrong with the rows that ranks see."""
     step = _first_unlike_rows(base, other)
     if step is None:
@@ -213,7 +213,7 @@ def _batch_cause(base: Form, other: Form) -> Cause | None:
     )
 
 
-def _positions(base: Form, step: int, missing: Counter[int]) -> str:
+def _positions(base: ProgramForm, step: int, missing: Counter[int]) -> str:
     """Return where missing rows are in the batch of the first form."""
     rows = [
         row
@@ -225,7 +225,7 @@ def _positions(base: Form, step: int, missing: Counter[int]) -> str:
     return f" (rows {compress_ranks(places)} of its batch)" if places else ""
 
 
-def _ranks_with(form: Form, step: int, rows: set[int]) -> list[int]:
+def _ranks_with(form: ProgramForm, step: int, rows: set[int]) -> list[int]:
     return [
         recording.rank
         for recording in form.recordings
@@ -237,7 +237,7 @@ def _ranks_with(form: Form, step: int, rows: set[int]) -> list[int]:
     ]
 
 
-def _whole(form: Form) -> Counter[int]:
+def _whole(form: ProgramForm) -> Counter[int]:
     """Return all rows that a form sees in all its steps."""
     counts: Counter[int] = Counter()
     for step in range(form.steps):
@@ -248,7 +248,7 @@ def _whole(form: Form) -> Counter[int]:
 # -- one kind of tensor each ----------------------------------------------------------------------
 
 
-def _start(_: Form, other: Form, difference: Difference) -> Cause:
+def _start(_: ProgramForm, other: ProgramForm, difference: Difference) -> Cause:
     notes = other.of(difference.key)
     odd = [r for r, note in enumerate(notes) if apart(notes[0].moments, note.moments) > 0]
     unlike = f"replicas on ranks 0 and {compress_ranks(odd)} differ" if odd else "all ranks agree"
@@ -261,7 +261,7 @@ def _start(_: Form, other: Form, difference: Difference) -> Cause:
     )
 
 
-def _setting(base: Form, other: Form, difference: Difference) -> Cause:
+def _setting(base: ProgramForm, other: ProgramForm, difference: Difference) -> Cause:
     name = difference.key.name.partition(",")[0]
     here = base.of(difference.key)[0].value
     there = [note.value for note in other.of(difference.key)]
@@ -275,7 +275,7 @@ def _setting(base: Form, other: Form, difference: Difference) -> Cause:
     return Cause(kind, f"{texts}, from step {difference.key.step} on", hint)
 
 
-def _batch_values(_: Form, other: Form, difference: Difference) -> Cause:
+def _batch_values(_: ProgramForm, other: ProgramForm, difference: Difference) -> Cause:
     return Cause(
         BATCH,
         f"{difference.key.name} of step {difference.key.step} differs by "
@@ -284,7 +284,7 @@ def _batch_values(_: Form, other: Form, difference: Difference) -> Cause:
     )
 
 
-def _output(base: Form, other: Form, difference: Difference) -> Cause:
+def _output(base: ProgramForm, other: ProgramForm, difference: Difference) -> Cause:
     note = base.of(difference.key)[0]
     where = f"{difference.key.name or 'the model'} ({note.module}), step {difference.key.step}"
     before = "its inputs agree" if difference.key.step == 0 else "all before it agrees"
@@ -314,17 +314,17 @@ _DERIVATIVE = (
 )
 
 
-def _cuts(form: Form) -> str:
+def _cuts(form: ProgramForm) -> str:
     return "; ".join(dict.fromkeys(cut for r in form.recordings for cut in r.cuts[:2]))
 
 
-def _uneven(base: Form, other: Form, step: int) -> list[int]:
+def _uneven(base: ProgramForm, other: ProgramForm, step: int) -> list[int]:
     sizes = other.batch_sizes(step)
     is_cut = sum(sizes) == sum(base.batch_sizes(step))
     return sizes if len(set(sizes)) > 1 and is_cut else []
 
 
-def _loss(base: Form, other: Form, difference: Difference) -> Cause:
+def _loss(base: ProgramForm, other: ProgramForm, difference: Difference) -> Cause:
     one = base.of(difference.key)[0].moments.total
     losses = [note.moments.total for note in other.of(difference.key)]
     mean = sum(losses) / len(losses)
@@ -371,7 +371,7 @@ def _whole_ratio(one: float, other: float) -> str:
     return ""
 
 
-def _gradient(base: Form, other: Form, difference: Difference) -> Cause:
+def _gradient(base: ProgramForm, other: ProgramForm, difference: Difference) -> Cause:
     key = difference.key
     notes, one = other.of(key), base.of(key)[0]
     summary = f"gradient of {key.name}, step {key.step}, differs by {difference.distance:.2g}"
@@ -408,7 +408,7 @@ def _squares(notes: Sequence[Note]) -> float:
     return notes[0].moments.squares
 
 
-def _parameter(_: Form, other: Form, difference: Difference) -> Cause:
+def _parameter(_: ProgramForm, other: ProgramForm, difference: Difference) -> Cause:
     notes = other.of(difference.key)
     odd = [r for r, note in enumerate(notes) if apart(notes[0].moments, note.moments) > 0]
     which = f", on rank {compress_ranks(odd)} other than on rank 0" if odd else ""
@@ -420,7 +420,7 @@ def _parameter(_: Form, other: Form, difference: Difference) -> Cause:
     )
 
 
-def _buffer(_: Form, other: Form, difference: Difference) -> Cause:
+def _buffer(_: ProgramForm, other: ProgramForm, difference: Difference) -> Cause:
     notes = other.of(difference.key)
     odd = [r for r, note in enumerate(notes) if apart(notes[0].moments, note.moments) > 0]
     which = f"on rank {compress_ranks(odd)} other than on rank 0" if odd else "on all ranks alike"

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import reduce
 
-from unisono.testing.comparing.probe import Key, Moments, Note, Recording
+from unisono.testing.comparing.probe import Key, Note, Recording, TensorMoments
 
 ULPS = 256.0
 """Largest distance that another order of sums explains, in units in the last place, per step."""
@@ -41,7 +41,7 @@ class Difference:
         return self.ulps > self.bound
 
 
-class Form:
+class ProgramForm:
     """One program on some ranks.
 
     Args:
@@ -89,13 +89,13 @@ def _is_first(note: Note) -> bool:
     return note.key.name == "input 0"
 
 
-def differences(base: Form, other: Form) -> Iterator[Difference]:
+def differences(base: ProgramForm, other: ProgramForm) -> Iterator[Difference]:
     """Yield how far each tensor of a form is from the first form, in the order of events."""
     largest: dict[tuple[int, str], float] = {}
     for key in base.order():
         if key.kind in _CANCELLING:
-            found = max(note.moments.largest for note in base.of(key))
-            largest[key.step, key.kind] = max(found, largest.get((key.step, key.kind), 0.0))
+            here = max(note.moments.largest for note in base.of(key))
+            largest[key.step, key.kind] = max(here, largest.get((key.step, key.kind), 0.0))
     for key in base.order():
         theirs = other.of(key)
         if theirs and key.step < other.steps:
@@ -140,17 +140,17 @@ def _of_blocks(ours: Sequence[Note], theirs: Sequence[Note], floor: float) -> fl
     return apart(a, b, floor)
 
 
-def _joined(notes: Sequence[Note]) -> Moments:
-    return reduce(Moments.joined, (note.moments for note in notes))
+def _joined(notes: Sequence[Note]) -> TensorMoments:
+    return reduce(TensorMoments.joined, (note.moments for note in notes))
 
 
-def apart(a: Moments, b: Moments, floor: float = 0.0) -> float:
+def apart(a: TensorMoments, b: TensorMoments, floor: float = 0.0) -> float:
     """Return the distance of two tensors, relative to their size, as far as moments tell.
 
     Values below `floor` count as zero.
 
-    >>> one = Moments(4, 10, 30, 7, 4)
-    >>> apart(one, one), round(apart(one, Moments(4, 11, 30, 7, 4)), 3)
+    >>> one = TensorMoments(4, 10, 30, 7, 4)
+    >>> apart(one, one), round(apart(one, TensorMoments(4, 11, 30, 7, 4)), 3)
     (0.0, 0.091)
     """
     if a.elements != b.elements:

@@ -62,7 +62,7 @@ class Key(NamedTuple):
         return f"{self.kind} {self.name}".strip() + (f" (call {self.call})" if self.call else "")
 
 
-class Moments(NamedTuple):
+class TensorMoments(NamedTuple):
     """A few numbers of a tensor that do not depend on the order of its rows."""
 
     elements: float
@@ -72,9 +72,9 @@ class Moments(NamedTuple):
     """Sum over rows of the square of their product with a fixed vector."""
     largest: float
 
-    def joined(self, other: Moments) -> Moments:
+    def joined(self, other: TensorMoments) -> TensorMoments:
         """Return the moments of both tensors together."""
-        return Moments(
+        return TensorMoments(
             self.elements + other.elements,
             self.total + other.total,
             self.squares + other.squares,
@@ -88,7 +88,7 @@ class Note:
     """One tensor, as a rank has seen it."""
 
     key: Key
-    moments: Moments
+    moments: TensorMoments
     eps: float
     """Relative size of one unit in the last place."""
     width: int = 0
@@ -308,21 +308,21 @@ def record(
 
 
 @torch.no_grad()
-def moments_of(x: Tensor) -> Moments:
+def moments_of(x: Tensor) -> TensorMoments:
     """Return the moments of a tensor; rows are those of its first dim.
 
     >>> moments_of(torch.tensor([[1.0, 2.0], [3.0, 4.0]]))[:3]
     (4.0, 10.0, 30.0)
     """
     if x.numel() == 0 or x.is_meta:
-        return Moments(float(x.numel()), 0.0, 0.0, 0.0, 0.0)
+        return TensorMoments(float(x.numel()), 0.0, 0.0, 0.0, 0.0)
     x = x.to_dense() if x.layout != torch.strided else x
     wide = (torch.view_as_real(x) if x.is_complex() else x).to("cpu", torch.float64)
     rows = wide.reshape(wide.shape[0] if wide.dim() else 1, -1)
     generator = torch.Generator().manual_seed(rows.shape[1])
     vector = torch.randn(rows.shape[1], generator=generator, dtype=torch.float64)
     numbers = (wide.sum(), wide.square().sum(), (rows @ vector).square().sum(), wide.abs().max())
-    return Moments(float(wide.numel()), *(float(number) for number in numbers))
+    return TensorMoments(float(wide.numel()), *(float(number) for number in numbers))
 
 
 def _rows_of(x: Tensor) -> list[int] | None:
