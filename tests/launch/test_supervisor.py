@@ -9,11 +9,13 @@ import pytest
 
 from unisono.launch import Platform, attempts
 from unisono.launch.attempts import Attempts, Progress
+from unisono.launch.pool import verdict
 from unisono.launch.pool.protocol import Failed, RankState
 from unisono.launch.pool.protocol import RunPlan as Plan
-from unisono.launch.supervisor import COLLECT_S, Ranks, Supervisor
+from unisono.launch.supervisor import CAUSE_S, COLLECT_S, Ranks, Supervisor
 
 FAILED = Failed(summary="ValueError: no", traceback="", pickled=None, is_consequence=False)
+LEFT = replace(FAILED, summary="RankFailed: rank 1 died", is_consequence=True)
 
 
 class Played(Ranks):
@@ -39,8 +41,9 @@ class Played(Ranks):
             step()
         else:
             for state, word in zip(self.states, step, strict=True):
-                news = {"state": word, **({"failed": FAILED} if word == "failed" else {})}
-                if word != state.state:
+                report = {"failed": FAILED, "left": LEFT}.get(word)
+                news = {"state": word} if report is None else {"state": "failed", "failed": report}
+                if news["state"] != state.state:
                     state.take(news)
         return True
 
@@ -97,6 +100,17 @@ def test_after_a_failure_others_have_a_moment_to_report_and_no_more():
     assert COLLECT_S <= took_s < COLLECT_S + 1.0
     _, took_s = watched(Played(READY, ("died", "failed")))
     assert took_s < COLLECT_S  # there is nobody to wait for
+
+
+def test_the_end_of_a_rank_that_others_report_is_waited_for():
+    late_s = 2 * COLLECT_S
+    ranks = Played(READY, ("left", "ready"), lambda: time.sleep(late_s), ("left", "died"))
+    ending, _ = watched(ranks)
+    assert ranks.states[1].state == "died"
+    assert verdict.choose_cause(ranks.states).rank == 1
+    assert ending.state == "failed"
+    _, took_s = watched(Played(READY, ("left", "ready")))
+    assert CAUSE_S <= took_s < CAUSE_S + 1.0
 
 
 @pytest.mark.parametrize(

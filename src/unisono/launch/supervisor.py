@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from operator import attrgetter
 from typing import Any
 
+from unisono.launch.pool import verdict
 from unisono.launch.pool.payload import Parcel
 from unisono.launch.pool.protocol import RankState, RunPlan
 from unisono.launch.pool.verdict import Ending
@@ -24,6 +25,8 @@ _IS_READY, _IS_GOOD, _IS_BAD, _IS_OVER = map(
 )
 COLLECT_S = 0.25
 """After the first bad news: time in which others may report, before all are stopped."""
+CAUSE_S = 1.0
+"""The same as long as ranks only report that another one has gone: the end of that one is late."""
 
 
 class Policy:
@@ -241,7 +244,8 @@ class Supervisor:
         if self._interrupted_until is not None:
             end = self._interrupted_until
         elif self._bad_since is not None:
-            end = self._bad_since + COLLECT_S
+            has_cause = any(map(verdict.is_own, self.ranks.states))
+            end = self._bad_since + (COLLECT_S if has_cause else CAUSE_S)
         elif self._ready_at is None:
             end = self._began + plan.start_timeout_s
         elif plan.timeout_s is None:
