@@ -62,6 +62,7 @@ class Order {
     {
       std::lock_guard<std::mutex> held(lock_);
       queue_.push_back(call);
+      last_ = call;
     }
     try {
       ensure_thread();
@@ -92,11 +93,15 @@ class Order {
     return changed_.wait_for(held, std::chrono::duration<double>(seconds), [&] { return call->done.load(); });
   }
 
-  // Calls `callback` when the call has ended; false if it has ended already.
+  // Calls `callback` when the call and all that were issued before this moment have ended; false if
+  // they have already. Were it right behind the call, the calls it makes would come before or behind
+  // those others, as ranks are fast or slow.
   bool then(Started& call, std::function<void()> callback) {
+    const bool is_inside = runner_.load() == std::this_thread::get_id();
     std::lock_guard<std::mutex> held(lock_);
-    if (call.done) return false;
-    call.on_done.push_back(std::move(callback));
+    Started& latest = is_inside || !last_ ? call : *last_;
+    if (latest.done) return false;
+    latest.on_done.push_back(std::move(callback));
     return true;
   }
 
@@ -134,6 +139,7 @@ class Order {
     const auto place = std::find(queue_.begin(), queue_.end(), call);
     if (place == queue_.end()) return false;
     queue_.erase(place);
+    if (last_ == call) last_ = queue_.empty() ? nullptr : queue_.back();
     return true;
   }
 
@@ -199,6 +205,7 @@ class Order {
   std::mutex lock_;  // guards what follows
   std::condition_variable changed_;
   std::deque<StartedRef> queue_;
+  StartedRef last_;  // issued last
   std::thread thread_;
   std::atomic<std::thread::id> runner_{};
   pid_t pid_ = 0;

@@ -261,5 +261,5 @@ def from_first(
         held: own tensors; without elements on other ranks.
     """
     flat = torch.cat([x.reshape(-1) for x in held])
-    parts = spread(flat, plan).split([math.prod(shape) for shape in shapes])
+    parts = spread(flat, plan).split_with_sizes([math.prod(shape) for shape in shapes])
     return [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]

@@ -135,7 +135,8 @@ class PlannedModule(Module, Generic[P]):
             self._agreements.agree(
                 self._agreeing, self._ranks, structures, gradients, problem, self._named_arguments
             )
-            self._gradients = self._agreements.gradients
+            if self._gradients != self._agreements.gradients:  # setting costs a module's checks
+                self._gradients = self._agreements.gradients
             if not self._distdl_is_setup and self._agreeing is not None:
                 self._compare_blocks(self._agreeing, input[0])
         elif problem is not None:

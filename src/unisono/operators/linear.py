@@ -101,27 +101,26 @@ def set_adjoint(forward: type[LinearMap], adjoint: type[LinearMap] | None = None
 
 
 class Attach(torch.autograd.Function):
-    """The first tensor, with a zero-gradient link to the second."""
+    """The first tensor, with a zero-gradient link to the others."""
 
     @staticmethod
-    def forward(y: Tensor, token: Tensor) -> Tensor:
+    def forward(y: Tensor, *tokens: Tensor) -> Tensor:
         """Return `y`."""
         return y.view_as(y)
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
-        """Remember what the token looks like."""
-        token = inputs[1]
-        ctx.token = (tuple(token.shape), token.dtype, token.device)
+    def setup_context(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+        """Remember what the tokens look like."""
+        ctx.tokens = [(tuple(token.shape), token.dtype, token.device) for token in inputs[1:]]
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
-        """Pass the gradient, and zeros to the token."""
-        shape, dtype, device = ctx.token
-        return grad, torch.zeros(shape, dtype=dtype, device=device)
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, ...]:  # type: ignore[override]
+        """Pass the gradient, and zeros to the tokens."""
+        zeros = (torch.zeros(shape, dtype=dtype, device=on) for shape, dtype, on in ctx.tokens)
+        return grad, *zeros
 
     @staticmethod
-    def jvp(ctx: Any, tangent: Tensor, token_tangent: Tensor | None) -> Tensor:  # type: ignore[override]
+    def jvp(ctx: Any, tangent: Tensor, *token_tangents: Tensor | None) -> Tensor:  # type: ignore[override]
         """Pass the tangent."""
         return tangent.view_as(tangent)
 
@@ -131,14 +130,20 @@ class Attach(torch.autograd.Function):
         refuse_vmap(info, in_dims, *arguments)
 
 
-def attach(y: Tensor, token: Tensor) -> Tensor:
-    """Return `y`, tied to `token`: the backward of `y` also runs the backward of `token`.
+_attach: Any = super(torch.autograd.Function, Attach).apply  # type: ignore[misc]
+"""What `Attach.apply` ends in without transforms; see `LinearMap`."""
+
+
+def attach(y: Tensor, *tokens: Tensor) -> Tensor:
+    """Return `y`, tied to `tokens`: the backward of `y` also runs the backward of each of them.
 
     Local. An operator whose result a rank does not need (the empty one of `gather`, the token of
     `send`) still has a collective backward; without this link that rank would not join it and the
     others would wait.
     """
-    return Attach.apply(y, token)
+    if torch.compiler.is_compiling() or private.transforms_active():
+        return Attach.apply(y, *tokens)
+    return _attach(private.unwrap_if_dead(y), *tokens)
 
 
 def identity(x: Tensor) -> Tensor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import tempfile
+import time
 
 import pytest
 import torch
@@ -175,6 +176,25 @@ def test_ddp_with_a_hook_that_issues_a_collective_in_its_callback():
     model.register_comm_hook(None, hook)
     train(model)
     assert_same(model.module, serial())
+
+
+@on_shm
+@pytest.mark.parametrize("slow_rank", [0, 1])
+@pytest.mark.parametrize("is_late", [False, True], ids=["between the calls", "after the calls"])
+def test_calls_of_a_callback_have_the_same_place_on_all_ranks(slow_rank, is_late):
+    """Also where the call before has ended on one rank and not on the other."""
+    is_slow = dist.get_rank() == slow_rank
+    x, y, z = torch.ones(4), torch.ones(8), torch.ones(16)
+    time.sleep(0.1 * is_slow)
+    first = dist.all_reduce(x, async_op=True)
+    second = dist.all_reduce(y, async_op=True) if is_late else None
+    if is_slow:
+        (second or first).wait()
+    future = first.get_future().then(lambda _: dist.all_reduce(z))
+    second = second or dist.all_reduce(y, async_op=True)
+    future.wait()
+    second.wait()
+    assert [t.unique().tolist() for t in (x, y, z)] == [[2.0]] * 3
 
 
 @on_shm

@@ -89,6 +89,17 @@ def test_a_call_issued_by_a_callback_runs_at_once(jobs):
     assert seen == ["inner", "blocking", "after"]
 
 
+def test_a_callback_added_late_makes_its_calls_after_those_issued_before_it(jobs):
+    seen, gate = [], threading.Event()
+    early = posted(jobs, lambda: None)
+    early.wait()
+    last = posted(jobs, gate.wait)
+    future = early.get_future().then(lambda _: jobs.run(lambda: seen.append(last.is_completed())))
+    gate.set()
+    future.wait()
+    assert seen == [True]
+
+
 def test_an_error_is_raised_by_every_way_to_wait(jobs):
     work = posted(jobs, failing)
     for _ in range(2):

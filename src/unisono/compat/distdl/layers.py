@@ -206,9 +206,8 @@ class StoredParameters(nn.Module):
     def forward(self, input: Tensor) -> Tensor:
         """Return the layer's result, tied to what stands in for parameters."""
         y: Tensor = super().forward(input)
-        if torch.is_grad_enabled():
-            for p in self._stand_ins.values():
-                y = attach(y, p)
+        if self._stand_ins and torch.is_grad_enabled():
+            return attach(y, *self._stand_ins.values())
         return y
 
 

@@ -47,8 +47,12 @@ class Job(Future[None]):
         self.result(min(timeout_s, threading.TIMEOUT_MAX))
 
     def then(self, callback: Callable[[], None]) -> None:
-        """Call `callback()` in the thread that ran the job when it has ended; now if it has."""
-        self.add_done_callback(lambda _: callback())
+        """Call `callback()` when this job and those posted before now have ended.
+
+        Right behind this job, the calls it makes would come before or behind those other jobs, as
+        ranks are fast or slow.
+        """
+        self._jobs.latest_for(self).add_done_callback(lambda _: callback())
 
 
 class JobQueue:
@@ -67,6 +71,8 @@ class JobQueue:
         """What an idle background thread does; returns whether it is to be done again."""
         self._has_thread = has_thread
         self._jobs: deque[Job] = deque()
+        self._latest: Job | None = None
+        """The job that was posted last."""
         self._busy = threading.Lock()
         self._runner: int | None = None
         self._thread: threading.Thread | None = None
@@ -94,8 +100,13 @@ class JobQueue:
         if self._runner == threading.get_ident() or not self._has_thread:
             job.run()
         else:
+            self._latest = job
             self._jobs.append(job)
             self.wake()
+
+    def latest_for(self, job: Job) -> Job:
+        """Return the job that was posted last; inside a call, which runs jobs at once, `job`."""
+        return job if self._runner == threading.get_ident() or not self._latest else self._latest
 
     def wake(self) -> None:
         """Let the background thread look for work; starts it."""
@@ -125,6 +136,7 @@ class JobQueue:
     def forget(self) -> None:
         """Drop everything after a fork: the thread and the callers stayed in the parent."""
         self._jobs.clear()
+        self._latest = None
         self._busy = threading.Lock()
         self._runner = None
         self._thread = None
