@@ -133,7 +133,9 @@ def be_python(request: dict[str, Any], fds: list[int]) -> None:
     for fd in high:
         os.close(fd)
     settle(request)
-    sys.path[:0] = request["more_path"]
+    if request["more_path"]:
+        sys.path[:0] = request["more_path"]
+        importlib.import_module("torch")._import_device_backends()  # what that path adds to torch
     os.getppid = functools.partial(parent_of, request["pid"], os.getpid(), os.getppid)
     sys.executable = os.environ.get("WARM_PYTHON", sys.executable)
     if request["unbuffered"]:

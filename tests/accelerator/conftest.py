@@ -77,11 +77,19 @@ def rank_pool(rank_pool: RankPool, device_path: Path) -> Iterator[RankPool]:
 
 
 @pytest.fixture
-def device_environment(device_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def device_environment(
+    device_path: Path, forked_python: str, monkeypatch: pytest.MonkeyPatch
+) -> Path:
     """Let every process that the test starts load the device with torch."""
     monkeypatch.syspath_prepend(device_path)
     monkeypatch.setenv("PYTHONPATH", str(device_path), prepend=os.pathsep)
     return device_path
+
+
+@pytest.fixture
+def device_python(device_environment: Path, forked_python: str) -> str:
+    """`python` with the device: its processes are forks that have loaded torch."""
+    return forked_python
 
 
 @pytest.fixture(params=SCHEDULES)

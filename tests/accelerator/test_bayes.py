@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import socket
 import subprocess
-import sys
 
 import numpy as np
 import pytest
@@ -215,7 +214,7 @@ else:
         ([1, 1], ["1 of 2", "1 of 2"]),
     ],
 )
-def test_device_ids_choose_the_device_of_each_rank(ids, found, device_environment, monkeypatch):
+def test_device_ids_choose_the_device_of_each_rank(ids, found, device_python, monkeypatch):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -223,7 +222,7 @@ def test_device_ids_choose_the_device_of_each_rank(ids, found, device_environmen
     monkeypatch.setenv("MASTER_PORT", str(port))
     started = [
         subprocess.Popen(
-            [sys.executable, "-c", REPLICA, str(rank), json.dumps(ids)],
+            [device_python, "-c", REPLICA, str(rank), json.dumps(ids)],
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -57,10 +56,10 @@ print(json.dumps(found))
 """
 
 
-def test_ranks_run_on_the_device_by_any_of_its_names(device_environment, tmp_path):
+def test_ranks_run_on_the_device_by_any_of_its_names(device_python, tmp_path):
     file = tmp_path / "program.py"
     file.write_text(PROGRAM)
-    done = subprocess.run([sys.executable, file], capture_output=True, text=True, cwd=tmp_path)
+    done = subprocess.run([device_python, file], capture_output=True, text=True, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout.splitlines()[-1])
     for way in ("sim", "gpu", "NoneType", "Platform", "after first use"):
@@ -109,12 +108,12 @@ print(json.dumps(found))
 
 
 def test_a_rank_whose_device_is_full_is_named_and_the_others_stop(
-    device_environment, monkeypatch, tmp_path
+    device_python, monkeypatch, tmp_path
 ):
     monkeypatch.setenv("SIM_MEMORY_MB", "64")
     file = tmp_path / "program.py"
     file.write_text(OUT_OF_MEMORY)
-    done = subprocess.run([sys.executable, file], capture_output=True, text=True, cwd=tmp_path)
+    done = subprocess.run([device_python, file], capture_output=True, text=True, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout.splitlines()[-1])
     for waits_by in ("barrier", "item"):
@@ -164,11 +163,11 @@ print(json.dumps(found))
 """
 
 
-def test_what_never_completes_is_an_error_although_no_call_follows(device_environment, tmp_path):
+def test_what_never_completes_is_an_error_although_no_call_follows(device_python, tmp_path):
     """Else ranks would return what an aborted transfer has left in memory."""
     script = tmp_path / "program.py"
     script.write_text(NO_CALL_FOLLOWS)
-    done = subprocess.run([sys.executable, script], capture_output=True, text=True, check=False)
+    done = subprocess.run([device_python, script], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout.splitlines()[-1])
     kind, message, _ = found["many"]
@@ -264,9 +263,9 @@ def test_names_memory_and_copies_of_constants():
     assert accelerator.copied_once(constant, device, torch.float64).dtype == torch.float64
 
 
-def test_the_doctor_compares_programs_on_the_device_with_the_cpu(device_environment, monkeypatch):
+def test_the_doctor_compares_programs_on_the_device_with_the_cpu(device_python, monkeypatch):
     monkeypatch.setenv("SIM_PATIENCE_MS", "50,50")
-    command = [sys.executable, "-m", "unisono", "doctor", "--on", "gpu", "--json"]
+    command = [device_python, "-m", "unisono", "doctor", "--on", "gpu", "--json"]
     done = subprocess.run(command, capture_output=True, text=True)
     checks = {check["name"]: check for check in json.loads(done.stdout)["checks"]}
     for name in ("rank 0", "rank 1", *self_test.PROGRAMS):
@@ -344,9 +343,9 @@ print(f"rank {world.rank} of {world.size} agrees\\n", end="", flush=True)
 @pytest.mark.mpi
 @pytest.mark.parametrize("backend", ["gloo", "cpu:gloo,sim:simccl"])
 def test_torchs_groups_serve_inside_nodes_and_mpi_between_them(
-    backend, device_environment, mpiexec, tmp_path
+    backend, device_python, mpiexec, tmp_path
 ):
-    words = [mpiexec, "-n", "4", sys.executable, "-W", "ignore", "-c", TWO_NODES]
+    words = [mpiexec, "-n", "4", device_python, "-W", "ignore", "-c", TWO_NODES]
     root = Path(__file__).parents[2]
     done = subprocess.run(
         [*words, backend, str(tmp_path)], capture_output=True, text=True, cwd=root, timeout=200

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -77,9 +76,9 @@ print(f"{on_device().device} {on_device().backend}\\n", end="", flush=True)
 
 
 @pytest.mark.mpi
-def test_a_world_of_mpiexec_goes_through_host_memory(device_environment, mpiexec, monkeypatch):
+def test_a_world_of_mpiexec_goes_through_host_memory(device_python, mpiexec, monkeypatch):
     monkeypatch.setenv("SIM_PATIENCE_MS", SCHEDULES["all_late"])
-    words = [mpiexec, "-n", "2", sys.executable, "-W", "ignore", "-c", ON_MPI]
+    words = [mpiexec, "-n", "2", device_python, "-W", "ignore", "-c", ON_MPI]
     root = Path(__file__).parents[2]
     done = subprocess.run(words, capture_output=True, text=True, cwd=root, timeout=120)
     assert done.returncode == 0, done.stderr
