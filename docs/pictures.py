@@ -118,6 +118,31 @@ def error_bars() -> None:
     _save(figure, "error_bars.png")
 
 
+def next_structure() -> None:
+    """Error bars over the strain of a crystal, and what rounds of computing structures bring."""
+    names = page("next_structure.md")
+    figure = Figure(figsize=(8, 3), layout="constrained")
+    left, right = figure.subplots(1, 2)
+    rng, strains = np.random.default_rng(3), np.linspace(-0.1, 0.12, 90)
+    crystals = [names["strained"](rng, strain) for strain in strains]
+    _, std = names["head"](*names["of_atoms"](crystals))
+    left.axvspan(-4, 4, color=RANKS[2], alpha=0.2, lw=0, label="range of training")
+    left.semilogy(100 * strains, 1e3 * std / 8, ".", color=RANKS[0], label="error bar")
+    off = np.abs(names["head"](*names["of_atoms"](crystals))[0] - names["compute"](crystals))
+    left.semilogy(100 * strains, 1e3 * off / 8, "k.", ms=2, label="error")
+    left.set(title="Error bars know where training ends", xlabel="strain, %", ylabel="meV / atom")
+    left.legend(frameon=False, fontsize=8)
+    for by_error_bar, label in ((True, "least sure of"), (False, "at random")):
+        rounds = np.array([names["choose"](seed, by_error_bar) for seed in range(5)])
+        colour = RANKS[not by_error_bar]
+        right.plot(rounds.T, color=colour, alpha=0.25, lw=1)
+        right.plot(rounds.mean(0), "o-", color=colour, ms=4, label=label)
+    right.set(title="Four more structures a round", xlabel="round", ylabel="error, meV / atom")
+    right.set_yscale("log")
+    right.legend(frameon=False, fontsize=8)
+    _save(figure, "next_structure.png")
+
+
 def _blocks(axes: Axes, size: int) -> None:
     """Outline a 2 x 2 partition, a rank's colour each."""
     half = size / 2
@@ -194,7 +219,7 @@ def _save(figure: Figure, name: str) -> None:
 
 
 if __name__ == "__main__":
-    pictures = (data_losses, graph_owners, space_fields, error_bars, explained)
+    pictures = (data_losses, graph_owners, space_fields, error_bars, next_structure, explained)
     for picture in pictures:
         if not sys.argv[1:] or picture.__name__ in sys.argv[1:]:
             picture()

@@ -17,7 +17,7 @@ from tests.graph_parallel.potentials import (
 from unisono import graph_parallel as gp
 from unisono.comm import world
 from unisono.errors import PartitionError
-from unisono.graph_parallel import GraphPartition, adapters
+from unisono.graph_parallel import GraphPartition
 from unisono.testing import RankPool
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # e3nn scripts its code
@@ -198,91 +198,6 @@ def test_what_a_potential_cannot_take_is_refused_on_all_ranks_alike():
     cell = 7 * torch.eye(3, dtype=torch.float64)
     inside, outside = (split(where, numbers, cell=cell) for where in (pos, far))
     assert_equal(inside.forces, outside.forces)
-
-
-def pyg_model():
-    """A small model with random weights, in float64."""
-    from torch_geometric.nn import models
-
-    torch.manual_seed(0)
-    return models.ViSNet(
-        lmax=1, hidden_channels=8, num_heads=2, num_layers=1, num_rbf=6, cutoff=2.0
-    ).double()
-
-
-def pyg_alone(model, numbers, pos, cell, strain):
-    """What the model says of all atoms, its images and all edges, in one process."""
-    copies = torch.arange(-2, 3).double() if cell is not None else torch.zeros(1)
-    steps = torch.cartesian_prod(copies, copies, copies).double()
-    steps = steps[steps.abs().sum(1).argsort(stable=True)]  # the atoms themselves first
-    shifts = steps @ (torch.zeros(3, 3).double() if cell is None else cell)
-    everywhere = (pos + shifts[:, None]).reshape(-1, 3) @ (torch.eye(3).double() + strain)
-    still = everywhere.detach()
-    apart = torch.cdist(still, still, compute_mode="donot_use_mm_for_euclid_dist")
-    edges = ((apart <= 2.0) & (apart > 0)).nonzero().T
-    graph = (torch.arange(len(everywhere)) >= len(pos)).long()
-    from unisono.graph_parallel.adapters import _found_edges
-
-    with _found_edges(model, edges):
-        out = model(numbers.repeat(len(steps)), everywhere, graph)
-    return (out[0] if isinstance(out, tuple) else out)[0].sum()
-
-
-@pytest.mark.skipif(find_spec("torch_geometric") is None, reason="no torch_geometric here")
-@pytest.mark.ranks(4, timeout=180)
-def test_a_model_of_pyg_is_split_by_its_forward_alone():
-    torch.set_default_dtype(torch.float64)  # ViSNet makes zeros of the default dtype
-    try:
-        split_by_forward()
-    finally:
-        torch.set_default_dtype(torch.float32)
-
-
-def split_by_forward():
-    model, draw = pyg_model(), torch.Generator().manual_seed(1)
-    pos = 3.2 * torch.rand(7, 3, generator=draw)
-    numbers = torch.tensor([1, 8, 8, 8, 8, 8, 6])  # elements that one rank alone has
-    skewed = torch.tensor([[3.3, 0, 0], [0.4, 3.1, 0], [0, -0.3, 3.5]])
-    for cell in (None, skewed):
-        at = pos.clone().requires_grad_()
-        strain = torch.zeros(3, 3, requires_grad=True)
-        energy = pyg_alone(model, numbers, at, cell, strain)
-        forces, virial = torch.autograd.grad(energy, (at, strain), create_graph=True)
-        stress = None if cell is None else (virial + virial.T) / 2 / torch.linalg.det(cell)
-        loss = loss_of(energy, -forces, stress)
-        wanted = torch.autograd.grad(loss, list(model.parameters()), allow_unused=True)
-        for size in (1, 2, 4):
-            if world().rank >= size:
-                continue
-            owner = torch.tensor([0, 1, 1, 2, 2, 1, 3]).clamp(max=size - 1)
-            owner[owner == 2] = 1  # with four ranks, one without atoms
-            part = GraphPartition.from_owner(owner, size)
-            with gp.use_groups(gp.graph_groups(size, comm=world().sub(range(size)))):
-                split = gp.split_potential(model, part, skin=0.3)
-                split.zero_grad()
-                out = split(pos, numbers, cell=cell, stress=cell is not None)
-                loss_of(out.energy, out.forces, out.stress).backward()
-                gp.sync_gradients(split)
-            assert_equal(out.energy, energy)
-            assert_equal(out.forces, -forces)
-            if cell is not None:
-                assert_equal(out.stress, stress)
-            scale = max(float(grad.abs().max()) for grad in wanted if grad is not None)
-            for weight, grad in zip(model.parameters(), wanted, strict=True):
-                if grad is not None:
-                    assert_equal(weight.grad, grad, scale)
-
-
-def test_a_model_that_searches_its_edges_by_other_means_is_refused():
-    class Dense(torch.nn.Module):
-        def forward(self, z, pos, batch):
-            return torch.cdist(pos, pos).sum().reshape(1)
-
-    part = GraphPartition.contiguous(3, 1)
-    adapter = adapters.by_forward(lambda _: 1.0, lambda _: 1)
-    split = gp.split_potential(Dense(), part, adapter=adapter)
-    with pytest.raises(PartitionError, match="radius_graph"):
-        split(torch.rand(3, 3), torch.ones(3, dtype=torch.int64))
 
 
 @pytest.mark.ranks(2)

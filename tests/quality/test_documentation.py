@@ -24,7 +24,7 @@ FENCE = re.compile(r"^(?P<indent> *)(?P<ticks>`{3,})(?P<info>[^`]*)$")
 MARK = "\x1e"
 """Stands in front of the first line of a block in what a page prints."""
 FLOAT = re.compile(r"\d+\.\d+(?:e[+-]\d+)?|\d+e[+-]\d+")
-OF_EXTRAS = {"monai", "transformers"}
+OF_EXTRAS = {"ase", "monai", "transformers"}
 """Packages that a page may use and that need not be there."""
 LINK = re.compile(r"\]\(([^)\s]+)\)")
 TITLE = re.compile(r'title="([^"]+)"')

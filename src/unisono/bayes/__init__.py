@@ -9,6 +9,7 @@ from __future__ import annotations
 from unisono.bayes import cuda, metric
 from unisono.bayes.data import HRCSoftmax, Normalizer, Utils, batches, exponential_scheduler
 from unisono.bayes.ddp import DDPConfig, DDPSequential
+from unisono.bayes.energy import EnergyHead
 from unisono.bayes.layers.activation import (
     ClosedFormSoftmax,
     EvenExp,
@@ -51,6 +52,7 @@ __all__ = [
     "DDPConfig",
     "DDPSequential",
     "Embedding",
+    "EnergyHead",
     "EvenExp",
     "HRCSoftmax",
     "HRCSoftmaxMetric",

@@ -1,4 +1,4 @@
-"""Third-party potentials, each called on one rank's piece of a system: MACE and PyG's models.
+"""Third-party potentials, each called on one rank's piece of a system: MACE, PyG's, matgl's.
 
 A model is never edited. An `Adapter` of a few lines says how far it looks, and how it turns a piece
 (own atoms, halo, edges that end in own atoms, their vectors) into energies of own atoms. Between
@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
+from types import SimpleNamespace
 from typing import Any, cast
 
 import torch
@@ -174,16 +175,44 @@ def schnet() -> Adapter:
     return Adapter(energies, cutoff=lambda model: float(model.cutoff))
 
 
-# -- any model by forward(z, pos, batch) -----------------------------------------------------------
+# -- any model, on its own atoms and a halo as wide as all of its layers ---------------------------
+
+
+def by_graph(
+    energies: Callable[[Any, Piece, Tensor], Tensor],
+    cutoff: Callable[[Any], float],
+    depth: Callable[[Any], int],
+    elements: Callable[[Any], list[int]] | None = None,
+) -> Adapter:
+    """Return the adapter of a model that takes a batch of graphs.
+
+    Own atoms are graph 0 and the halo, `depth` cutoffs wide, is graph 1; edges join both. Only the
+    energy of graph 0 is taken, which must be a sum over atoms. The layers of the halo are computed
+    on several ranks: exact, at the price of that work.
+
+    Args:
+        energies: `energies(model, piece, graph)`, with the number of its graph for each row of
+            `piece.positions`, returns the energies of both graphs.
+        cutoff: length of the longest edge, of the model.
+        depth: how many edges away an atom can change the energy of another.
+        elements: atomic numbers that the model knows; None: any.
+    """
+
+    def of_own(model: Any, piece: Piece) -> Tensor:
+        positions = cast("Tensor", piece.positions)
+        if not piece.own:
+            return positions.sin().sum() * 0  # stays part of derivatives of every order
+        graph = (torch.arange(len(positions), device=positions.device) >= piece.own).long()
+        return energies(model, piece, graph).reshape(-1)[:1]  # some drop the dim of one graph
+
+    return Adapter(of_own, cutoff, elements, depth)
 
 
 def by_forward(cutoff: Callable[[Any], float], depth: Callable[[Any], int]) -> Adapter:
     """Return the adapter of a model that is called as `model(z, pos, batch)`, as PyG's are.
 
-    Own atoms are graph 0 and the halo, `depth` cutoffs wide, is graph 1; only the energy of graph 0
-    is taken. The layers of the halo are computed on several ranks: exact, at the price of that
-    work. The energy must be a sum over atoms, and the model must find its edges by PyG's
-    `radius_graph`, which is replaced during the call by edges that join both graphs.
+    As `by_graph`. The model must find its edges by PyG's `radius_graph`, which is replaced during
+    the call by the edges of both graphs.
 
     Args:
         cutoff: length of the longest edge, of the model.
@@ -192,51 +221,77 @@ def by_forward(cutoff: Callable[[Any], float], depth: Callable[[Any], int]) -> A
     >>> adapter = by_forward(lambda model: 5.0, lambda model: len(model.layers))
     """
 
-    def energies(model: Any, piece: Piece) -> Tensor:
-        positions = cast("Tensor", piece.positions)
-        if not piece.own:
-            return positions.sin().sum() * 0  # stays part of derivatives of every order
-        graph = (torch.arange(len(positions), device=positions.device) >= piece.own).long()
-        with ExitStack() as stack:
-            calls = stack.enter_context(_found_edges(model, piece.edge_index))
-            out = model(piece.numbers, positions, graph)
+    def energies(model: Any, piece: Piece, graph: Tensor) -> Tensor:
+        with known_edges(model, piece.edge_index) as calls:
+            out = model(piece.numbers, piece.positions, graph)
         if not calls:
             raise PartitionError.because(
                 f"split_potential of {an(type(model).__name__)} by its forward",
                 "it did not call torch_geometric's radius_graph: atoms would not see the halo",
                 None,
-                "an adapter that passes piece.edge_index to the model",
+                "adapters.by_graph, with a function that passes piece.edge_index to the model",
             )
-        return (out[0] if isinstance(out, tuple) else out)[:1]
+        return out[0] if isinstance(out, tuple) else out
 
-    return Adapter(energies, cutoff, depth=depth)
+    return by_graph(energies, cutoff, depth)
 
 
 @contextmanager
-def _found_edges(model: nn.Module, edge_index: Tensor) -> Iterator[list[float]]:
-    """Let `radius_graph` return these edges in the modules of a model; note each call's radius."""
+def known_edges(model: nn.Module, edge_index: Tensor) -> Iterator[list[float]]:
+    """Let PyG's models use these edges: replace `radius_graph`, and note each call's radius.
+
+    `triplets`, by which DimeNet finds edges that follow each other, is replaced too: PyG's own
+    needs torch_sparse.
+    """
     calls: list[float] = []
 
-    def edges(pos: Tensor, r: float, *_: Any, loop: bool = False, **__: Any) -> Tensor:
+    def radius_graph(pos: Tensor, r: float, *_: Any, loop: bool = False, **__: Any) -> Tensor:
         calls.append(r)
         if not loop:
             return edge_index
         atoms = torch.arange(len(pos), device=edge_index.device)
         return torch.cat([edge_index, atoms.expand(2, -1)], 1)
 
-    places = {}
-    for module in model.modules():
-        names = getattr(type(module).forward, "__globals__", {})
-        if "radius_graph" in names:
-            places[id(names)] = names
-    before = [(names, names["radius_graph"]) for names in places.values()]
-    for names, _ in before:
-        names["radius_graph"] = edges
+    functions = {"radius_graph": radius_graph, "triplets": _triplets}
+    sources = {id(f): f for m in model.modules() if (f := _globals_of(m))}.values()
+    before = [
+        (names, name, names[name]) for names in sources for name in functions if name in names
+    ]
+    for names, name, _ in before:
+        names[name] = functions[name]
     try:
         yield calls
     finally:
-        for names, function in before:
-            names["radius_graph"] = function
+        for names, name, function in before:
+            names[name] = function
+
+
+def _globals_of(module: nn.Module) -> dict[str, Any]:
+    names = getattr(type(module).forward, "__globals__", {})
+    return names if "radius_graph" in names else {}
+
+
+def _triplets(edge_index: Tensor, num_nodes: int) -> tuple[Tensor, ...]:
+    """Return `i, j`, then `i, j, k, kj, ji` of each pair of edges k -> j, j -> i with k != i."""
+    source, target = edge_index
+    order = target.argsort(stable=True)
+    degree = torch.bincount(target, minlength=num_nodes)
+    count = degree[source]
+    ji = torch.arange(len(source), device=source.device).repeat_interleave(count)
+    first = (degree.cumsum(0) - degree)[source].repeat_interleave(count)
+    within = torch.arange(len(ji), device=ji.device)
+    within = within - (count.cumsum(0) - count).repeat_interleave(count)
+    kj = order[first + within]
+    keep = source[kj] != target[ji]
+    kj, ji = kj[keep], ji[keep]
+    return target, source, target[ji], source[ji], source[kj], kj, ji
+
+
+def dimenet() -> Adapter:
+    """Return the adapter of torch_geometric's DimeNet and DimeNet++."""
+    return by_forward(
+        lambda model: float(model.cutoff), lambda model: len(model.interaction_blocks) + 1
+    )
 
 
 def visnet() -> Adapter:
@@ -260,6 +315,70 @@ def visnet() -> Adapter:
     return replace(layers, energies=energies)
 
 
+def matgl(messages: int) -> Adapter:
+    """Return the adapter of a model of matgl; of a `Potential` take its `.model`.
+
+    Args:
+        messages: how many edges away one block looks: 2 if it has angles, else 1.
+    """
+
+    def numbers_of(model: Any) -> list[int]:
+        from ase.data import atomic_numbers  # matgl needs it, too
+
+        return [atomic_numbers[symbol] for symbol in model.element_types]
+
+    def energies(model: Any, piece: Piece, graph: Tensor) -> Tensor:
+        if model.is_intensive or getattr(model, "readout_operation", "sum") != "sum":
+            raise PartitionError.because(
+                f"split_potential of {an(type(model).__name__)}",
+                "its result is no sum over atoms",
+                hint=f"{type(model).__name__}(is_intensive=False)",
+            )
+        known = torch.tensor(numbers_of(model), device=graph.device)
+        both = SimpleNamespace(
+            node_type=(piece.numbers[:, None] == known).long().argmax(1),
+            pos=piece.positions,
+            edge_index=piece.edge_index,
+            pbc_offset=piece.vectors.new_zeros(piece.edge_index.shape[1], 3),
+            pbc_offshift=None,
+            batch=graph,
+            num_graphs=2,
+            num_nodes=len(graph),
+        )
+        return model(both)
+
+    return by_graph(
+        energies,
+        lambda model: float(model.cutoff),
+        lambda model: messages * int(getattr(model, "n_blocks", 0) or model.num_layers) + 1,
+        numbers_of,
+    )
+
+
+def sevennet() -> Adapter:
+    """Return the adapter of SevenNet, without modalities."""
+
+    def energies(model: Any, piece: Piece, graph: Tensor) -> Tensor:
+        data = {
+            "x": piece.numbers,
+            "atomic_numbers": piece.numbers,
+            "pos": piece.positions,
+            "edge_index": piece.edge_index,
+            "edge_vec": piece.vectors,
+            "batch": graph,
+            "num_atoms": torch.bincount(graph, minlength=2),
+        }
+        with replaced(model, "force_output", nn.Identity()):
+            return model(data)["inferred_total_energy"]
+
+    return by_graph(
+        energies,
+        lambda model: float(model.cutoff),
+        lambda model: sum(name.endswith("_convolution") for name, _ in model.named_children()),
+        lambda model: list(model.type_map),
+    )
+
+
 class _Given(nn.Module):
     """Edges and their lengths, in place of a search for them."""
 
@@ -276,4 +395,9 @@ _KNOWN: dict[str, Adapter] = {
     "mace.modules.models.MACE": mace(),
     "torch_geometric.nn.models.schnet.SchNet": schnet(),
     "torch_geometric.nn.models.visnet.ViSNet": visnet(),
+    "torch_geometric.nn.models.dimenet.DimeNet": dimenet(),
+    "matgl.models._tensornet.TensorNet": matgl(messages=1),
+    "matgl.models._m3gnet.M3GNet": matgl(messages=2),
+    "matgl.models._chgnet.CHGNet": matgl(messages=2),
+    "sevenn.nn.sequential.AtomGraphSequential": sevennet(),
 }
