@@ -26,51 +26,57 @@ import pytest
 from unisono.launch.pool.client import ForkedProcess, WarmServer
 
 _COMMAND = Path(__file__).with_name("warm_python.py")
+_TOGETHER = ("tests/quality/", "/slurm/", "tests/accelerator/", "tests/testing/")
+"""Folders of which one process runs all files."""
 _LONG = (
-    "cli/test_demo.py",
-    "compat/test_heat.py",
-    "core/test_faults.py",
-    "core/test_sanitizers.py",
-    "core/test_wheel.py",
-    "engines/test_mpi.py",
+    *_TOGETHER,
     "examples/test_examples.py",
-    "graph_parallel/test_split_potential.py",
-    "hosts/test_elastic_hosts.py",
-    "hosts/test_ssh_hosts.py",
-    "launch/test_failures.py",
-    "launch/test_interrupts.py",
-    "launch/test_mpi.py",
+    "elastic/test_coordinator.py",
     "launch/test_ray.py",
-    "launch/test_run.py",
+    "core/test_wheel.py",
+    "core/test_sanitizers.py",
+    "torch/test_suite.py",
+    "graph_parallel/test_split_potential.py",
+    "engines/test_mpi.py",
+    "launch/test_contract.py",
+    "launch/test_payload.py",
+    "compat/test_heat.py",
+    "core/test_core.py",
     "launch/test_warm.py",
+    "tests/hosts/",
     "split_tensors/test_networks.py",
+    "split_tensors/test_operator_database.py",
+    "train/test_checkpoint_kill.py",
     "exact/test_exact.py",
-    "/slurm/",
-    "tests/accelerator/",
+    "core/test_faults.py",
+    "tests/launch/",
+    "tests/cli/",
+    "comm/test_shm_alone.py",
+    "comm/test_backends.py",
 )
+"""What takes long for the number of its tests, the longest first."""
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> object:
-    """Deal out whole files (`pytest -n 3`); all that share the SLURM cluster go to one process.
+    """Deal out whole files (`pytest -n 3`), those that take long first.
 
-    So do those of `accelerator/`, which share a pool of ranks, and those of `testing/`: their
-    sessions in the background are no leak of other tests then. And those of `quality/`: what has
-    many tests begins first, and one of these takes a minute. So do files that take long for the
-    number of their tests: at the end, one process would wait.
+    At the end one process would wait for them. Folders stay together where their tests share
+    something: the SLURM cluster, a pool of ranks with the device, sessions in the background, which
+    are no leak of other tests then, and the warm interpreter of documentation and checks.
     """
     from xdist.scheduler.loadscope import LoadScopeScheduling
 
     class Files(LoadScopeScheduling):
         def _split_scope(self, nodeid: str) -> str:
             file = nodeid.partition("::")[0]
-            together = ("/slurm/", "tests/accelerator/", "tests/testing/", "tests/quality/")
-            return next((part for part in together if part in file), file)
+            return next((part for part in _TOGETHER if part in file), file)
 
         def schedule(self) -> None:
             super().schedule()
-            for scope in reversed([scope for scope in self.workqueue if scope.endswith(_LONG)]):
-                self.workqueue.move_to_end(scope, last=False)
+            for part in reversed(_LONG):
+                for scope in [scope for scope in self.workqueue if part in scope]:
+                    self.workqueue.move_to_end(scope, last=False)
 
     return Files(config, log)
 
