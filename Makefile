@@ -1,13 +1,13 @@
 # Every target does its whole set-up in a fresh clone: an own .venv, torch, then this package.
 # PYTHON=python3.12 make test   chooses the interpreter the .venv is made from.
 # make test TORCH=torch==2.15.0 tests another torch, in a .venv of its own.
-# make test WORKERS=0           runs the tests in one process instead of three (tests often wait, so
+# make test WORKERS=0           runs the tests in one process instead of four (tests often wait, so
 #                               this keeps two cores busy).
 
 PYTHON ?= python3
 TESTED_TORCH := torch==2.13.0
 TORCH ?= $(TESTED_TORCH)
-WORKERS ?= 3
+WORKERS ?= 4
 VENV := .venv$(if $(filter-out $(TESTED_TORCH),$(TORCH)),-$(subst ==,-,$(TORCH)))
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready

@@ -59,7 +59,7 @@ _LONG = (
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> object:
-    """Deal out whole files (`pytest -n 3`), those that take long first.
+    """Deal out whole files (`pytest -n 4`), those that take long first.
 
     At the end one process would wait for them. Folders stay together where their tests share
     something: the SLURM cluster, a pool of ranks with the device, sessions in the background, which
