@@ -1,20 +1,24 @@
-"""Potentials on two ranks against one: MACE's steps and memory, and the energy of a long run.
+"""Potentials: MACE's steps and memory on two ranks, the energy of a long run, and error bars.
 
     python benchmarks/potentials.py [--quick]
 
 A step of MACE moves the atoms, so it has everything: the search for neighbours, the plan, the
 scatter, the exchanges, the gather. The long run is ASE's velocity Verlet without a thermostat, on
-a Morse crystal: what its total energy wanders by must not depend on the number of ranks.
+a Morse crystal: what its total energy wanders by must not depend on the number of ranks. Structures
+are chosen by the code of the tutorial that asks which one to compute next.
 """
 
 from __future__ import annotations
 
 import itertools
 import os
+import re
 import resource
 import time
 import warnings
 from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -157,15 +161,40 @@ def long_run(quick: bool) -> list[Figure]:
     return [Figure(f"{name}: wandering of the energy, 2 ranks / 1", two / one, 1.05, note)]
 
 
+def next_structures(quick: bool) -> list[Figure]:
+    """Errors after five rounds of choosing structures by error bar, against choosing at random."""
+    if find_spec("ase") is None:
+        return []
+    page = Path(__file__).parents[1] / "docs" / "tutorials" / "next_structure.md"
+    blocks = re.findall(r"```python\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL)
+    names: dict[str, Any] = {"__name__": "tutorial"}
+    exec("\n".join(block for block in blocks if "unisono.run" not in block), names)
+    seeds = range(1 if quick else 5)
+    chosen, drawn = (
+        np.array([names["choose"](seed, by_error_bar)[-1] for seed in seeds])
+        for by_error_bar in (True, False)
+    )
+    note = f"{chosen.mean():.0f} and {drawn.mean():.0f} meV an atom"
+    name = f"26 of 105 structures, {len(seeds)} seeds: error by error bar / at random"
+    return [
+        Figure(f"{name}, mean", float(chosen.mean() / drawn.mean()), 0.6, note),
+        Figure(
+            f"{name}, worst seed", float((chosen / drawn).max()), 1.0, "below 1: better in each"
+        ),
+    ]
+
+
 def main() -> None:
     """Run all cases and write the table."""
     parser = parser_for(__doc__)
-    parser.add_argument("--only", choices=["mace", "nve"], help="these alone, nothing written")
+    parser.add_argument(
+        "--only", choices=["mace", "nve", "next"], help="these alone, nothing written"
+    )
     options = parser.parse_args()
     os.environ["UNISONO_BACKEND"] = "shm"
     os.environ["OMP_NUM_THREADS"] = "1"
     torch.set_num_threads(1)
-    parts = {"mace": mace, "nve": long_run}
+    parts = {"mace": mace, "nve": long_run, "next": next_structures}
     chosen = [parts[options.only]] if options.only else list(parts.values())
     table = figure_table(figure for part in chosen for figure in part(options.quick))
     publish("Potentials", table, write=not (options.quick or options.only))

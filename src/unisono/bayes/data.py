@@ -69,8 +69,8 @@ def batches(
         rows = order[start : start + together]
         if drop_last and len(rows) < together:
             return
-        mine = np.array_split(rows, ranks.size)[ranks.rank]
-        yield _taken(x, mine), _taken(y, mine)
+        share = np.array_split(rows, ranks.size)[ranks.rank]
+        yield _taken(x, share), _taken(y, share)
 
 
 def _taken(data: Any, rows: np.ndarray) -> Any:
@@ -234,10 +234,10 @@ class Utils:
         batch_size: int,
     ) -> tuple[Ints, Floats]:
         """Return 1 where the prediction is wrong `[batch]`, and probabilities, flat."""
-        found, prob = self.get_labels(ma, Sa, hr_softmax, num_classes, batch_size)
-        known = checked_labels(labels, num_classes)
-        check_one_each("get_errors", found, known)
-        return (found != known).astype(np.int32), prob
+        predicted, prob = self.get_labels(ma, Sa, hr_softmax, num_classes, batch_size)
+        true = checked_labels(labels, num_classes)
+        check_one_each("get_errors", predicted, true)
+        return (predicted != true).astype(np.int32), prob
 
     def load_mnist_images(
         self, image_file: str | Path, label_file: str | Path, num_images: int
@@ -250,8 +250,8 @@ class Utils:
     def load_cifar_images(self, image_file: str | Path, num: int) -> tuple[Floats, Ints]:
         """Read `num` records of one label and 3072 bytes; images are flat, 0 to 1."""
         raw = np.frombuffer(Path(image_file).read_bytes(), np.uint8)
-        held = len(raw) // 3073
-        expect_int(f"num of {image_file}", operator.index(num), 0, held + 1, error=PartitionError)
+        stored = len(raw) // 3073
+        expect_int(f"num of {image_file}", operator.index(num), 0, stored + 1, error=PartitionError)
         records = raw[: num * 3073].reshape(num, 3073)
         images = records[:, 1:].reshape(-1).astype(np.float32) / np.float32(255)
         return images, records[:, 0].astype(np.int32)
@@ -274,8 +274,8 @@ class Utils:
         series = np.asarray(data, dtype=np.float32)
         columns = np.atleast_1d(np.asarray(output_col, dtype=np.int64))
         width = series.shape[1] if series.ndim == 2 else num_features
-        asked = f"windows of {num_features} features of a series of shape {series.shape}"
-        check_count(asked, width, num_features, f"num_features={width}")
+        request = f"windows of {num_features} features of a series of shape {series.shape}"
+        check_count(request, width, num_features, f"num_features={width}")
         lengths = {"input_seq_len": input_seq_len, "output_seq_len": output_seq_len}
         for name, count in {**lengths, "stride": stride}.items():
             expect_int(name, operator.index(count), 1, error=PartitionError)
@@ -284,9 +284,9 @@ class Utils:
         series = series.reshape(-1, num_features)
         free = len(series) - input_seq_len - output_seq_len
         if free < 0:
-            asked = f"windows of {input_seq_len} + {output_seq_len} steps"
+            request = f"windows of {input_seq_len} + {output_seq_len} steps"
             wrong = f"{len(series)} < {input_seq_len} + {output_seq_len}"
-            raise PartitionError.because(asked, arithmetic=wrong, hint="a shorter input_seq_len")
+            raise PartitionError.because(request, arithmetic=wrong, hint="a shorter input_seq_len")
         starts = range(0, free // stride * stride + 1, stride)
         x = np.stack([series[s : s + input_seq_len].reshape(-1) for s in starts])
         ends = [s + input_seq_len for s in starts]
@@ -299,17 +299,17 @@ class Utils:
         return np.tile(matrix[np.triu_indices(num_data)], batch_size)
 
 
-def check_one_each(asked: str, predictions: Array, labels: Array) -> None:
+def check_one_each(request: str, predictions: Array, labels: Array) -> None:
     """Refuse labels that are not one for each prediction."""
-    found = len(predictions)
-    hint = f"{found} labels, one for each prediction"
-    check_count(f"{asked} of {found} predictions", found, len(labels), hint)
+    count = len(predictions)
+    hint = f"{count} labels, one for each prediction"
+    check_count(f"{request} of {count} predictions", count, len(labels), hint)
 
 
 def checked_labels(labels: ArrayLike, num_classes: int) -> NDArray[np.int64]:
     """Return labels, flat; refuse what is not the number of a class."""
-    given = np.asarray(labels).reshape(-1)
-    known = integers(torch.from_numpy(given.astype(np.float64)), "labels").numpy()
+    flat = np.asarray(labels).reshape(-1)
+    known = integers(torch.from_numpy(flat.astype(np.float64)), "labels").numpy()
     wrong = np.flatnonzero((known < 0) | (known >= num_classes))
     if len(wrong):
         raise PartitionError.because(
@@ -354,7 +354,7 @@ def _idx_values(path: str | Path, count: int) -> Array:
             "the unpacked *-ubyte file (gunzip it first)",
         )
     sizes = struct.unpack(f">{dims}I", raw[4 : 4 + 4 * dims])
-    asked = f"num_images of {path}"
-    expect_int(asked, operator.index(count), 0, sizes[0] + 1, error=PartitionError)
+    request = f"num_images of {path}"
+    expect_int(request, operator.index(count), 0, sizes[0] + 1, error=PartitionError)
     each = int(np.prod(sizes[1:], dtype=np.int64))
     return np.frombuffer(raw, np.uint8, count * each, 4 + 4 * dims)

@@ -122,28 +122,28 @@ class DDPSequential:
         return {**vars(self), "_bucket": None}
 
     def _check_architecture(self) -> None:
-        mine = [
+        layers_here = [
             (key, layer.get_layer_info(), [tuple(t.shape) for t in layer.tensors().values()])
             for key, layer in self.model.leaves()
         ]
         dtype = str(self.model._dtype)
-        if self.comm.all_equal((mine, dtype)):
+        if self.comm.all_equal((layers_here, dtype)):
             return
-        everybody: list[tuple[list[Any], str]] = self.comm.all_gather_object((mine, dtype))
-        asked = f"DDPSequential over {self.comm.size} ranks"
+        everybody: list[tuple[list[Any], str]] = self.comm.all_gather_object((layers_here, dtype))
+        request = f"DDPSequential over {self.comm.size} ranks"
         for n in range(max(len(layers) for layers, _ in everybody)):
-            found = [layers[n] if n < len(layers) else None for layers, _ in everybody]
-            if not all(_same_layer(layer, found[0]) for layer in found):
-                told = (f"rank {r}: {f[1] if f else 'nothing'}" for r, f in enumerate(found))
+            versions = [layers[n] if n < len(layers) else None for layers, _ in everybody]
+            if not all(_same_layer(layer, versions[0]) for layer in versions):
+                lines = (f"rank {r}: {f[1] if f else 'nothing'}" for r, f in enumerate(versions))
                 raise CollectiveMismatch.because(
-                    asked,
-                    "\n".join([f"layer {n} differs", *told]),
+                    request,
+                    "\n".join([f"layer {n} differs", *lines]),
                     hint="build the same layers on all ranks",
                 )
         # layers may differ in sizes that only ranks know which have seen images
         if len({kind for _, kind in everybody}) > 1:
             kinds = ", ".join(f"rank {r}: {kind}" for r, (_, kind) in enumerate(everybody))
-            raise CollectiveMismatch.because(asked, kinds, hint="the same dtype on all ranks")
+            raise CollectiveMismatch.because(request, kinds, hint="the same dtype on all ranks")
 
     def _place_deltas(self) -> None:
         """Let the deltas live where the ranks add them up without a copy.

@@ -124,9 +124,9 @@ class EnergyHead:
         except PartitionError as error:
             problem = str(error)
         problems = comm.all_gather_object(problem)
-        for rank, found in enumerate(problems):
-            if found is not None:
-                raise PartitionError.because(f"learn() on rank {rank} of {comm.size}", found)
+        for rank, text in enumerate(problems):
+            if text is not None:
+                raise PartitionError.because(f"learn() on rank {rank} of {comm.size}", text)
         table = comm.all_gather(table)
         if len(table) < 2:
             raise PartitionError.because("learn()", f"{len(table)} structures", hint="two or more")

@@ -149,11 +149,11 @@ def _info_at(raw: bytes, at: int) -> str:
     return info.decode() if info.isascii() and info.endswith(b")") else ""
 
 
-def _unlike(path: str | Path, layer: BaseLayer | None, found: str) -> UnisonoError:
-    wanted = "the end" if layer is None else layer.get_layer_info()
+def _unlike(path: str | Path, layer: BaseLayer | None, content: str) -> UnisonoError:
+    expected = "the end" if layer is None else layer.get_layer_info()
     return PartitionError.because(
-        f"load({str(path)!r}): {wanted} expected",
-        f"{found} in the file",
+        f"load({str(path)!r}): {expected} expected",
+        f"{content} in the file",
         hint="a file of a net with the same layers in the same order",
     )
 

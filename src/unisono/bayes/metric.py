@@ -25,8 +25,8 @@ Floats = NDArray[np.float64]
 
 def mse(prediction: ArrayLike, observation: ArrayLike) -> float:
     """Return the mean squared error."""
-    found, seen = _paired(prediction=prediction, observation=observation)
-    return float(np.nanmean(np.square(found - seen)))
+    mean, seen = _paired(prediction=prediction, observation=observation)
+    return float(np.nanmean(np.square(mean - seen)))
 
 
 def rmse(prediction: ArrayLike, observation: ArrayLike) -> float:
@@ -49,12 +49,12 @@ def log_likelihood(
     -0.918938...
     """
     expect_choice("reduction", reduction, ("mean", "sum", "none"), error=PartitionError)
-    found, seen, s = _paired(prediction=prediction, observation=observation, std=std)
+    mean, seen, s = _paired(prediction=prediction, observation=observation, std=std)
     certain = (s == 0) & ~np.isnan(seen)
     if certain.any():
         hint = "np.hypot(std, noise), with the noise of an observation: observation_noise(...)"
         raise first_bad("std", torch.from_numpy(s), torch.from_numpy(certain), "zero", hint)
-    z = (seen - found) / s
+    z = (seen - mean) / s
     each = -0.5 * np.square(z) - np.log(s) - 0.5 * math.log(2 * math.pi)
     if reduction == "none":
         return each
@@ -90,8 +90,8 @@ def calibration_curve(
 
     Error bars that are right give a diagonal; below it they are too narrow.
     """
-    asked = np.linspace(0.05, 0.95, 19) if levels is None else np.asarray(levels, dtype=float)
-    return asked, np.array([coverage(mean, std, y, float(level)) for level in asked])
+    chosen = np.linspace(0.05, 0.95, 19) if levels is None else np.asarray(levels, dtype=float)
+    return chosen, np.array([coverage(mean, std, y, float(level)) for level in chosen])
 
 
 def observation_noise(
@@ -122,9 +122,9 @@ def observation_noise(
     if middle.ndim > 1 and math.prod(middle.shape[1:]) > 1:
         columns = zip(*(a.reshape(len(a), -1).T for a in (middle, s, seen)), strict=True)
         return np.array([observation_noise(*column, level=level) for column in columns])
-    square, own = np.square(seen - middle), np.square(s)
-    known = np.isfinite(square + own)
-    square, own = square[known], own[known]
+    square, variance = np.square(seen - middle), np.square(s)
+    known = np.isfinite(square + variance)
+    square, variance = square[known], variance[known]
     if len(square) < 2:
         raise PartitionError.because(
             "observation_noise(mean, std, y)",
@@ -132,10 +132,12 @@ def observation_noise(
             f"{len(square)} < 2",
             "rows that were kept apart from training, some dozens at least",
         )
-    return math.sqrt(_likely(square, own) if level is None else _covering(square, own, level))
+    return math.sqrt(
+        _likely(square, variance) if level is None else _covering(square, variance, level)
+    )
 
 
-def _likely(square: Floats, own: Floats) -> float:
+def _likely(square: Floats, variance: Floats) -> float:
     """Return the noise variance with the largest Gaussian likelihood of these squared errors."""
     largest = float(square.max())
     if largest == 0.0:
@@ -143,23 +145,23 @@ def _likely(square: Floats, own: Floats) -> float:
     # A row that claims certainty and is right would alone make no noise infinitely likely, whatever
     # the others say: its variance counts as a hundredth of the best of those, at least. What is
     # usual decides which rows these are: beside one row of a huge std all others look exact.
-    spread = own + square
+    spread = variance + square
     is_exact = spread <= 1e-8 * np.median(spread[spread > 0])
     floor = np.where(is_exact, 0.01 * spread[~is_exact].min(), 1e-300)
-    found = 0.0
+    likeliest = 0.0
     tried = np.concatenate([[0.0], np.geomspace(1e-10 * largest, largest, 200)])
     for _ in range(4):  # the likelihood may have several peaks: look everywhere, then closer
-        total = np.maximum(own + tried[:, None], floor)
+        total = np.maximum(variance + tried[:, None], floor)
         best = int(np.argmin((np.log(total) + square / total).sum(1)))
         around = tried[max(best - 1, 0)], tried[min(best + 1, len(tried) - 1)]
-        found = float(tried[best])
+        likeliest = float(tried[best])
         tried = np.linspace(*around, 60)
-    return found
+    return likeliest
 
 
-def _covering(square: Floats, own: Floats, level: float) -> float:
+def _covering(square: Floats, variance: Floats, level: float) -> float:
     """Return the noise variance with which intervals of `level` hold that share of the errors."""
-    needed = np.sort(square / _reach(level) ** 2 - own)
+    needed = np.sort(square / _reach(level) ** 2 - variance)
     place = math.ceil((len(needed) + 1) * level) - 1  # one new observation among them
     return max(0.0, float(needed[min(place, len(needed) - 1)]))
 
@@ -177,9 +179,9 @@ def crps(mean: ArrayLike, std: ArrayLike, y: ArrayLike) -> float:
 
 def classification_error(prediction: ArrayLike, label: ArrayLike) -> float:
     """Return the share of wrong labels."""
-    found, known = np.asarray(prediction).reshape(-1), np.asarray(label).reshape(-1)
-    check_one_each("classification_error", found, known)
-    return float((found != known).mean())
+    predicted, known = np.asarray(prediction).reshape(-1), np.asarray(label).reshape(-1)
+    check_one_each("classification_error", predicted, known)
+    return float((predicted != known).mean())
 
 
 def brier_score(probabilities: ArrayLike, label: ArrayLike) -> float:
@@ -192,10 +194,10 @@ def brier_score(probabilities: ArrayLike, label: ArrayLike) -> float:
     >>> brier_score([[0.8, 0.2], [0.4, 0.6]], [0, 1])
     0.2...
     """
-    found, known = _classes(probabilities, label)
-    true = np.zeros_like(found)
+    predicted, known = _classes(probabilities, label)
+    true = np.zeros_like(predicted)
     true[np.arange(len(known)), known] = 1.0
-    return float(np.square(found - true).sum(1).mean())
+    return float(np.square(predicted - true).sum(1).mean())
 
 
 def reliability_curve(
@@ -215,8 +217,8 @@ def reliability_curve(
         are NaN where there are no rows.
     """
     expect_int("bins", operator.index(bins), 1, error=PartitionError)
-    found, known = _classes(probabilities, label)
-    sure, right = found.max(1), found.argmax(1) == known
+    predicted, known = _classes(probabilities, label)
+    sure, right = predicted.max(1), predicted.argmax(1) == known
     place = np.minimum((sure * bins).astype(int), bins - 1)
     rows = np.bincount(place, minlength=bins)
     with np.errstate(invalid="ignore"):
@@ -310,24 +312,24 @@ class HRCSoftmaxMetric:
 
 def _classes(probabilities: ArrayLike, label: ArrayLike) -> tuple[Floats, NDArray[np.int64]]:
     """Return probabilities `[rows, classes]` and labels that fit them."""
-    found, labels = np.asarray(probabilities, dtype=np.float64), np.asarray(label).reshape(-1)
-    if found.ndim != 2 or len(found) != len(labels):
+    predicted, labels = np.asarray(probabilities, dtype=np.float64), np.asarray(label).reshape(-1)
+    if predicted.ndim != 2 or len(predicted) != len(labels):
         raise PartitionError.because(
-            f"probabilities of shape {found.shape} and {len(labels)} labels",
+            f"probabilities of shape {predicted.shape} and {len(labels)} labels",
             "one row for each label, one column for each class",
             hint="probabilities [rows, classes], as many rows as labels; np.stack([1 - p, p], 1) "
             "for the probability p of class 1",
         )
-    off = np.abs(found.sum(1) - 1)
-    if len(found) and not (off.max() < 1e-3 and found.min() >= -1e-6):  # NaN too
+    off = np.abs(predicted.sum(1) - 1)
+    if len(predicted) and not (off.max() < 1e-3 and predicted.min() >= -1e-6):  # NaN too
         row = int(np.argmax(np.where(np.isnan(off), np.inf, off)))
         raise PartitionError.because(
-            f"probabilities of shape {found.shape}",
-            f"row {row} is {found[row].tolist()}",
-            f"their sum is {found[row].sum():.3f}",
+            f"probabilities of shape {predicted.shape}",
+            f"row {row} is {predicted[row].tolist()}",
+            f"their sum is {predicted[row].sum():.3f}",
             "each row adds up to 1; scipy.special.softmax for scores",
         )
-    return found, checked_labels(labels, found.shape[1])
+    return predicted, checked_labels(labels, predicted.shape[1])
 
 
 def _paired(**arrays: ArrayLike) -> list[Floats]:
@@ -335,18 +337,18 @@ def _paired(**arrays: ArrayLike) -> list[Floats]:
 
     `[n, 1]` and `[n]` are paired, not spread out to `[n, n]`; one number goes with all entries.
     """
-    found = [np.asarray(values, dtype=np.float64) for values in arrays.values()]
-    shape = max(found, key=lambda a: a.size).shape
+    read = [np.asarray(values, dtype=np.float64) for values in arrays.values()]
+    shape = max(read, key=lambda a: a.size).shape
     try:
         paired = [
             a.reshape(shape) if a.size == np.prod(shape) else np.broadcast_to(a, shape).copy()
-            for a in found
+            for a in read
         ]
     except ValueError:
         raise PartitionError.because(
             "a metric of arrays that belong together entry by entry",
-            ", ".join(f"{name} of shape {a.shape}" for name, a in zip(arrays, found, strict=True)),
-            " != ".join(str(a.size) for a in found),
+            ", ".join(f"{name} of shape {a.shape}" for name, a in zip(arrays, read, strict=True)),
+            " != ".join(str(a.size) for a in read),
             "as many observations as predictions; one number goes with all",
         ) from None
     if "std" in arrays:

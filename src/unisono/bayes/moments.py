@@ -58,9 +58,9 @@ def to_tensor(
     return values.to(device, non_blocking=True)
 
 
-def _not_numbers(found: str) -> UnisonoError:
+def _not_numbers(content: str) -> UnisonoError:
     hint = "rows of equal length; a missing value is float('nan')"
-    return PartitionError.because("an array of numbers", found, hint=hint)
+    return PartitionError.because("an array of numbers", content, hint=hint)
 
 
 def to_array(data: Tensor) -> NDArray[Any]:
@@ -76,10 +76,10 @@ def integers(values: Tensor, what: str) -> Tensor:
     return values.to(torch.int64)
 
 
-def check_count(asked: str, found: int, wanted: int, hint: str) -> None:
+def check_count(request: str, count: int, expected: int, hint: str) -> None:
     """Refuse another number of things than belongs here."""
-    if found != wanted:
-        raise PartitionError.because(asked, arithmetic=f"{found} != {wanted}", hint=hint)
+    if count != expected:
+        raise PartitionError.because(request, arithmetic=f"{count} != {expected}", hint=hint)
 
 
 def check_finite(values: Tensor, what: str, hint: str, *, missing: bool = False) -> None:

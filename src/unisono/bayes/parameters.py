@@ -163,10 +163,10 @@ class Arena:
 
     def take_written(self) -> bool:
         """Return whether deltas written by hand wait for a step, and let none wait."""
-        found = any(p.deltas_written for p in self.members)
+        written = any(p.deltas_written for p in self.members)
         for p in self.members:
             p.deltas_written = False
-        return found
+        return written
 
     def scale_deltas(self) -> bool | Tensor:
         """Turn sums over the batch into deltas: times the variance, and its square.

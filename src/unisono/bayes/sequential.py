@@ -134,7 +134,7 @@ class Sequential:
         self._device = torch.device("cpu")
         self._dtype = torch.float32
         self._training = True
-        self._told_input = fixed_input(self.layers)
+        self._declared_input = fixed_input(self.layers)
         self._planned: Shape | None = None
         self._output_shape = plan_through(self.layers, None)
         self._remembers = False
@@ -250,8 +250,8 @@ class Sequential:
         var = None
         if var_x is not None:
             var = to_tensor(var_x, self._device, self._dtype, partial(check_variance, what="var_x"))
-            asked = f"an input of {mean.numel()} means and {var.numel()} variances"
-            check_count(asked, mean.numel(), var.numel(), "var_x of the shape of mu_x")
+            request = f"an input of {mean.numel()} means and {var.numel()} variances"
+            check_count(request, mean.numel(), var.numel(), "var_x of the shape of mu_x")
         return self._shaped(Moments(mean, var))
 
     def _continued(self, states: BaseHiddenStates) -> Moments:
@@ -270,29 +270,29 @@ class Sequential:
 
     def _sample_shape(self, mean: Tensor) -> tuple[int, Shape]:
         """Return the number of samples and the shape of one."""
-        told = self._told_input
-        if told is None and mean.dim() < 4:
-            told = fixed_input(self.layers, flat=mean.dim() <= 1)
-        own = tuple(mean.shape[1:]) if mean.dim() > 1 else (1,)
-        if mean.dim() and (told is None or (mean.dim() > 1 and math.prod(own) == told)):
-            return mean.shape[0], own if len(own) == 3 else (math.prod(own),)
-        size = told or 1
-        given, hint = f"an input of shape {tuple(mean.shape)}", f"shape [batch, {size}], or flat"
+        declared = self._declared_input
+        if declared is None and mean.dim() < 4:
+            declared = fixed_input(self.layers, flat=mean.dim() <= 1)
+        sample = tuple(mean.shape[1:]) if mean.dim() > 1 else (1,)
+        if mean.dim() and (declared is None or (mean.dim() > 1 and math.prod(sample) == declared)):
+            return mean.shape[0], sample if len(sample) == 3 else (math.prod(sample),)
+        size = declared or 1
+        request, hint = f"an input of shape {tuple(mean.shape)}", f"shape [batch, {size}], or flat"
         if mean.numel() % size:
             whole, left = divmod(mean.numel(), size)
             raise PartitionError.because(
-                f"{given}: {mean.numel()} numbers",
+                f"{request}: {mean.numel()} numbers",
                 f"the net reads {size} per sample",
                 f"{mean.numel()} = {whole}*{size} + {left}",
                 f"{hint} batch*{size}",
             )
         # rows that are neither samples nor whole parts of one (steps, lines of pixels)
-        parts = own[0] and size % own[0] == 0 and not isinstance(self.layers[0], Linear)
+        parts = sample[0] and size % sample[0] == 0 and not isinstance(self.layers[0], Linear)
         if mean.dim() == 2 and not parts:
             raise PartitionError.because(
-                given,
-                f"{own[0]} numbers per row, the net reads {size} per sample",
-                f"{own[0]} != {size}",
+                request,
+                f"{sample[0]} numbers per row, the net reads {size} per sample",
+                f"{sample[0]} != {size}",
                 f"{hint}: x.reshape(-1)",
             )
         first = self.layers[0]
@@ -301,7 +301,7 @@ class Sequential:
             raise PartitionError.because(
                 f"images of shape {tuple(mean.shape)}",
                 f"the net was told images of {size} numbers",
-                f"{' * '.join(map(str, own))} = {math.prod(own)} != {size}",
+                f"{' * '.join(map(str, sample))} = {math.prod(sample)} != {size}",
                 f"shape [batch, {image}], or flat: x.reshape(-1)",
             )
         return mean.numel() // size, (size,)
@@ -330,8 +330,8 @@ class Sequential:
             for layer in self._all_layers:
                 if isinstance(layer, BatchNorm2d):
                     layer.sum_over_ranks = None  # other ranks may be elsewhere meanwhile
-            found = first_nan(self.layers, x)
-        self._tell("forward", found or "the output of the net is NaN")
+            origin = first_nan(self.layers, x)
+        self._tell("forward", origin or "the output of the net is NaN")
 
     def _doubt(self, where: str, is_nan: Tensor) -> None:
         """Have the device say later whether something was NaN; the host does not wait for it."""
@@ -347,11 +347,11 @@ class Sequential:
                 self._doubts.clear()
                 self._tell(where, f"a NaN in an earlier pass, told by {self._device} since")
 
-    def _tell(self, where: str, found: str) -> None:
+    def _tell(self, where: str, problem: str) -> None:
         if self.tells_at_step and self._training:
-            self._problem = self._problem or f"{where}: {found}"
+            self._problem = self._problem or f"{where}: {problem}"
             return
-        raise not_a_number(where, found)
+        raise not_a_number(where, problem)
 
     @torch.no_grad()
     def backward(self) -> None:
@@ -364,10 +364,10 @@ class Sequential:
         is_nan = arena.scale_deltas()
         if isinstance(is_nan, Tensor):
             self._doubt("backward", is_nan)
-        elif is_nan and (found := self._nan_in_deltas(delta)):
+        elif is_nan and (origin := self._nan_in_deltas(delta)):
             arena.delta_mean.zero_()
             arena.delta_var.zero_()
-            self._tell("backward", found)
+            self._tell("backward", origin)
         self._pending = self._batch
         self._corrected = None
         if to_input and back is not None and self._input is not None:
@@ -436,8 +436,8 @@ class Sequential:
         rows, problem = self._pending, self._problem
         if self.arena.take_written():
             rows = max(rows, 1)
-            if not problem and (found := self._nan_in_deltas()):
-                problem = f"step: {found}"
+            if not problem and (origin := self._nan_in_deltas()):
+                problem = f"step: {origin}"
         self._pending, self._problem = 0, ""
         return rows, problem
 
@@ -619,13 +619,13 @@ class Sequential:
         Args:
             running: add `<key>.running` with running mean and variance of batch norms.
         """
-        found: dict[str, tuple[Tensor, ...]] = {}
+        tensors: dict[str, tuple[Tensor, ...]] = {}
         for key, layer in self._leaves:
             if layer.params is not None:
-                found[key] = layer.params.values
+                tensors[key] = layer.params.values
             if running and isinstance(layer, BatchNorm2d):
-                found[key + files.RUNNING] = (layer.running_mean, layer.running_var)
-        return found
+                tensors[key + files.RUNNING] = (layer.running_mean, layer.running_var)
+        return tensors
 
     def state_dict(self, *, tensors: bool = False, running: bool = False) -> dict[str, Values]:
         """Return the parameters by layer; two dicts of lists compare with `==`.
@@ -636,15 +636,15 @@ class Sequential:
                 it a batch norm that loads the dict keeps the running values it has.
         """
 
-        def given(t: Tensor) -> Any:
+        def exported(t: Tensor) -> Any:
             return t.detach().clone() if tensors else to_array(t).tolist()
 
-        found: dict[str, Values] = {}
+        state: dict[str, Values] = {}
         for key, parts in self.live_tensors(running=running).items():
-            mean_w, var_w, *rest = map(given, parts)
+            mean_w, var_w, *rest = map(exported, parts)
             mean_b, var_b = rest or ([], [])
-            found[key] = (mean_w, var_w, mean_b, var_b)
-        return found
+            state[key] = (mean_w, var_w, mean_b, var_b)
+        return state
 
     @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, Sequence[ArrayLike]]) -> None:
@@ -844,17 +844,17 @@ class Sequential:
 
         Each of mu_ra, var_ra, mu_batch, var_batch is a list with one inner list per norm layer.
         """
-        found: dict[str, NormValues] = {}
+        statistics: dict[str, NormValues] = {}
         for n, layer in enumerate(self.layers):
             norms = [leaf for _, leaf in layer.leaves() if isinstance(leaf, BatchNorm2d)]
             if norms:
-                found[f"{layer.get_layer_info()}_{n}"] = (
+                statistics[f"{layer.get_layer_info()}_{n}"] = (
                     [to_array(norm.running_mean).tolist() for norm in norms],
                     [to_array(norm.running_var).tolist() for norm in norms],
                     [to_array(norm.batch_mean).tolist() for norm in norms],
                     [to_array(norm.batch_var).tolist() for norm in norms],
                 )
-        return found
+        return statistics
 
     def get_attention_scores(self) -> dict[int, tuple[Output, Output]]:
         """Return mean and variance of the last attention scores, `[B, heads, T, T]`, by layer."""
@@ -888,11 +888,11 @@ class Sequential:
         return "\n".join(lines)
 
 
-def not_a_number(where: str, found: str) -> UnisonoError:
+def not_a_number(where: str, problem: str) -> UnisonoError:
     """Return the error of a net that has met a NaN."""
     return PartitionError.because(
         f"{where} of a net in which a NaN has come up",
-        found,
+        problem,
         hint="standardise inputs and targets; net.double() if numbers grow large; load an earlier "
         "state if parameters hold it",
     )

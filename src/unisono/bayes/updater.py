@@ -58,7 +58,7 @@ class OutputUpdater:
         y = _observations(mu_obs, mean, mean.numel())
         noise = _noise(var_obs, y)
         delta = _conditioned(mean, var, slope, y, noise)
-        delta_states.hold(_told(delta, y, noise), output_states.block_size)
+        delta_states.hold(_refusable(delta, y, noise), output_states.block_size)
 
     @torch.no_grad()
     def update_using_indices(
@@ -80,8 +80,8 @@ class OutputUpdater:
         """
         mean, var, slope = output_states.live.values()
         batch, outputs = max(output_states.block_size, 1), output_states.actual_size
-        given = to_tensor(selected_idx, torch.device("cpu"), torch.float64).reshape(-1)
-        index = integers(given, "selected_idx")
+        numbers = to_tensor(selected_idx, torch.device("cpu"), torch.float64).reshape(-1)
+        index = integers(numbers, "selected_idx")
         y = _observations(mu_obs, mean, index.numel())
         noise = _noise(var_obs, y)
         if index.numel() % batch:
@@ -102,7 +102,7 @@ class OutputUpdater:
         index = index.to(mean.device, non_blocking=True)
         rows = torch.arange(batch, device=mean.device).repeat_interleave(index.numel() // batch)
         at = rows * outputs + index - 1
-        chosen = _told(_conditioned(mean[at], var[at], slope[at], y, noise), y, noise)
+        chosen = _refusable(_conditioned(mean[at], var[at], slope[at], y, noise), y, noise)
         delta = Delta(torch.zeros_like(mean), torch.zeros_like(mean))
         delta.mean[at] = chosen.mean
         delta.var[at] = chosen.var
@@ -159,7 +159,7 @@ def _conditioned(mean: Tensor, var: Tensor, slope: Tensor, y: Tensor, noise: Ten
     return Delta(torch.where(known, delta, 0.0), torch.where(known, -gain * slope, 0.0))
 
 
-def _told(delta: Delta, y: Tensor, noise: Tensor) -> Delta:
+def _refusable(delta: Delta, y: Tensor, noise: Tensor) -> Delta:
     """Return NaN for bad values that are on an accelerator: `backward` refuses it.
 
     The host looks at values that it has before they go there, and does not wait for others.
@@ -192,7 +192,7 @@ def _noise(data: ArrayLike, y: Tensor) -> Tensor:
     if noise.numel() == 1 and y.numel() != 1:
         noise = noise.expand(y.numel())
     elif noise.numel() < y.numel():
-        asked, wrong = f"var_obs of {noise.numel()} numbers", f"{noise.numel()} < {y.numel()}"
+        request, wrong = f"var_obs of {noise.numel()} numbers", f"{noise.numel()} < {y.numel()}"
         hint = "one number for all, or one per observation"
-        raise PartitionError.because(asked, arithmetic=wrong, hint=hint)
+        raise PartitionError.because(request, arithmetic=wrong, hint=hint)
     return noise[: y.numel()]

@@ -106,15 +106,15 @@ def mace(head: str | None = None) -> Adapter:
         known = model.atomic_numbers
         # MACE cannot be called without atoms: a rank that has none brings one that counts nothing.
         numbers = piece.numbers if piece.own else known[:1]
-        own = piece.own or 1
+        count = piece.own or 1
         kinds = (numbers[:, None] == known).long().argmax(1)
         data = {
             "node_attrs": nn.functional.one_hot(kinds, len(known)).to(piece.vectors.dtype),
             "edge_index": piece.edge_index,
             "vectors": piece.vectors,
-            "batch": torch.zeros_like(kinds[:own]),
+            "batch": torch.zeros_like(kinds[:count]),
             "head": torch.full((1,), _head(model, head), device=kinds.device),
-            "natoms": (own, len(kinds) - own),
+            "natoms": (count, len(kinds) - count),
             "lammps_class": piece,
         }
 
@@ -338,7 +338,7 @@ def matgl(messages: int) -> Adapter:
         both = SimpleNamespace(
             node_type=(piece.numbers[:, None] == known).long().argmax(1),
             pos=piece.positions,
-            edge_index=piece.edge_index,
+            edge_index=piece.edge_index[:, piece.edge_index[0].argsort()],  # angles rely on it
             pbc_offset=piece.vectors.new_zeros(piece.edge_index.shape[1], 3),
             pbc_offshift=None,
             batch=graph,

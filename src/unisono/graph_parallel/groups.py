@@ -62,14 +62,14 @@ def graph_groups(
     return _laid_out(size, backend, world() if comm is None else comm, f"graph_groups({size!r})")
 
 
-def _laid_out(size: int, backend: str | None, whole: Communicator, asked: str) -> GraphGroups:
-    _check_size(size, whole.size, asked)
+def _laid_out(size: int, backend: str | None, whole: Communicator, request: str) -> GraphGroups:
+    _check_size(size, whole.size, request)
     rows = tuple(tuple(range(first, first + size)) for first in range(0, whole.size, size))
     columns = tuple(zip(*rows, strict=True))
-    mine, place = divmod(whole.rank, size)
+    row, place = divmod(whole.rank, size)
     return GraphGroups(
         dp=_group(whole, columns[place], backend),
-        gp=_group(whole, rows[mine], backend),
+        gp=_group(whole, rows[row], backend),
         matrix=tuple(tuple(whole.ranks[rank] for rank in row) for row in rows),
     )
 
@@ -90,15 +90,15 @@ def _group(whole: Communicator, ranks: tuple[int, ...], backend: str | None) -> 
     return Communicator(entry, device=whole.device, timeout_s=whole.timeout_s)
 
 
-def _check_size(size: object, total: int, asked: str) -> None:
+def _check_size(size: object, total: int, request: str) -> None:
     """Raise unless rows of `size` fill `total` ranks."""
     if not is_integer(size) or size < 1:
         raise AssertedMeshError.because(
-            asked, f"{size!r} is not a number of ranks", None, "1 or more ranks in a row"
+            request, f"{size!r} is not a number of ranks", None, "1 or more ranks in a row"
         )
     if size > total:
         raise AssertedMeshError.because(
-            asked,
+            request,
             f"a world of {total} rank{'s' if total > 1 else ''}",
             f"{size} > {total}",
             f"unisono.run(fn, ranks={size}) starts enough of them",
@@ -106,7 +106,7 @@ def _check_size(size: object, total: int, asked: str) -> None:
     if total % size:
         divisors = [n for n in range(1, total + 1) if total % n == 0]
         raise AssertedMeshError.because(
-            asked,
+            request,
             f"a world of {total} ranks",
             f"{total} % {size} = {total % size}: rows of {size} do not fill it",
             f"one of {divisors}",
@@ -159,9 +159,9 @@ def setup_gp(config: Mapping[str, Any]) -> None:
             'setup_gp({"gp_gpus": 2, "distributed_backend": None})',
         )
     size, most = config["gp_gpus"], world().size
-    asked = f"setup_gp with gp_gpus={size!r}"
+    request = f"setup_gp with gp_gpus={size!r}"
     size = most if is_integer(size) and size > most else size
-    _install_new(size, config.get("distributed_backend"), asked)
+    _install_new(size, config.get("distributed_backend"), request)
 
 
 def setup_graph_parallel_groups(
@@ -235,12 +235,12 @@ def current_gp() -> Communicator:
     return alone("a graph-parallel region", "comm=...")
 
 
-def alone(asked: str, option: str) -> Communicator:
+def alone(request: str, option: str) -> Communicator:
     """Return the communicator of a process without other ranks; a world of several is refused."""
     whole = world()
     if whole.size > 1:
         raise MeshError.because(
-            f"{asked} before set-up",
+            f"{request} before set-up",
             f"a world of {whole.size} ranks and no graph-parallel groups",
             None,
             f'setup_gp({{"gp_gpus": {whole.size}, "distributed_backend": None}}), or {option}',
@@ -289,17 +289,17 @@ def get_gp_world_size() -> int:
     return 1 if groups is None else groups.gp.size
 
 
-def _install_new(size: int, backend: str | None, asked: str) -> None:
+def _install_new(size: int, backend: str | None, request: str) -> None:
     global _installed
     present = current_groups()
     if present is not None:
         raise AssertedMeshError.because(
-            asked,
+            request,
             f"groups are set up already: dp({present.dp.size}) x gp({present.gp.size})",
             None,
             "call cleanup_gp() first",
         )
-    groups = _laid_out(size, backend, world(), asked)
+    groups = _laid_out(size, backend, world(), request)
     # A rank may clean up at once; its peers must have finished connecting by then.
     groups.dp.barrier()
     groups.gp.barrier()

@@ -135,10 +135,10 @@ class GraphPartition:
         >>> GraphPartition.from_owner([1, 0, 1], 2).perm.tolist()
         [1, 0, 2]
         """
-        asked = f"GraphPartition.from_owner(parts={parts})"
+        request = f"GraphPartition.from_owner(parts={parts})"
         expect_int("parts", parts, 1, error=PartitionError)
         hint = "a part for each node: [0, 0, 1]"
-        owner = integer_list(owner, "owner", asked, hint, below=parts).clone()
+        owner = integer_list(owner, "owner", request, hint, below=parts).clone()
         perm = stable_order(owner, parts)
         inverse = torch.empty_like(perm)
         inverse[perm] = torch.arange(perm.numel(), device="cpu")
@@ -208,15 +208,15 @@ class GraphPartition:
         return cls.from_owner(owner, parts)
 
 
-def check_edges(edge_index: Tensor, num_nodes: int, asked: str) -> None:
+def check_edges(edge_index: Tensor, num_nodes: int, request: str) -> None:
     """Raise unless `edge_index` is `[2, E]`, int64, with nodes of the graph only."""
     hint = "torch.tensor(edge_index), [2, E] of torch.int64: sources and targets"
     if not isinstance(edge_index, Tensor):
-        found = f"edge_index is {an(type(edge_index).__name__)}"
-        raise PartitionError.because(asked, found, None, hint)
+        problem = f"edge_index is {an(type(edge_index).__name__)}"
+        raise PartitionError.because(request, problem, None, hint)
     if edge_index.dim() != 2 or edge_index.shape[0] != 2 or edge_index.dtype != torch.int64:
-        found = f"edge_index of shape {list(edge_index.shape)}, {edge_index.dtype}"
-        raise PartitionError.because(asked, found, None, hint)
+        problem = f"edge_index of shape {list(edge_index.shape)}, {edge_index.dtype}"
+        raise PartitionError.because(request, problem, None, hint)
     if edge_index.numel() == 0:
         return
     low, high = edge_index.aminmax()
@@ -225,7 +225,7 @@ def check_edges(edge_index: Tensor, num_nodes: int, asked: str) -> None:
         edge = edge_index[:, column].tolist()
         node = next(node for node in edge if not 0 <= node < num_nodes)
         raise PartitionError.because(
-            asked,
+            request,
             f"edge {column} is {edge[0]} -> {edge[1]} in a graph of {num_nodes} nodes",
             f"not 0 <= {node} < {num_nodes}",
             "node numbers count from 0",
@@ -259,16 +259,16 @@ def integer_list(
     return numbers.long()
 
 
-def finite_points(pos: Tensor, asked: str, hint: str, most_dims: float = math.inf) -> Tensor:
+def finite_points(pos: Tensor, request: str, hint: str, most_dims: float = math.inf) -> Tensor:
     """Return positions `[N, D]` as float64 on the CPU; raise unless they are finite points."""
     if pos.dim() != 2 or not 1 <= pos.shape[1] <= most_dims or not pos.is_floating_point():
-        found = f"positions of shape {list(pos.shape)}, {pos.dtype}"
-        raise PartitionError.because(asked, found, None, hint)
+        problem = f"positions of shape {list(pos.shape)}, {pos.dtype}"
+        raise PartitionError.because(request, problem, None, hint)
     points = pos.detach().cpu().double()
     if not points.isfinite().all():
         node = int((~points.isfinite()).any(1).nonzero()[0])
-        found = f"point {node} is at {points[node].tolist()}"
-        raise PartitionError.because(asked, found, None, "finite positions")
+        problem = f"point {node} is at {points[node].tolist()}"
+        raise PartitionError.because(request, problem, None, "finite positions")
     return points
 
 

@@ -49,12 +49,12 @@ def _flat(name: str, field: str, doc: str) -> property:
 
     def write(layer: BaseLayer, values: ArrayLike) -> None:
         target, what = live(layer), f"{layer.get_layer_name()}.{name}"
-        given = to_tensor(values, target.device, target.dtype).reshape(-1)
+        flat = to_tensor(values, target.device, target.dtype).reshape(-1)
         if field.startswith("var"):
-            check_variance(given, what)
+            check_variance(flat, what)
         hint = f"a sequence of {target.numel()} numbers"
-        check_count(f"{what} = {given.numel()} numbers", given.numel(), target.numel(), hint)
-        target.copy_(given.view(target.shape))
+        check_count(f"{what} = {flat.numel()} numbers", flat.numel(), target.numel(), hint)
+        target.copy_(flat.view(target.shape))
         if field.startswith("delta") and layer.params is not None:
             layer.params.deltas_written = True
 
@@ -207,9 +207,9 @@ class BaseLayer(ABC):
         mean_b = normal(bias_shape, scale) if self.bias else None
         var_b = torch.full(bias_shape, (self.gain_bias * scale) ** 2) if self.bias else None
         var_w = torch.full(shape, (self.gain_weight * scale) ** 2)
-        self._own(normal(shape, scale), var_w, mean_b, var_b)
+        self._start_from(normal(shape, scale), var_w, mean_b, var_b)
 
-    def _own(
+    def _start_from(
         self, mean_w: Tensor, var_w: Tensor, mean_b: Tensor | None, var_b: Tensor | None
     ) -> None:
         """Take these start values; into the present tensors, if the layer has some."""
@@ -239,11 +239,11 @@ class BaseLayer(ABC):
                 self.out_channels, self.out_height, self.out_width = outside
         return outside
 
-    def _check_size(self, found: Shape, wanted: int) -> None:
+    def _check_size(self, shape: Shape, expected: int) -> None:
         """Refuse a sample of another size than this layer reads."""
-        size = math.prod(found)
-        asked = f"{self.get_layer_info()} reads {wanted} numbers per sample, not {list(found)}"
-        check_count(asked, size, wanted, f"input_size={size}, or {wanted} outputs before it")
+        size = math.prod(shape)
+        request = f"{self.get_layer_info()} reads {expected} numbers per sample, not {list(shape)}"
+        check_count(request, size, expected, f"input_size={size}, or {expected} outputs before it")
 
     def __repr__(self) -> str:
         return self.get_layer_info()
@@ -257,10 +257,10 @@ def same_info(info: str, other: str) -> bool:
     >>> same_info("Conv2d(1,2,0,0,3)", "conv2d(1,2,6,6,3)"), same_info("ReLU()", "Tanh()")
     (True, False)
     """
-    told = [text.lower().rstrip(")").replace("(", ",").split(",") for text in (info, other)]
-    if {len(words) for words in told} != {6}:  # a name, channels, width, height, kernel
-        return told[0] == told[1]
-    pairs = [pair for n, pair in enumerate(zip(*told, strict=True)) if n not in (3, 4)]
+    infos = [text.lower().rstrip(")").replace("(", ",").split(",") for text in (info, other)]
+    if {len(words) for words in infos} != {6}:  # a name, channels, width, height, kernel
+        return infos[0] == infos[1]
+    pairs = [pair for n, pair in enumerate(zip(*infos, strict=True)) if n not in (3, 4)]
     return all(a == b or "0" in (a, b) for a, b in pairs)
 
 
@@ -289,8 +289,8 @@ def checked_device(name: str | torch.device, what: str = "a net") -> torch.devic
         return torch.device("cpu")
     count = accelerator.count(device.type) if is_accelerator(device) else 1
     if device.type == "meta" or (device.index or 0) >= count:
-        found = f"{count} {device.type} devices on this machine"
-        raise PlatformError.because(f"{what} on {name}", found, hint=hint)
+        devices = f"{count} {device.type} devices on this machine"
+        raise PlatformError.because(f"{what} on {name}", devices, hint=hint)
     return device
 
 

@@ -38,7 +38,7 @@ class _Convolution(WindowLayer):
         self.in_channels, self.out_channels, self.bias = in_channels, out_channels, bias
         self.in_width, self.in_height = in_width, in_height
         self.gain_weight, self.gain_bias, self.init_method = gain_weight, gain_bias, init_method
-        self._told = (in_channels, in_height, in_width)
+        self._declared = (in_channels, in_height, in_width)
         self.init_weight_bias()
         if in_width and in_height:
             self.plan(None)

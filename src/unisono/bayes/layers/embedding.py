@@ -47,24 +47,24 @@ class Embedding(BaseLayer):
         self.num_embeddings, self.embedding_dim = num_embeddings, embedding_dim
         self.input_size, self.scale, self.padding_idx = input_size, scale, padding_idx
         self.output_size = input_size * embedding_dim
-        self._told = input_size
+        self._declared = input_size
         self.init_weight_bias()
 
     def init_weight_bias(self) -> None:
         """Draw new start values."""
         shape = (self.num_embeddings, self.embedding_dim)
-        self._own(normal(shape, self.scale), torch.full(shape, self.scale**2), None, None)
+        self._start_from(normal(shape, self.scale), torch.full(shape, self.scale**2), None, None)
 
     def fixed_input(self) -> int | None:
         """`input_size`, if it was given."""
-        return self._told or None
+        return self._declared or None
 
     def plan(self, shape: Shape | None) -> Shape | None:
         """A sample of n indices becomes `n * embedding_dim` numbers."""
-        if self._told:
+        if self._declared:
             if shape is not None:
-                self._check_size(shape, self._told)
-            shape = (self._told,)
+                self._check_size(shape, self._declared)
+            shape = (self._declared,)
         if shape is None:
             return None
         return self._set_shapes(shape, (math.prod(shape) * self.embedding_dim,))

@@ -36,7 +36,7 @@ class _Norm(BaseLayer):
         n = self.num_features
         mean_b = torch.zeros(n) if self.bias else None
         var_b = torch.full((n,), self.gain_bias**2 / n) if self.bias else None
-        self._own(torch.ones(n), torch.full((n,), self.gain_weight**2 / n), mean_b, var_b)
+        self._start_from(torch.ones(n), torch.full((n,), self.gain_weight**2 / n), mean_b, var_b)
 
     def _scaled(
         self, x: Moments, centred: Tensor, inverse: Tensor, dims: tuple[int, ...]

@@ -24,7 +24,7 @@ class WindowLayer(BaseLayer):
         check_sizes(self, 0, padding=padding)
         self.kernel_size, self.stride = kernel_size, stride
         self.padding, self.padding_type = padding, padding_type
-        self._told = (0, 0, 0)
+        self._declared = (0, 0, 0)
         """Channels, height and width of the image that the user gave; 0 where none."""
         self._image: tuple[int, int, int] | None = None
 
@@ -68,8 +68,8 @@ class WindowLayer(BaseLayer):
 
     def _image_in(self, shape: Shape | None) -> tuple[int, int, int] | None:
         """Return `(channels, height, width)` of the image in a sample; None: not known yet."""
-        channels, height, width = self._told
-        if (shape is None or len(shape) != 3) and not all(self._told):
+        channels, height, width = self._declared
+        if (shape is None or len(shape) != 3) and not all(self._declared):
             channels, height, width = self.in_channels, self.in_height, self.in_width
         told = (channels, height, width) if height and width else None
         if shape is None:
