@@ -40,6 +40,15 @@ REMOVED: dict[str, str] = {
         "unisono.comm.trace around one step counts what was sent; unisono plan predicts times"
     ),
     "unisono.plan.Potential": "Subject(model, batch, graph=GraphInput(...)): a graph that is cut",
+    "unisono.topology.Layout": "unisono.topology.RankGrid",
+    "unisono.topology.Piece": "unisono.topology.HaloPiece",
+    **{
+        f"unisono.operators.{name}": f"unisono.operators.{name}Map; the layer is in unisono.nn"
+        for name in (
+            *("AllGather", "AllSumReduce", "Broadcast", "HaloAdd"),
+            *("HaloExchange", "ReduceScatter", "Repartition", "SumReduce"),
+        )
+    },
     "unisono.Platform.submitter": "nothing: submitit submits every job",
 }
 """What to write instead, by the dotted name, or by the words of a command."""

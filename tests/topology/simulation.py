@@ -12,7 +12,7 @@ from itertools import product
 import torch
 from torch import Tensor
 
-from unisono.topology.halo import HaloPlan, Message, Piece
+from unisono.topology.halo import HaloPiece, HaloPlan, Message
 
 
 def slices(box: Sequence[tuple[int, int]]) -> tuple[slice, ...]:
@@ -46,7 +46,7 @@ def _pack(block: Tensor, message: Message) -> Tensor:
     return torch.cat([block[piece.source_slices].reshape(-1) for piece in message.pieces])
 
 
-def write(window: Tensor, piece: Piece, values: Tensor) -> None:
+def write(window: Tensor, piece: HaloPiece, values: Tensor) -> None:
     """Write a piece into a window."""
     window[piece.dest_slices] = values.reshape(piece.shape).flip(piece.flips)
 
@@ -57,7 +57,7 @@ def _unpack(window: Tensor, message: Message, flat: Tensor) -> None:
         write(window, piece, part)
 
 
-def _back(window: Tensor, piece: Piece) -> Tensor:
+def _back(window: Tensor, piece: HaloPiece) -> Tensor:
     g = window[piece.dest_slices]
     if piece.repeats:
         g = g.sum(piece.repeats, keepdim=True)

@@ -87,7 +87,7 @@ _mode: Mode | None = None
 
 
 @dataclass(frozen=True, slots=True)
-class Structure:
+class BlockStructure:
     """What a plan depends on in one tensor of one rank."""
 
     shape: tuple[int, ...]
@@ -95,7 +95,7 @@ class Structure:
     device: str
 
     @classmethod
-    def of(cls, x: Tensor) -> Structure:
+    def of(cls, x: Tensor) -> BlockStructure:
         """Return the structure of a tensor."""
         return cls(tuple(x.shape), x.dtype, x.device.type)
 
@@ -108,7 +108,7 @@ class Structure:
         return (*pack_shape(self.shape, self.dtype), kind)
 
     @classmethod
-    def unpacked(cls, record: Sequence[int]) -> Structure:
+    def unpacked(cls, record: Sequence[int]) -> BlockStructure:
         """Undo `packed`."""
         kind = record[-1].to_bytes(7).lstrip(b"\0").decode()
         return cls(*unpack_shape(record[:-1]), kind)
@@ -120,9 +120,9 @@ class Table:
 
     ranks: tuple[int, ...]
     """Ranks of the root communicator, ascending."""
-    entries: tuple[Structure, ...]
+    entries: tuple[BlockStructure, ...]
 
-    def of(self, rank: int) -> Structure:
+    def of(self, rank: int) -> BlockStructure:
         """Return the structure on a rank of the root communicator."""
         return self.entries[self.ranks.index(rank)]
 
@@ -231,7 +231,7 @@ def report_equal_blocks(digests: Sequence[int], shape: Sequence[int], partition:
 
 # A record: _HEAD numbers, then the structures of up to _MOST_INPUTS tensors.
 _BAD, _MODE, _ARGUMENTS, _COUNT, _GRAD_ON, _GRADIENTS, _HEAD = range(7)
-_FIELDS = len(Structure((), torch.float32, "cpu").packed())
+_FIELDS = len(BlockStructure((), torch.float32, "cpu").packed())
 _MOST_INPUTS = 2
 _ALIKE = {
     _MODE: ("structure_check mode", "structure_check(...) alike on every rank"),
@@ -252,14 +252,14 @@ class Agreements:
         self._key: tuple[object, ...] = ()
         self._record: list[int] = []
         self._records: list[tuple[int, ...]] = []
-        self._structures: tuple[Structure, ...] = ()
+        self._structures: tuple[BlockStructure, ...] = ()
         self._needed = NO_GRAD
 
     def agree(
         self,
         comm: Communicator | None,
         ranks: tuple[int, ...],
-        structures: tuple[Structure, ...],
+        structures: tuple[BlockStructure, ...],
         gradients: int,
         problem: UnisonoError | None,
         arguments: Callable[[], tuple[object, ...]],
@@ -309,7 +309,7 @@ class Agreements:
 
 
 def _record(
-    structures: tuple[Structure, ...],
+    structures: tuple[BlockStructure, ...],
     gradients: int,
     problem: UnisonoError | None,
     arguments: Callable[[], tuple[object, ...]],
@@ -339,13 +339,13 @@ def final_plan(layer: object, before: str, after: str) -> UnisonoError:
     )
 
 
-def listed(structures: Sequence[Structure]) -> str:
+def listed(structures: Sequence[BlockStructure]) -> str:
     """Return structures as a message shows them."""
     return ", ".join(map(str, structures))
 
 
 def _too_many(
-    structures: tuple[Structure, ...], arguments: Callable[[], tuple[object, ...]]
+    structures: tuple[BlockStructure, ...], arguments: Callable[[], tuple[object, ...]]
 ) -> UnisonoError | None:
     if len(structures) <= _MOST_INPUTS:
         return None
@@ -360,7 +360,7 @@ def _tables(ranks: tuple[int, ...], records: Sequence[tuple[int, ...]]) -> tuple
     tables: list[Table] = []
     for i in range(records[0][_COUNT]):
         start = _HEAD + i * _FIELDS
-        entries = (Structure.unpacked(record[start : start + _FIELDS]) for record in records)
+        entries = (BlockStructure.unpacked(record[start : start + _FIELDS]) for record in records)
         tables.append(Table(ranks, tuple(entries)))
     return tuple(tables)
 

@@ -25,8 +25,8 @@ from unisono.nn.agreement import (
     NO_GRAD,
     PARAMETERS,
     Agreements,
+    BlockStructure,
     Cuts,
-    Structure,
     Table,
     block_digest,
     report_equal_blocks,
@@ -35,7 +35,7 @@ from unisono.nn.module import Module
 from unisono.nn.precision import NARROW
 from unisono.nn.split_tensors.tensor import Split
 from unisono.operators import attach
-from unisono.operators.halo import HaloExchange, HaloOnGroup
+from unisono.operators.halo import HaloExchangeMap, HaloOnGroup
 from unisono.operators.linear import identity
 from unisono.operators.partitioned import FanPlan, collect
 from unisono.topology import Partition
@@ -91,16 +91,16 @@ class PlannedModule(Module, Generic[P]):
 
     def _read(
         self, input: tuple[Any, ...]
-    ) -> tuple[tuple[Structure, ...], int, UnisonoError | None]:
+    ) -> tuple[tuple[BlockStructure, ...], int, UnisonoError | None]:
         """Return what this rank's inputs are like, whose gradients it needs, and what is wrong."""
-        structures: list[Structure] = []
+        structures: list[BlockStructure] = []
         gradients = NO_GRAD
         found: str | None = None if input else "nothing"
         for x in input:
             if not isinstance(x, Tensor):
                 found = found or ("None" if x is None else an(type(x).__name__))
                 continue
-            structures.append(Structure(tuple(x.shape), x.dtype, x.device.type))
+            structures.append(BlockStructure(tuple(x.shape), x.dtype, x.device.type))
             if x.requires_grad:
                 gradients = INPUTS
             if isinstance(x, Split):
@@ -179,7 +179,7 @@ class PlannedModule(Module, Generic[P]):
         tied = x if x.requires_grad else self._tied(x, least=least)
         if self._exchange is None:
             return identity(tied)
-        return HaloExchange.apply(tied, self._exchange)
+        return HaloExchangeMap.apply(tied, self._exchange)
 
     def _tied(self, x: Tensor, *, least: int = NO_GRAD + 1) -> Tensor:
         """Return `x` as part of the graph wherever some rank needs gradients.

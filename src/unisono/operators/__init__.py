@@ -7,10 +7,10 @@ the pairs. Spaces: R replicated (counts once), S sharded, I each rank's own.
 from __future__ import annotations
 
 from unisono.operators.gather import (
-    AllGather,
+    AllGatherMap,
     ConcatReplicated,
     Gather,
-    ReduceScatter,
+    ReduceScatterMap,
     Scatter,
     SliceReplicated,
     all_gather,
@@ -21,14 +21,14 @@ from unisono.operators.gather import (
     scatter,
     slice_replicated,
 )
-from unisono.operators.halo import HaloAdd, HaloExchange, halo_add, halo_exchange
+from unisono.operators.halo import HaloAddMap, HaloExchangeMap, halo_add, halo_exchange
 from unisono.operators.linear import LinearMap, attach, set_adjoint
 from unisono.operators.move import AllToAll, Permute, Recv, Send, all_to_all, permute, recv, send
 from unisono.operators.reduce import (
-    AllSumReduce,
-    Broadcast,
+    AllSumReduceMap,
+    BroadcastMap,
     Copy,
-    SumReduce,
+    SumReduceMap,
     SumToReplicated,
     all_sum_reduce,
     broadcast,
@@ -36,31 +36,32 @@ from unisono.operators.reduce import (
     sum_reduce,
     sum_to_replicated,
 )
-from unisono.operators.repartition import Repartition, repartition
+from unisono.operators.repartition import RepartitionMap, repartition
 from unisono.operators.rows import add_rows, all_gather_rows
 from unisono.operators.table import TABLE, Pair, table_text
+from unisono.removed import removed_name
 
 __all__ = [
     "TABLE",
-    "AllGather",
-    "AllSumReduce",
+    "AllGatherMap",
+    "AllSumReduceMap",
     "AllToAll",
-    "Broadcast",
+    "BroadcastMap",
     "ConcatReplicated",
     "Copy",
     "Gather",
-    "HaloAdd",
-    "HaloExchange",
+    "HaloAddMap",
+    "HaloExchangeMap",
     "LinearMap",
     "Pair",
     "Permute",
     "Recv",
-    "ReduceScatter",
-    "Repartition",
+    "ReduceScatterMap",
+    "RepartitionMap",
     "Scatter",
     "Send",
     "SliceReplicated",
-    "SumReduce",
+    "SumReduceMap",
     "SumToReplicated",
     "add_rows",
     "all_gather",
@@ -87,3 +88,7 @@ __all__ = [
     "sum_to_replicated",
     "table_text",
 ]
+
+
+def __getattr__(name: str) -> object:
+    raise removed_name(f"unisono.operators.{name}")

@@ -99,13 +99,13 @@ def _joined(x: Tensor, plan: BlockPlan) -> Tensor:
     return plan.comm._perform(plan.comm._joined(x, plan.dim, plan.sizes))
 
 
-class AllGather(LinearMap):
+class AllGatherMap(LinearMap):
     """S -> I: every rank gets all blocks, each for its own use."""
 
     kernel = staticmethod(_joined)
 
 
-class ReduceScatter(LinearMap):
+class ReduceScatterMap(LinearMap):
     """I -> S: the ranks' tensors are summed and each rank keeps its block."""
 
     @staticmethod
@@ -155,7 +155,7 @@ class Gather(LinearMap):
         return x.new_empty(0) if joined is None else joined
 
 
-set_adjoint(AllGather, ReduceScatter)
+set_adjoint(AllGatherMap, ReduceScatterMap)
 set_adjoint(ConcatReplicated, SliceReplicated)
 set_adjoint(Scatter, Gather)
 
@@ -218,7 +218,7 @@ def all_gather(
     may differ along `dim` or be empty; without `sizes` one small exchange learns them.
     """
     plan = block_plan(x, dim, sizes, comm, "all_gather")
-    return identity(x) if comm.size == 1 else AllGather.apply(x, plan)
+    return identity(x) if comm.size == 1 else AllGatherMap.apply(x, plan)
 
 
 def reduce_scatter(
@@ -230,7 +230,7 @@ def reduce_scatter(
     `sizes` says.
     """
     plan = whole_plan(x, dim, sizes, comm, "reduce_scatter")
-    return identity(x) if comm.size == 1 else ReduceScatter.apply(x, plan)
+    return identity(x) if comm.size == 1 else ReduceScatterMap.apply(x, plan)
 
 
 def concat_replicated(

@@ -19,7 +19,7 @@ from unisono.comm.perform import Pending
 from unisono.errors import PartitionError
 from unisono.operators.linear import LinearMap, identity, set_adjoint
 from unisono.operators.plans import check_call
-from unisono.topology.halo import Box, HaloPlan, Message, Piece
+from unisono.topology.halo import Box, HaloPiece, HaloPlan, Message
 
 _MOST_KEPT = 1 << 14
 """Elements of a constant that is kept for the next window."""
@@ -61,7 +61,7 @@ class HaloOnGroup:
         )
 
 
-class HaloExchange(LinearMap):
+class HaloExchangeMap(LinearMap):
     """Own block -> own window: the points under it from their owners, the constant elsewhere."""
 
     @staticmethod
@@ -81,7 +81,7 @@ class HaloExchange(LinearMap):
         return window
 
 
-class HaloAdd(LinearMap):
+class HaloAddMap(LinearMap):
     """Own window -> own block: every point gets the sum of what stands for it in all windows."""
 
     @staticmethod
@@ -112,7 +112,7 @@ class HaloAdd(LinearMap):
         return total
 
 
-set_adjoint(HaloExchange, HaloAdd)
+set_adjoint(HaloExchangeMap, HaloAddMap)
 
 
 def halo_exchange(
@@ -136,7 +136,7 @@ def halo_exchange(
         comm: the ranks; default the world.
     """
     on_group = _on_group(x, plan, plan.block_shape, ranks, comm, plan.fill, "halo_exchange")
-    return identity(x) if plan.is_identity else HaloExchange.apply(x, on_group)
+    return identity(x) if plan.is_identity else HaloExchangeMap.apply(x, on_group)
 
 
 def halo_add(
@@ -158,7 +158,7 @@ def halo_add(
         comm: the ranks; default the world.
     """
     on_group = _on_group(g, plan, plan.window_shape, ranks, comm, 0.0, "halo_add")
-    return identity(g) if plan.is_identity else HaloAdd.apply(g, on_group)
+    return identity(g) if plan.is_identity else HaloAddMap.apply(g, on_group)
 
 
 def _on_group(
@@ -242,7 +242,7 @@ def _cutout(box: Box, shape: Sequence[int]) -> Cutout:
 
 
 def start_exchange(x: Tensor, plan: HaloOnGroup) -> Pending[dict[int, Tensor]]:
-    """Post the messages of an exchange; `HaloExchange` with what has landed finishes it.
+    """Post the messages of an exchange; `HaloExchangeMap` with what has landed finishes it.
 
     Args:
         x: own block.
@@ -314,12 +314,12 @@ def arrived(
     return found
 
 
-def place(window: Tensor, piece: Piece, values: Tensor) -> None:
+def place(window: Tensor, piece: HaloPiece, values: Tensor) -> None:
     """Write a piece into the window, reversed or repeated as it says."""
     window[piece.dest_slices] = values.flip(piece.flips) if piece.flips else values
 
 
-def gathered(window: Tensor, piece: Piece) -> Tensor:
+def gathered(window: Tensor, piece: HaloPiece) -> Tensor:
     """Return what stands for the points of a piece in the window, in the order of the points."""
     values = window[piece.dest_slices]
     if piece.repeats:
@@ -358,7 +358,7 @@ def _place_own(window: Tensor, x: Tensor, plan: HaloOnGroup) -> None:
             window.narrow(dim, size - right, right).fill_(plan.fill)
 
 
-def _add_local(total: Tensor, window: Tensor, pieces: Sequence[Piece]) -> None:
+def _add_local(total: Tensor, window: Tensor, pieces: Sequence[HaloPiece]) -> None:
     for piece in pieces:
         total[piece.source_slices] += gathered(window, piece)
 

@@ -20,7 +20,7 @@ from unisono.operators.gather import all_gather as join_blocks
 from unisono.operators.gather import concat_replicated, slice_replicated
 from unisono.operators.gather import reduce_scatter as sum_blocks
 from unisono.operators.linear import identity
-from unisono.operators.reduce import Broadcast, Fan, FanPlan, SumReduce
+from unisono.operators.reduce import BroadcastMap, Fan, FanPlan, SumReduceMap
 from unisono.topology import Partition
 from unisono.topology.fanout import Group, broadcast_groups, reduce_groups
 
@@ -60,12 +60,12 @@ def fan_plan(
 
 def spread(x: Tensor, plan: FanPlan) -> Tensor:
     """Return the block that this rank's root holds. Collective over the fans of the plan."""
-    return identity(x) if plan.is_identity else Broadcast.apply(*_fitted(x, plan))
+    return identity(x) if plan.is_identity else BroadcastMap.apply(*_fitted(x, plan))
 
 
 def collect(x: Tensor, plan: FanPlan) -> Tensor:
     """Return on a root the sum of its peers' blocks. Collective over the fans of the plan."""
-    return identity(x) if plan.is_identity else SumReduce.apply(*_fitted(x, plan))
+    return identity(x) if plan.is_identity else SumReduceMap.apply(*_fitted(x, plan))
 
 
 def broadcast(

@@ -39,7 +39,7 @@ def _sum_over_ranks(x: Tensor, plan: GroupPlan) -> Tensor:
     return total if plan.wire is None else total.to(x.dtype)
 
 
-class AllSumReduce(LinearMap):
+class AllSumReduceMap(LinearMap):
     """Every rank's tensor becomes the sum of all; the gradients are summed the same way."""
 
     kernel = staticmethod(_sum_over_ranks)
@@ -181,7 +181,7 @@ class FanPlan:
         return len(self.fans) == 1 and self.fans[0].comm.size == 1
 
 
-class Broadcast(LinearMap):
+class BroadcastMap(LinearMap):
     """Each root's block on all its peers."""
 
     @staticmethod
@@ -201,7 +201,7 @@ class Broadcast(LinearMap):
         return x.new_empty(plan.empty, dtype=plan.dtype) if received is None else received
 
 
-class SumReduce(LinearMap):
+class SumReduceMap(LinearMap):
     """The sum of the peers' blocks on each root."""
 
     @staticmethod
@@ -221,9 +221,9 @@ class SumReduce(LinearMap):
         return x.new_empty(plan.empty, dtype=plan.dtype) if received is None else received
 
 
-set_adjoint(AllSumReduce)
+set_adjoint(AllSumReduceMap)
 set_adjoint(SumToReplicated, Copy)
-set_adjoint(Broadcast, SumReduce)
+set_adjoint(BroadcastMap, SumReduceMap)
 
 
 def all_sum_reduce(
@@ -243,7 +243,7 @@ def all_sum_reduce(
     check_call(x, comm, "all_sum_reduce")
     if comm.size == 1:
         return identity(x)
-    return AllSumReduce.apply(x, GroupPlan(comm, _wire_dtype(wire, x.dtype)))
+    return AllSumReduceMap.apply(x, GroupPlan(comm, _wire_dtype(wire, x.dtype)))
 
 
 def _wire_dtype(wire: str | torch.dtype | None, own: torch.dtype) -> torch.dtype | None:
@@ -315,7 +315,7 @@ def broadcast(
                 )
     mine = x if comm.rank == src and x is not None else anchor(dtype, needs_grad, comm, x)
     fan = Fan(comm, src, shape, comm.rank == src, True)
-    return Broadcast.apply(mine, FanPlan((fan,), dtype, was_empty=tuple(mine.shape)))
+    return BroadcastMap.apply(mine, FanPlan((fan,), dtype, was_empty=tuple(mine.shape)))
 
 
 def sum_reduce(x: Tensor, dst: int = 0, *, comm: Communicator) -> Tensor:
@@ -329,4 +329,4 @@ def sum_reduce(x: Tensor, dst: int = 0, *, comm: Communicator) -> Tensor:
     if comm.size == 1:
         return identity(x)
     fan = Fan(comm, dst, tuple(x.shape), comm.rank == dst, True)
-    return SumReduce.apply(x, FanPlan((fan,), x.dtype))
+    return SumReduceMap.apply(x, FanPlan((fan,), x.dtype))

@@ -34,7 +34,7 @@ class RepartitionOnGroup:
         return RepartitionOnGroup(self.comm, self.overlap.adjoint, self.after, self.before)
 
 
-class Repartition(LinearMap):
+class RepartitionMap(LinearMap):
     """Own block of one layout -> own block of another."""
 
     @staticmethod
@@ -51,7 +51,7 @@ class Repartition(LinearMap):
         return y
 
 
-set_adjoint(Repartition)
+set_adjoint(RepartitionMap)
 
 
 def repartition(x: Tensor, plan: OverlapPlan, *, comm: Communicator | None = None) -> Tensor:
@@ -98,7 +98,7 @@ def repartition(x: Tensor, plan: OverlapPlan, *, comm: Communicator | None = Non
     if plan.is_identity:
         return identity(x)
     after = (0,) if plan.dest_shape is None else plan.dest_shape
-    return Repartition.apply(x, RepartitionOnGroup(comm, plan, shape, after))
+    return RepartitionMap.apply(x, RepartitionOnGroup(comm, plan, shape, after))
 
 
 def _slices(box: Box) -> tuple[slice, ...]:

@@ -9,18 +9,24 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from unisono.operators.gather import (
-    AllGather,
+    AllGatherMap,
     ConcatReplicated,
     Gather,
-    ReduceScatter,
+    ReduceScatterMap,
     Scatter,
     SliceReplicated,
 )
-from unisono.operators.halo import HaloAdd, HaloExchange
+from unisono.operators.halo import HaloAddMap, HaloExchangeMap
 from unisono.operators.linear import LinearMap
 from unisono.operators.move import AllToAll, Permute, Recv, Send
-from unisono.operators.reduce import AllSumReduce, Broadcast, Copy, SumReduce, SumToReplicated
-from unisono.operators.repartition import Repartition
+from unisono.operators.reduce import (
+    AllSumReduceMap,
+    BroadcastMap,
+    Copy,
+    SumReduceMap,
+    SumToReplicated,
+)
+from unisono.operators.repartition import RepartitionMap
 
 
 @dataclass(frozen=True)
@@ -54,26 +60,26 @@ def _both_ways(*pairs: Pair) -> tuple[Pair, ...]:
 
 # fmt: off
 TABLE: tuple[Pair, ...] = _both_ways(
-    Pair("broadcast", "sum_reduce", Broadcast, SumReduce, "I", "I"),
-    Pair("all_sum_reduce", "all_sum_reduce", AllSumReduce, AllSumReduce, "I", "I"),
+    Pair("broadcast", "sum_reduce", BroadcastMap, SumReduceMap, "I", "I"),
+    Pair("all_sum_reduce", "all_sum_reduce", AllSumReduceMap, AllSumReduceMap, "I", "I"),
     Pair("copy", "sum_to_replicated", Copy, SumToReplicated, "R", "I"),
     Pair("scatter", "gather", Scatter, Gather, "I", "S"),
     Pair("slice_replicated", "concat_replicated", SliceReplicated, ConcatReplicated, "R", "S"),
-    Pair("all_gather", "reduce_scatter", AllGather, ReduceScatter, "S", "I"),
+    Pair("all_gather", "reduce_scatter", AllGatherMap, ReduceScatterMap, "S", "I"),
     Pair("move_cut", "move_cut", AllToAll, AllToAll, "S", "S"),
     Pair("all_to_all", "all_to_all", AllToAll, AllToAll, "S", "S"),
     Pair("permute", "permute", Permute, Permute, "S", "S"),
     Pair("send", "recv", Send, Recv, "I", "I"),
-    Pair("halo_exchange", "halo_add", HaloExchange, HaloAdd, "S", "I"),
-    Pair("repartition", "repartition", Repartition, Repartition, "S", "S"),
+    Pair("halo_exchange", "halo_add", HaloExchangeMap, HaloAddMap, "S", "I"),
+    Pair("repartition", "repartition", RepartitionMap, RepartitionMap, "S", "S"),
     Pair("all_gather_rows", "add_rows", AllToAll, AllToAll, "S", "I"),
 )
 """Every operator with its adjoint; a pair of two different maps stands in it both ways round."""
 
 PARTITION_TABLE: tuple[Pair, ...] = _both_ways(
-    Pair("broadcast", "sum_reduce", Broadcast, SumReduce, "I", "I"),
-    Pair("all_sum_reduce", "all_sum_reduce", AllSumReduce, AllSumReduce, "I", "I"),
-    Pair("all_gather", "reduce_scatter", AllGather, ReduceScatter, "S", "I"),
+    Pair("broadcast", "sum_reduce", BroadcastMap, SumReduceMap, "I", "I"),
+    Pair("all_sum_reduce", "all_sum_reduce", AllSumReduceMap, AllSumReduceMap, "I", "I"),
+    Pair("all_gather", "reduce_scatter", AllGatherMap, ReduceScatterMap, "S", "I"),
     Pair("replicate", "sum_to_replicated", Copy, SumToReplicated, "R", "I"),
     Pair("gather_to_replicated", "split", ConcatReplicated, SliceReplicated, "S", "R"),
 )

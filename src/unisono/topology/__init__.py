@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 from unisono.removed import removed_name
 from unisono.topology import decompose, halo, overlap, resample, window
 from unisono.topology.draw import draw
-from unisono.topology.fanout import Group, Layout, broadcast_groups, reduce_groups
-from unisono.topology.halo import HaloPlan, Message, Piece
+from unisono.topology.fanout import Group, RankGrid, broadcast_groups, reduce_groups
+from unisono.topology.halo import HaloPiece, HaloPlan, Message
 from unisono.topology.overlap import LocalMove, Move, OverlapPlan
 from unisono.topology.window import Segment
 
@@ -25,14 +25,14 @@ if TYPE_CHECKING:
 __all__ = [
     "Group",
     "HaloPlan",
-    "Layout",
+    "RankGrid",
     "LocalMove",
     "Mesh",
     "Message",
     "Move",
     "OverlapPlan",
     "Partition",
-    "Piece",
+    "HaloPiece",
     "RowPlan",
     "Segment",
     "broadcast_groups",

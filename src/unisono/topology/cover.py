@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from unisono.topology.decompose import Interval
-from unisono.topology.halo import Box, HaloPlan, Piece
+from unisono.topology.halo import Box, HaloPiece, HaloPlan
 from unisono.topology.window import span
 
 
@@ -24,7 +24,7 @@ class Patch:
     """Which of the own outputs, spatial dims only."""
     window_shape: tuple[int, ...]
     """Sizes of its window in all dims."""
-    piece: Piece
+    piece: HaloPiece
     """The piece, placed in that window."""
 
 
@@ -104,7 +104,7 @@ def _padded(own: Interval, n: int, low: int, s: int, reach: int) -> tuple[Interv
 
 
 def _patch(
-    piece: Piece, outputs: Sequence[int], stride: Sequence[int], reach: Sequence[int]
+    piece: HaloPiece, outputs: Sequence[int], stride: Sequence[int], reach: Sequence[int]
 ) -> Patch:
     """Return the outputs that read a piece, and no fewer than those whose windows contain it."""
     output: list[Interval] = []

@@ -13,13 +13,13 @@ from typing import Any
 from unisono.errors import PartitionError
 from unisono.topology import halo as halos
 from unisono.topology.decompose import flat_index, grid_index, split_cuts
-from unisono.topology.fanout import Layout
+from unisono.topology.fanout import RankGrid
 from unisono.topology.halo import HaloPlan, Message
 from unisono.topology.window import WRAPS
 
 
 def draw(
-    partition: Layout,
+    partition: RankGrid,
     global_shape: Sequence[int] | None = None,
     halo: Mapping[str, Any] | Sequence[tuple[int, int]] | None = None,
     *,

@@ -13,7 +13,7 @@ from unisono.errors import PartitionError
 from unisono.topology.decompose import grid_index
 
 
-class Layout(Protocol):
+class RankGrid(Protocol):
     """Ranks laid out in a row-major grid; `Partition` and `Mesh` are such."""
 
     @property
@@ -40,7 +40,7 @@ class Group(NamedTuple):
 
 
 def broadcast_groups(
-    src: Layout, dest: Layout, transpose_src: bool = False, transpose_dest: bool = False
+    src: RankGrid, dest: RankGrid, transpose_src: bool = False, transpose_dest: bool = False
 ) -> list[Group]:
     """Return, for each source rank in row-major order, who gets its block.
 
@@ -56,7 +56,7 @@ def broadcast_groups(
 
 
 def reduce_groups(
-    src: Layout, dest: Layout, transpose_src: bool = False, transpose_dest: bool = False
+    src: RankGrid, dest: RankGrid, transpose_src: bool = False, transpose_dest: bool = False
 ) -> list[Group]:
     """Return, for each destination rank in row-major order, whose blocks are summed there.
 
@@ -66,7 +66,7 @@ def reduce_groups(
 
 
 def _groups(
-    verb: str, few: Layout, many: Layout, transpose_few: bool, transpose_many: bool
+    verb: str, few: RankGrid, many: RankGrid, transpose_few: bool, transpose_many: bool
 ) -> list[Group]:
     check = getattr(few, "check_same_root", None)
     if check is not None and hasattr(many, "check_same_root"):  # a `Mesh` has no root of its own
@@ -94,7 +94,7 @@ def _groups(
             )
     matching = [dim for dim, (a, b) in enumerate(zip(padded, wide, strict=True)) if a == b]
 
-    def colour(layout: Layout, place: int, transpose: bool) -> tuple[int, ...]:
+    def colour(layout: RankGrid, place: int, transpose: bool) -> tuple[int, ...]:
         index = _turned(grid_index(layout.shape, place), transpose)
         index = (0,) * (len(wide) - len(index)) + index
         return tuple(index[dim] for dim in matching)

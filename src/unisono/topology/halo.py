@@ -51,7 +51,7 @@ class Axis(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Piece:
+class HaloPiece:
     """A box of one rank's block and the box of another rank's window it fills."""
 
     owner: int
@@ -100,7 +100,7 @@ class Message:
 
     peer: int
     """Partition rank at the other end."""
-    pieces: tuple[Piece, ...]
+    pieces: tuple[HaloPiece, ...]
     """The same pieces in the same order at both ends."""
 
     @cached_property
@@ -125,7 +125,7 @@ class HaloPlan:
     """Own block in global coordinates."""
     window_shape: tuple[int, ...]
     """Sizes of the window: the local input of the layer, padding and halos included."""
-    local: tuple[Piece, ...]
+    local: tuple[HaloPiece, ...]
     """Pieces of the own block that stay here."""
     sends: tuple[Message, ...]
     """One message for each rank that needs own points, ascending."""
@@ -237,7 +237,7 @@ class HaloPlan:
         if not any(widths):
             return self, tuple(widths)
 
-        def moved(piece: Piece) -> Piece:
+        def moved(piece: HaloPiece) -> HaloPiece:
             pairs = zip(piece.dest, widths, strict=True)
             return replace(piece, dest=tuple((a - width, b - width) for (a, b), width in pairs))
 
@@ -454,7 +454,7 @@ def _messages(
         held_by = peer if owner is None else owner
         parts = [of[i] for of, i in zip(by_dim, peer_index, strict=True)]
         pieces = tuple(
-            Piece(
+            HaloPiece(
                 held_by,
                 tuple(part.source for part in combination),
                 tuple(part.dest for part in combination),

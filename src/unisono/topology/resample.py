@@ -22,7 +22,7 @@ RESAMPLE_MODES: tuple[str, ...] = ("nearest", "nearest-exact", "linear", "cubic"
 _CUBIC = -0.75
 
 
-class Taps(NamedTuple):
+class WeightedPoints(NamedTuple):
     """Inputs of one output and their weights."""
 
     points: tuple[int, ...]
@@ -87,11 +87,11 @@ class Resampling:
                 hint="lengths of at least 1",
             )
 
-    def taps(self, j: int) -> Taps:
+    def taps(self, j: int) -> WeightedPoints:
         """Return inputs and weights of output `j`, counted in the whole dim."""
         x, y = self.x, self.y
         if self.mode.startswith("nearest"):
-            return Taps((_nearest(self, j),), (1.0,))
+            return WeightedPoints((_nearest(self, j),), (1.0,))
         step = 1.0 / self.scale if self.scale else x / y
         if self.mode == "linear" and x == y:
             t = float(j)  # torch copies then, whatever the factor was
@@ -104,10 +104,10 @@ class Resampling:
         if self.mode == "linear":
             left = min(left, x - 1)
             weight = min(t - left, 1.0)
-            return Taps((left, min(left + 1, x - 1)), (1.0 - weight, weight))
+            return WeightedPoints((left, min(left + 1, x - 1)), (1.0 - weight, weight))
         weight = t - left
         points = tuple(min(max(left + i, 0), x - 1) for i in (-1, 0, 1, 2))
-        return Taps(points, tuple(_cubic(abs(weight - i)) for i in (-1, 0, 1, 2)))
+        return WeightedPoints(points, tuple(_cubic(abs(weight - i)) for i in (-1, 0, 1, 2)))
 
     def needed(self, y0: int, y1: int) -> Interval:
         """Return the inputs from the first tap of output `y0` to the last of `y1 - 1`."""

@@ -18,7 +18,7 @@ from unisono.compat.distdl.structures import (
     TensorStructure,
     broadcast_tensor_structure,
 )
-from unisono.operators import Repartition, all_sum_reduce, attach
+from unisono.operators import RepartitionMap, all_sum_reduce, attach
 from unisono.operators.linear import identity
 from unisono.operators.partitioned import collect, fan_plan, spread
 from unisono.operators.repartition import RepartitionOnGroup
@@ -166,7 +166,7 @@ class RepartitionFunction:
         empty = (*input.shape[:1], 0) if preserve_batch else (0,)
         on_group = RepartitionOnGroup(union.root, plan, tuple(input.shape), after or empty)
         typed = input.to(x_global_structure.dtype)
-        return Repartition.apply(joining(typed, x_global_structure), on_group)
+        return RepartitionMap.apply(joining(typed, x_global_structure), on_group)
 
 
 def _moves(

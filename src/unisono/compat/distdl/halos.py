@@ -25,12 +25,12 @@ from unisono.compat.distdl.layers import Module
 from unisono.compat.distdl.partitions import MPIPartition, check_null_rank, layout_of
 from unisono.compat.distdl.structures import MPIBufferManager, TensorStructure, manager_or_new
 from unisono.errors import PartitionError
-from unisono.nn.agreement import Structure, Table
+from unisono.nn.agreement import BlockStructure, Table
 from unisono.nn.planned import PlannedModule
 from unisono.operators import all_to_all
 from unisono.operators.linear import identity
 from unisono.topology import Partition
-from unisono.topology.resample import Resampling, Taps
+from unisono.topology.resample import Resampling, WeightedPoints
 
 Slices = tuple[slice, ...]
 
@@ -142,7 +142,7 @@ class HaloExchange(PlannedModule[list[tuple[Slices, ...]]], Module):
         """Refuse blocks that do not form a grid once their ghosts are taken away."""
         entries = [table.of(rank) for rank in self.P_x.ranks]
         bulk = tuple(
-            Structure(tuple(np.subtract(e.shape, widths.sum(1)).tolist()), e.dtype, e.device)
+            BlockStructure(tuple(np.subtract(e.shape, widths.sum(1)).tolist()), e.dtype, e.device)
             if len(e.shape) == len(widths)
             else e
             for e, widths in zip(entries, self._received, strict=True)
@@ -378,7 +378,7 @@ _KINDS = {"bilinear": "linear", "trilinear": "linear", "bicubic": "cubic"}
 Scale = float | Sequence[float] | None
 
 
-def _needed(end: Callable[[Taps], int], doc: str) -> Callable[..., np.ndarray]:
+def _needed(end: Callable[[WeightedPoints], int], doc: str) -> Callable[..., np.ndarray]:
     def needed(
         self: object,  # noqa: ARG001 - it becomes a method
         y_global_idx: Any,
@@ -393,7 +393,7 @@ def _needed(end: Callable[[Taps], int], doc: str) -> Callable[..., np.ndarray]:
         aligned = align_corners and not kind.startswith("nearest")
         dims = range(2, len(x_global_shape))
         given = scale_factor if isinstance(scale_factor, Sequence) else [scale_factor] * len(dims)
-        taps = [Taps((int(i),), (1.0,)) for i in y_global_idx[:2]]
+        taps = [WeightedPoints((int(i),), (1.0,)) for i in y_global_idx[:2]]
         for dim, scale in zip(dims, given, strict=True):
             at, x, y = (int(of[dim]) for of in (y_global_idx, x_global_shape, y_global_shape))
             taps.append(Resampling(x, y, kind, scale, aligned, double).taps(at))

@@ -41,11 +41,11 @@ from unisono.nn.split_tensors.convolution import (
     space_plan,
 )
 from unisono.nn.state import HoldingModule
-from unisono.operators.halo import HaloExchange, HaloOnGroup
+from unisono.operators.halo import HaloExchangeMap, HaloOnGroup
 from unisono.operators.partitioned import FanPlan, spread
 from unisono.topology import Partition, halo
 from unisono.topology.decompose import Interval, block
-from unisono.topology.halo import Box, HaloPlan, Message, Piece
+from unisono.topology.halo import Box, HaloPiece, HaloPlan, Message
 from unisono.topology.window import PADDING_MODES, padding_pairs, per_dim
 
 Size = int | Sequence[int]
@@ -104,7 +104,7 @@ class Channels:
 
 
 @dataclass(frozen=True)
-class Run:
+class ChannelRun:
     """Output channels that are one ordinary convolution: whole groups, or a part of one."""
 
     outs: Interval
@@ -126,17 +126,17 @@ def channels_at(settings: ConvSettings, grid: Partition, index: Sequence[int]) -
     return Channels(outs, depth, ins)
 
 
-def runs_of(settings: ConvSettings, own: Channels) -> list[Run]:
+def runs_of(settings: ConvSettings, own: Channels) -> list[ChannelRun]:
     """Return up to three runs that make up the own output channels: cut group, whole ones, cut."""
     per_out, per_in = _per_group(settings)
     c0, c1 = own.outs
     first, last = -(-c0 // per_out), c1 // per_out
     cuts = [c0, c1] if first > last else sorted({c0, first * per_out, last * per_out, c1})
-    runs: list[Run] = []
+    runs: list[ChannelRun] = []
     for low, high in itertools.pairwise(cuts):
         groups = max(1, (high - low) // per_out)
         start = low // per_out * per_in - own.ins[0]
-        runs.append(Run((low - c0, high - c0), (start, start + groups * per_in), groups))
+        runs.append(ChannelRun((low - c0, high - c0), (start, start + groups * per_in), groups))
     return runs
 
 
@@ -159,7 +159,7 @@ def fetch_plan(
     me = P_x.root.rank
     sends: list[Message] = []
     recvs: list[Message] = []
-    local: tuple[Piece, ...] = ()
+    local: tuple[HaloPiece, ...] = ()
     own_shape = windows[me].window_shape if me in windows else given
     own_window: tuple[int, ...] = (0,)
     for place, reader in enumerate(grid.ranks):
@@ -195,12 +195,12 @@ def _per_group(settings: ConvSettings) -> tuple[int, int]:
     return settings.out_channels // settings.groups, settings.in_channels // settings.groups
 
 
-def _channel_piece(owner: int, shape: Sequence[int], channels: Interval, at: int) -> Piece:
+def _channel_piece(owner: int, shape: Sequence[int], channels: Interval, at: int) -> HaloPiece:
     """Return a range of channels of a window, whole in the other dims."""
     full: list[Interval] = [(0, n) for n in shape]
     source: Box = (full[0], channels, *full[2:])
     dest: Box = (full[0], (at, at + channels[1] - channels[0]), *full[2:])
-    return Piece(owner, source, dest, ("copy",) * len(full))
+    return HaloPiece(owner, source, dest, ("copy",) * len(full))
 
 
 @dataclass(frozen=True)
@@ -370,7 +370,7 @@ class _GeneralConv(HoldingModule[_GeneralPlan | SpacePlan]):
         elif plan.fetch is not None:
             if held.numel() == 0:  # a rank without a block may not know the dtype of the data
                 held = held.to(plan.to_outputs.dtype)
-            held = HaloExchange.apply(held, HaloOnGroup(self.P_x.root, plan.fetch, None, 0.0))
+            held = HaloExchangeMap.apply(held, HaloOnGroup(self.P_x.root, plan.fetch, None, 0.0))
         if self._channels is not None:
             held = self._convolved(held, plan.partial_shape, self._channels)
         return collect_products(held, plan.to_outputs)

@@ -33,7 +33,7 @@ from unisono.nn.parameters import (
 from unisono.nn.planned import balanced_in, check_sizes, collect_products, recut
 from unisono.nn.precision import is_plain
 from unisono.nn.state import HoldingModule
-from unisono.operators import AllGather, ReduceScatter
+from unisono.operators import AllGatherMap, ReduceScatterMap
 from unisono.operators.gather import BlockPlan
 from unisono.operators.linear import slopes
 from unisono.operators.partitioned import FanPlan, spread
@@ -272,7 +272,7 @@ class DistributedLinearAllGather(_OneAxisLinear):
             return F.linear(tied, weight, *bias)
         if is_plain(input):
             return _Columns.apply(tied, weight, bias[0] if bias else None, plan)
-        return F.linear(AllGather.apply(tied, plan), weight, *bias)
+        return F.linear(AllGatherMap.apply(tied, plan), weight, *bias)
 
 
 class DistributedLinearReduceScatter(_OneAxisLinear):
@@ -344,7 +344,7 @@ class DistributedLinearReduceScatter(_OneAxisLinear):
         held = self._window(input)
         y = F.linear(held, weight)
         if self._plan.comm.size > 1:
-            y = ReduceScatter.apply(y, self._plan)
+            y = ReduceScatterMap.apply(y, self._plan)
         return y + bias[0].to(y.dtype) if bias else y
 
 
@@ -382,7 +382,7 @@ class _Columns(torch.autograd.Function):
     def forward(
         ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, plan: BlockPlan
     ) -> Tensor:
-        joined = AllGather.kernel(x, plan)
+        joined = AllGatherMap.kernel(x, plan)
         ctx.plan = plan
         ctx.save_for_backward(x, weight, bias, joined)
         return F.linear(joined, weight, bias)
@@ -394,7 +394,7 @@ class _Columns(torch.autograd.Function):
         if torch.is_grad_enabled():  # a derivative of this is wanted: let autograd write it
 
             def forward(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-                return F.linear(AllGather.apply(x, plan), weight, bias)
+                return F.linear(AllGatherMap.apply(x, plan), weight, bias)
 
             return *slopes(forward, (x, weight, bias), wanted[:3], dy), None
         comm, pending = plan.comm, None

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from unisono.errors import PartitionError
 from unisono.expect import expect_choice
 from unisono.nn.agreement import Table
-from unisono.nn.layers.shell import Shell, ShellPlan
+from unisono.nn.layers.function_layer import FunctionLayer, FunctionPlan
 from unisono.nn.planned import check_dims
 from unisono.nn.precision import wide
 from unisono.nn.split_tensors.pointwise import stray_label
@@ -23,7 +23,7 @@ from unisono.nn.split_tensors.tensor import Split
 from unisono.topology import Partition
 
 
-class _Loss(Shell):
+class _Loss(FunctionLayer):
     """A loss that is a sum over elements."""
 
     _balances = False
@@ -128,7 +128,7 @@ class DistributedKLDivLoss(_Loss):
         self.log_target = log_target
 
 
-class DistributedNLLLoss(Shell):
+class DistributedNLLLoss(FunctionLayer):
     """`torch.nn.NLLLoss` of split tensors; dim 1 (the classes) may be split too.
 
     Args:
@@ -157,7 +157,7 @@ class DistributedNLLLoss(Shell):
         self.register_buffer("weight", weight)
         self.ignore_index = ignore_index
 
-    def _make_plan(self, tables: Sequence[Table]) -> ShellPlan:
+    def _make_plan(self, tables: Sequence[Table]) -> FunctionPlan:
         for rank in self.P_x.ranks:
             shape, target = (table.of(rank).shape for table in tables)
             if (shape[0], *shape[2:]) != target:

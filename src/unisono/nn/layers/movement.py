@@ -16,10 +16,7 @@ from unisono.errors import PartitionError
 from unisono.expect import expect_int
 from unisono.nn.agreement import Table
 from unisono.nn.planned import PlannedModule, ScaledGradient
-from unisono.operators import AllGather as GatherMap
-from unisono.operators import ReduceScatter as ScatterMap
-from unisono.operators import Repartition as RepartitionMap
-from unisono.operators import all_sum_reduce
+from unisono.operators import AllGatherMap, ReduceScatterMap, RepartitionMap, all_sum_reduce
 from unisono.operators.gather import BlockPlan
 from unisono.operators.linear import LinearMap, identity
 from unisono.operators.partitioned import FanPlan, collect, fan_plan, spread
@@ -164,7 +161,7 @@ class AllGather(_AlongAxis):
         scale_backward: axis, or slice of axes: the gradient is divided by their number of ranks.
     """
 
-    _map = GatherMap
+    _map = AllGatherMap
 
     def __init__(
         self,
@@ -207,7 +204,7 @@ class ReduceScatter(_AlongAxis):
 
     _takes_blocks = False
 
-    _map = ScatterMap
+    _map = ReduceScatterMap
 
     def __init__(
         self,

@@ -18,7 +18,7 @@ from torch.nn import functional as F
 from unisono.comm import Communicator
 from unisono.errors import PartitionError
 from unisono.nn.agreement import Table
-from unisono.nn.layers.shell import Shell, ShellPlan
+from unisono.nn.layers.function_layer import FunctionLayer, FunctionPlan
 from unisono.nn.parameters import Weights, check_weights, held_by, nothing, part
 from unisono.nn.planned import check_dims, check_sizes
 from unisono.nn.precision import wide
@@ -29,7 +29,7 @@ from unisono.topology.decompose import block, split_cuts, split_sizes
 from unisono.topology.window import as_int
 
 
-class _Norm(Shell, HoldingModule[Any]):
+class _Norm(FunctionLayer, HoldingModule[Any]):
     """What all norms share: a scale and a shift, in the blocks of some dims of the tensor."""
 
     _balances = False
@@ -72,7 +72,7 @@ class _Norm(Shell, HoldingModule[Any]):
         axes = tuple(d for d in range(self.P_x.dim) if d not in self._dims)
         return self.P_x.sub(axes) if self.P_x.active else None
 
-    def _make_plan(self, tables: Sequence[Table]) -> ShellPlan:
+    def _make_plan(self, tables: Sequence[Table]) -> FunctionPlan:
         plan, P = super()._make_plan(tables), self.P_x
         check_sizes(type(self).__name__, self._block.global_shape, self._dims, plan.shape)
         sizes = enumerate(zip(self._block.global_shape, self._dims, strict=True))

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from unisono.errors import PartitionError
 from unisono.nn.layers.conv import Size
-from unisono.nn.layers.shell import Shell
+from unisono.nn.layers.function_layer import FunctionLayer
 from unisono.nn.planned import check_dims
 from unisono.topology import Partition
 from unisono.topology.window import check_pool, per_dim
@@ -20,7 +20,7 @@ _MAX: dict[int, Callable[..., Any]] = {1: F.max_pool1d, 2: F.max_pool2d, 3: F.ma
 _AVG: dict[int, Callable[..., Any]] = {1: F.avg_pool1d, 2: F.avg_pool2d, 3: F.avg_pool3d}
 
 
-class _Pool(Shell):
+class _Pool(FunctionLayer):
     """What the pooling layers share."""
 
     dims: ClassVar[int]

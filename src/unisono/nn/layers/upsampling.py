@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from unisono.errors import PartitionError
-from unisono.nn.layers.shell import Shell
+from unisono.nn.layers.function_layer import FunctionLayer
 from unisono.nn.split_tensors.resampling import MODES, Taps, resampled, taps_of
 from unisono.topology import Partition
 from unisono.topology.resample import Resampling
@@ -17,7 +17,7 @@ from unisono.topology.resample import Resampling
 _DIMS = {"linear": 1, "bilinear": 2, "trilinear": 3, "bicubic": 2}
 
 
-class DistributedUpsample(Shell):
+class DistributedUpsample(FunctionLayer):
     """`torch.nn.Upsample` of a tensor `(N, C, ...)` split in any dims.
 
     Args:

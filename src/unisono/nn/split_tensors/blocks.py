@@ -26,7 +26,7 @@ from unisono.nn.split_tensors.tensor import (
     splits_in,
 )
 from unisono.operators import move_cut
-from unisono.operators.halo import HaloExchange, HaloOnGroup
+from unisono.operators.halo import HaloExchangeMap, HaloOnGroup
 from unisono.topology import HaloPlan, Segment
 from unisono.topology.decompose import split_sizes
 from unisono.topology.halo import Axis, plan_windows
@@ -56,7 +56,7 @@ def window(x: Split, wanted: Wanted, fill: float = 0.0) -> Tensor:
     if plan.is_identity:  # in memory of its own, as on the other ranks
         return x.local.clone()
     comm, ranks = x.run.grid([axis for cut, _ in wanted.values() for axis in cut.axes])
-    return HaloExchange.apply(x.local, HaloOnGroup(comm, plan, ranks, fill))
+    return HaloExchangeMap.apply(x.local, HaloOnGroup(comm, plan, ranks, fill))
 
 
 def span(start: int, stop: int) -> Window:

@@ -23,8 +23,8 @@ from unisono.comm.perform import Pending
 from unisono.nn.agreement import Cuts
 from unisono.nn.precision import is_plain
 from unisono.operators.halo import (
-    HaloAdd,
-    HaloExchange,
+    HaloAddMap,
+    HaloExchangeMap,
     HaloOnGroup,
     arrived,
     exchanged,
@@ -261,7 +261,7 @@ class ConvInSpace(torch.autograd.Function):
 
             def forward(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
                 # The window is made anew from what arrived before; its backward sends as ever.
-                window = HaloExchange.apply(x, replace(plan.exchange, landed=received))
+                window = HaloExchangeMap.apply(x, replace(plan.exchange, landed=received))
                 return plan.of_window(window, weight, bias)
 
             return *slopes(forward, (x, weight, bias), wanted, grads[0]), None
@@ -281,7 +281,7 @@ def convolved_in_space(x: Tensor, weight: Tensor, bias: Tensor | None, plan: Spa
     if plan.exchange.halo.is_identity:  # the window is the block: torch's own is fastest
         y = plan.of_window(x, weight, inside)
     elif not is_plain(x):
-        y = plan.of_window(HaloExchange.apply(x, plan.exchange), weight, inside)
+        y = plan.of_window(HaloExchangeMap.apply(x, plan.exchange), weight, inside)
     elif torch.is_grad_enabled():
         y = _recorded(x, weight, inside, plan)
     else:
@@ -336,7 +336,7 @@ def _by_window(
         dwindow, dw, db = plan.settings.gradients(dy, window, weight, mask, plan.padding)
     if not wanted[0] or dwindow is None:
         return None, dw, db if wanted[2] else None
-    return HaloAdd.kernel(dwindow, plan.exchange), dw, db if wanted[2] else None
+    return HaloAddMap.kernel(dwindow, plan.exchange), dw, db if wanted[2] else None
 
 
 def _by_patches(

@@ -19,7 +19,7 @@ from unisono import torch_private as private
 from unisono.accelerator import copied_once
 from unisono.comm import Communicator
 from unisono.nn.precision import is_plain
-from unisono.operators.halo import HaloExchange, HaloOnGroup
+from unisono.operators.halo import HaloExchangeMap, HaloOnGroup
 from unisono.topology import halo
 from unisono.topology.window import output_length, pool_counts
 
@@ -102,7 +102,7 @@ class PoolPlan:
             wants_indices: the places are only right if they are asked for.
         """
         plan = self.exchange.halo
-        window = x if plan.is_identity else HaloExchange.apply(x, self.exchange)
+        window = x if plan.is_identity else HaloExchangeMap.apply(x, self.exchange)
         if 0 in self.shape:  # no point, but the backward of the window runs as elsewhere
             empty = window.sum().to(window.dtype).expand(self.shape)
             return empty, empty.long()

@@ -1,4 +1,4 @@
-"""`Shell`: a layer that is a function of torch, with this rank's block in and its block out.
+"""`FunctionLayer`: a layer that is a function of torch: this rank's block in, its block out.
 
 The ranks agree on what they hold; then the block is shown as a `Split`, and the function's rule
 for split tensors does the rest. Blocks may be empty, before and after.
@@ -23,7 +23,7 @@ from unisono.topology.decompose import split_sizes
 
 
 @dataclass(frozen=True)
-class ShellPlan:
+class FunctionPlan:
     """How inputs of known shapes are shown."""
 
     run: Run
@@ -36,7 +36,7 @@ class ShellPlan:
     """How parameters are cut, by their own dims."""
 
 
-class Shell(PlannedModule[ShellPlan]):
+class FunctionLayer(PlannedModule[FunctionPlan]):
     """A layer whose inputs have the same blocks, and which calls a function of torch."""
 
     _balances: ClassVar[bool] = True
@@ -50,7 +50,7 @@ class Shell(PlannedModule[ShellPlan]):
     def _check(self, shape: tuple[int, ...], dtype: torch.dtype) -> None:
         """Raise for a whole input that the function does not take."""
 
-    def _make_plan(self, tables: Sequence[Table]) -> ShellPlan:
+    def _make_plan(self, tables: Sequence[Table]) -> FunctionPlan:
         P = self.P_x
         cuts, dtype = tables[0].cuts(P), tables[0].dtype(P)
         for table in tables[1:]:
@@ -69,7 +69,7 @@ class Shell(PlannedModule[ShellPlan]):
             if len(bounds) > 2
         }
         even = {dim: split_sizes(sum(each), len(each)) for dim, each in sizes.items()}
-        return ShellPlan(
+        return FunctionPlan(
             Run(P, None, strict=True, keeps_empty=True, sums_gradients=self._leaves_sums),
             _shape(cuts),
             {dim: Cut(each, P.sub(dim).comm) for dim, each in sizes.items()},
