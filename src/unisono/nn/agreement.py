@@ -143,12 +143,12 @@ class Table:
             )
         return first
 
-    def one_shape(self, ranks: Sequence[int], asked: str, hint: str) -> tuple[int, ...]:
+    def one_shape(self, ranks: Sequence[int], action: str, hint: str) -> tuple[int, ...]:
         """Return the shape of the blocks of some ranks, which must be equal."""
         found = {rank: self.of(rank).shape for rank in ranks}
         if len(set(found.values())) > 1:
             raise PartitionError.because(
-                asked,
+                action,
                 "\n".join(f"rank {rank}: {list(shape)}" for rank, shape in found.items()),
                 "their shapes differ",
                 hint,
@@ -161,7 +161,7 @@ class Table:
 
     def global_shape(self, partition: Partition) -> tuple[int, ...]:
         """Return the shape of the whole tensor that the blocks of a partition make up."""
-        return tuple(own[-1] for own in self.cuts(partition))
+        return tuple(bounds[-1] for bounds in self.cuts(partition))
 
 
 def cuts_of_blocks(shapes: Sequence[Sequence[int]], partition: Partition) -> Cuts:
@@ -411,7 +411,7 @@ def raise_together(comm: Communicator | None, problem: UnisonoError | None) -> N
     said = comm.all_gather_object(
         None if problem is None else (type(problem).__name__, str(problem))
     )
-    at = next((rank for rank, told in enumerate(said) if told is not None), None)
+    at = next((rank for rank, report_of in enumerate(said) if report_of is not None), None)
     if at is None:
         return
     if problem is not None and at == comm.rank:

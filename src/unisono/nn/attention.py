@@ -114,14 +114,14 @@ class Attention(torch.autograd.Function):
         sums = torch.full(q.shape[:3], -math.inf, dtype=wide, device=q.device)
         for block, keys, values in _blocks(k, v, plan):
             for tile in plan.tiles(block, q.shape[2]):
-                part, own = _tile(tile, q, keys, values, mask, plan)
+                part, tile_sums = _tile(tile, q, keys, values, mask, plan)
                 if total is None and part.shape == shape:
-                    total, sums = part, own
+                    total, sums = part, tile_sums
                     continue
                 if total is None:
                     total = torch.zeros(shape, dtype=wide, device=q.device)
                 total = total.to(wide)
-                _join(tile.rows(total), tile.rows(sums[..., None])[..., 0], part, own)
+                _join(tile.rows(total), tile.rows(sums[..., None])[..., 0], part, tile_sums)
         out = q.new_zeros(shape) if total is None else total.to(q.dtype)
         ctx.plan = plan
         ctx.save_for_backward(q, k, v, mask, out, sums)
@@ -143,15 +143,15 @@ def _gradients(ctx: Any, dout: Tensor) -> list[Tensor | None]:
     """Return the gradients of queries, keys, values and mask."""
     q, k, v, mask, out, sums = ctx.saved_tensors
     plan: AttentionPlan = ctx.plan
-    wanted = ctx.needs_input_grad[:4]
+    needs = ctx.needs_input_grad[:4]
     if torch.is_grad_enabled():  # a derivative of this is wanted: let autograd write it
-        return slopes(partial(_composed, plan=plan), (q, k, v, mask), wanted, dout)
+        return slopes(partial(_composed, plan=plan), (q, k, v, mask), needs, dout)
     wide = _wide(q.dtype)
     # exp(-inf - 0) = 0: a query that sees no key has no gradient.
     sums = sums.masked_fill(sums == -math.inf, 0.0)
     dq = torch.zeros(q.shape, dtype=wide, device=q.device)
-    dmask = torch.zeros_like(mask) if mask is not None and wanted[3] else None
-    home = _Homeward(plan, k, v) if wanted[1] or wanted[2] else None
+    dmask = torch.zeros_like(mask) if mask is not None and needs[3] else None
+    home = _Homeward(plan, k, v) if needs[1] or needs[2] else None
     for block, keys, values in _blocks(k, v, plan):
         dk = torch.zeros(keys.shape, dtype=wide, device=q.device)
         dv = torch.zeros(values.shape, dtype=wide, device=q.device)
@@ -165,9 +165,9 @@ def _gradients(ctx: Any, dout: Tensor) -> list[Tensor | None]:
             home.add(block, dk, dv)
     dk, dv = home.arrived() if home is not None else (None, None)
     return [
-        dq.to(q.dtype) if wanted[0] else None,
-        dk.to(k.dtype) if wanted[1] and dk is not None else None,
-        dv.to(v.dtype) if wanted[2] and dv is not None else None,
+        dq.to(q.dtype) if needs[0] else None,
+        dk.to(k.dtype) if needs[1] and dk is not None else None,
+        dv.to(v.dtype) if needs[2] and dv is not None else None,
         dmask,
     ]
 
@@ -181,16 +181,16 @@ def _blocks(k: Tensor, v: Tensor, plan: AttentionPlan) -> Iterator[tuple[int, Te
     if comm is None or comm.size == 1:
         yield 0, k, v
         return
-    held = torch.cat([k.reshape(-1), v.reshape(-1)])
+    travelling = torch.cat([k.reshape(-1), v.reshape(-1)])
     for step in range(comm.size):
         block = (comm.rank - step) % comm.size
         flight: Messages | None = None
         if step + 1 < comm.size:
             coming = _elements(k, v, plan, (block - 1) % comm.size)
-            flight = _passed_on(comm, held, coming, k.dtype)
-        yield block, *_unpacked(held, k, v, plan, block)
+            flight = _passed_on(comm, travelling, coming, k.dtype)
+        yield block, *_unpacked(travelling, k, v, plan, block)
         if flight is not None:
-            held = next(iter(flight.wait().values()), held[:0])
+            travelling = next(iter(flight.wait().values()), travelling[:0])
 
 
 class _Homeward:
@@ -229,12 +229,12 @@ class _Homeward:
         return _unpacked(came, k, v, plan, 0 if comm is None else comm.rank)
 
 
-def _passed_on(comm: Communicator, held: Tensor, coming: int, dtype: torch.dtype) -> Messages:
+def _passed_on(comm: Communicator, tensor: Tensor, coming: int, dtype: torch.dtype) -> Messages:
     """Start to send a flat block to the next rank, and to receive that of the rank before."""
     after, before = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
     return comm._post(
-        {after: dense(held)} if held.numel() else {},
-        {before: torch.empty(coming, dtype=dtype, device=held.device)} if coming else {},
+        {after: dense(tensor)} if tensor.numel() else {},
+        {before: torch.empty(coming, dtype=dtype, device=tensor.device)} if coming else {},
     )
 
 
@@ -260,12 +260,12 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
-def _join(total: Tensor, sums: Tensor, part: Tensor, own: Tensor) -> None:
+def _join(total: Tensor, sums: Tensor, part: Tensor, part_sums: Tensor) -> None:
     """Add the result of further keys, in place; `sums` is the log-sum-exp of the scores so far."""
-    joint = torch.logaddexp(sums, own)
-    seen = joint.masked_fill(joint == -math.inf, 0.0)  # no key so far: both weights are 0
-    total *= (sums - seen).exp_()[..., None]
-    total += part * (own - seen).exp_()[..., None]
+    joint = torch.logaddexp(sums, part_sums)
+    finite = joint.masked_fill(joint == -math.inf, 0.0)  # no key so far: both weights are 0
+    total *= (sums - finite).exp_()[..., None]
+    total += part * (part_sums - finite).exp_()[..., None]
     sums.copy_(joint)
 
 
@@ -327,12 +327,12 @@ def _tile(
     sums = torch.empty(q.shape[:3], dtype=wide, device=q.device)
     for top, bottom in _chunks(q, k):
         scores = _scores(tile, top, bottom, q, k, mask, plan)
-        own = torch.logsumexp(scores, -1)
-        weights = (scores - own.masked_fill(own == -math.inf, 0.0)[..., None]).exp_()
+        log_sum = torch.logsumexp(scores, -1)
+        weights = (scores - log_sum.masked_fill(log_sum == -math.inf, 0.0)[..., None]).exp_()
         kept = _kept(tile, top, weights, plan)
         weights = weights if kept is None else weights.mul_(kept)
         out[:, :, top:bottom] = weights @ v.to(wide)
-        sums[:, :, top:bottom] = own
+        sums[:, :, top:bottom] = log_sum
     return out, sums
 
 
@@ -449,11 +449,11 @@ def _composed(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, plan: Attent
         kept = torch.zeros_like(weights)
         for block in range(len(plan.key_bounds) - 1):
             for tile in plan.tiles(block, q.shape[2]):
-                own = kept[:, :, tile.top : tile.bottom, tile.low : tile.high]
-                for top, bottom in _chunks(own, own.mT):
-                    drawn = _kept(tile, top, own[:, :, top:bottom], plan)
+                kept_tile = kept[:, :, tile.top : tile.bottom, tile.low : tile.high]
+                for top, bottom in _chunks(kept_tile, kept_tile.mT):
+                    drawn = _kept(tile, top, kept_tile[:, :, top:bottom], plan)
                     if drawn is not None:
-                        own[:, :, top:bottom] = drawn
+                        kept_tile[:, :, top:bottom] = drawn
         weights = weights * kept
     return (weights @ v).to(q.dtype)
 

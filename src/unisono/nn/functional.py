@@ -185,8 +185,8 @@ class _Call:
             tokens = [self.query.shape[-2], self.key.shape[-2]]
         columns = 1 if self.mask is None or not self.mask.ndim else self.mask.shape[-1]
         if sizes is None:
-            mine = [0] * 8 if problem is not None else self._alike()
-            records = comm.all_gather_ints([int(problem is not None), *tokens, columns, *mine])
+            numbers = [0] * 8 if problem is not None else self._alike()
+            records = comm.all_gather_ints([int(problem is not None), *tokens, columns, *numbers])
             if any(record[0] for record in records):
                 raise_together(comm, problem)
             if len({tuple(record[4:]) for record in records}) > 1:
@@ -195,25 +195,28 @@ class _Call:
                     "and requires_grad must be equal on all ranks",
                     {rank: f"numbers {list(rec[4:])}" for rank, rec in enumerate(records)},
                 )
-            found, given = (tuple(record[i] for record in records) for i in (1, 2))
+            counts, keys = (tuple(record[i] for record in records) for i in (1, 2))
             for rank, record in enumerate(records):
-                self._check_columns(rank, record[3], sum(given))
-            return found, given
+                self._check_columns(rank, record[3], sum(keys))
+            return counts, keys
         if problem is not None:
             raise problem
         key_sizes = sizes if key_sizes is None else key_sizes
-        found = check_sizes(sizes, comm.size, name)
-        given = check_sizes(key_sizes, comm.size, name, what="key_sizes")
-        for what, own, each in (("sizes", tokens[0], found), ("key_sizes", tokens[1], given)):
-            if each[comm.rank] != own:
+        counts = check_sizes(sizes, comm.size, name)
+        keys = check_sizes(key_sizes, comm.size, name, what="key_sizes")
+        for what, count, each in (
+            ("sizes", tokens[0], counts),
+            ("key_sizes", tokens[1], keys),
+        ):
+            if each[comm.rank] != count:
                 raise PartitionError.because(
                     f"{name}({what}={list(each)}) on rank {comm.rank}",
-                    f"{own} tokens",
-                    f"{what}[{comm.rank}] = {each[comm.rank]} != {own}",
+                    f"{count} tokens",
+                    f"{what}[{comm.rank}] = {each[comm.rank]} != {count}",
                     f"{what}=None to learn them",
                 )
-        self._check_columns(comm.rank, columns, sum(given))
-        return found, given
+        self._check_columns(comm.rank, columns, sum(keys))
+        return counts, keys
 
     def _alike(self) -> list[int]:
         """Return numbers that must be equal on all ranks."""
@@ -234,8 +237,8 @@ class _Call:
             needed = "as many dims of each are needed, two at least"
             yield shapes, needed, None, "[batch, heads, tokens, features]"
         if not q.dtype == k.dtype == v.dtype or not q.is_floating_point():
-            asked = f"{name} of {q.dtype}, {k.dtype} and {v.dtype}"
-            yield asked, "one floating-point dtype is needed", None, "key.to(query.dtype)"
+            call = f"{name} of {q.dtype}, {k.dtype} and {v.dtype}"
+            yield call, "one floating-point dtype is needed", None, "key.to(query.dtype)"
         if q.shape[-1] != k.shape[-1] or k.shape[-2] != v.shape[-2]:
             features = f"features of queries and keys {q.shape[-1]}, {k.shape[-1]}"
             tokens = f"tokens of keys and values {k.shape[-2]}, {v.shape[-2]}"
@@ -253,8 +256,8 @@ class _Call:
         if not isinstance(self.is_causal, bool):
             yield f"{name}(is_causal={self.is_causal!r})", "True or False", None, "is_causal=True"
         if not 0 <= self.dropout_p <= 1:
-            asked = f"{name}(dropout_p={self.dropout_p})"
-            yield asked, "a part of the weights", None, "dropout_p=0.1"
+            call = f"{name}(dropout_p={self.dropout_p})"
+            yield call, "a part of the weights", None, "dropout_p=0.1"
         if self.is_causal and mask is not None:
             yield (
                 f"{name}(attn_mask=..., is_causal=True)",

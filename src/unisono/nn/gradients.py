@@ -61,19 +61,19 @@ def clip_grad_norm_(
     return total
 
 
-def _listed(given: nn.Module | Tensor | Iterable[Tensor]) -> list[Tensor]:
+def _listed(source: nn.Module | Tensor | Iterable[Tensor]) -> list[Tensor]:
     """Return the parameters, each once; of a network also those that only other ranks store."""
-    if isinstance(given, Tensor):
-        return [given]
-    if isinstance(given, nn.Module):
-        given = [p for layer in given.modules() for p in _own(layer)]
-    return list({id(p): p for p in given}.values())
+    if isinstance(source, Tensor):
+        return [source]
+    if isinstance(source, nn.Module):
+        source = [p for layer in source.modules() for p in _own(layer)]
+    return list({id(p): p for p in source}.values())
 
 
 def _own(layer: nn.Module) -> list[Tensor]:
     """Return a layer's own parameters: of a distributed one the same number on all its ranks."""
-    held = layer.held() if isinstance(layer, HoldingModule) else {}
-    return [*(p for p in held.values() if isinstance(p, nn.Parameter)), *layer.parameters(False)]
+    blocks = layer.held() if isinstance(layer, HoldingModule) else {}
+    return [*(p for p in blocks.values() if isinstance(p, nn.Parameter)), *layer.parameters(False)]
 
 
 def _total_norm(parameters: Sequence[Tensor], p: float) -> Tensor:
@@ -91,9 +91,9 @@ def _total_norm(parameters: Sequence[Tensor], p: float) -> Tensor:
     ]
     roots = {root: None for root, _ in split.values()}
     for root in roots:
-        held = [(x, split[id(x)][1]) for x in parameters if id(x) in split]
-        mine = [(x, holding) for x, holding in held if split[id(x)][0] == root]
-        norms += _gathered_norms(mine, root, p, wide)
+        split_parameters = [(x, split[id(x)][1]) for x in parameters if id(x) in split]
+        of_root = [(x, holding) for x, holding in split_parameters if split[id(x)][0] == root]
+        norms += _gathered_norms(of_root, root, p, wide)
     if not norms:
         return torch.zeros((), dtype=dtype, device=device)
     return torch.linalg.vector_norm(torch.stack([n.to(device) for n in norms]), p).to(dtype)
@@ -101,11 +101,11 @@ def _total_norm(parameters: Sequence[Tensor], p: float) -> Tensor:
 
 def _split(parameters: Sequence[Tensor]) -> dict[int, tuple[Communicator, Holding]]:
     """Return, by identity, the parameters that not all ranks hold whole, with their ranks."""
-    wanted = {id(x) for x in parameters}
+    ids = {id(x) for x in parameters}
     found: dict[int, tuple[Communicator, Holding]] = {}
     for layer in living_layers():
         for name, x in layer.held().items():
-            if id(x) in wanted and not layer._replicated[name]:
+            if id(x) in ids and not layer._replicated[name]:
                 root = layer._root()
                 if root is not None and root.size > 1:
                     found[id(x)] = root, layer._holdings[name]
@@ -113,21 +113,21 @@ def _split(parameters: Sequence[Tensor]) -> dict[int, tuple[Communicator, Holdin
 
 
 def _gathered_norms(
-    held: Sequence[tuple[Tensor, Holding]], comm: Communicator, p: float, dtype: torch.dtype
+    parameters: Sequence[tuple[Tensor, Holding]], comm: Communicator, p: float, dtype: torch.dtype
 ) -> list[Tensor]:
     """Return the norms of all blocks of these parameters, on all ranks. Collective."""
-    own = torch.zeros(len(held), dtype=dtype, device=comm.device)
+    norms_here = torch.zeros(len(parameters), dtype=dtype, device=comm.device)
     record: list[int] = []
-    for i, (x, holding) in enumerate(held):
+    for i, (x, holding) in enumerate(parameters):
         counts = x.grad is not None and x.numel() > 0
         record += [*holding.start, *holding.shape, int(counts)]
         if counts and x.grad is not None:
-            own[i] = _norm(x.grad, p)
+            norms_here[i] = _norm(x.grad, p)
     records = comm.all_gather_ints(record)
-    rows = comm.all_gather(own[None], 0, [1] * comm.size)
+    rows = comm.all_gather(norms_here[None], 0, [1] * comm.size)
     norms: list[Tensor] = []
     at = 0
-    for i, (_, holding) in enumerate(held):
+    for i, (_, holding) in enumerate(parameters):
         after = at + 2 * len(holding.shape) + 1
         blocks: dict[tuple[int, ...], int] = {}
         for rank, said in enumerate(records):

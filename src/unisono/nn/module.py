@@ -68,9 +68,9 @@ class Module(nn.Module):
             raise final_plan(type(self).__name__, "no shapes", _shapes(input))
         if self._agreeing is None or mode == "off":
             return changed
-        heard = self._agreeing.all_gather_ints([changed, torch.is_grad_enabled()])
-        refuse_mixed_grad_mode(self._agreeing, [on for _, on in heard])
-        return any(changed for changed, _ in heard)
+        answers = self._agreeing.all_gather_ints([changed, torch.is_grad_enabled()])
+        refuse_mixed_grad_mode(self._agreeing, [on for _, on in answers])
+        return any(changed for changed, _ in answers)
 
     @staticmethod
     @runs_uncompiled

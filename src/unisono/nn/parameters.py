@@ -70,8 +70,8 @@ def nothing(shape: Sequence[int]) -> Holding:
 
 def check_weights(weights: str) -> Weights:
     """Return the way weights are held, or say which there are."""
-    known = get_args(Weights)
-    return cast("Weights", expect_choice("weights", weights, known, error=PartitionError))
+    choices = get_args(Weights)
+    return cast("Weights", expect_choice("weights", weights, choices, error=PartitionError))
 
 
 def held_by(users: Partition | None, weights: Weights, used: Holding) -> Holding:
@@ -94,12 +94,12 @@ def shared_generator(comm: Communicator | None) -> Iterator[torch.Generator]:
     A rank whose default generator was in the same state is moved on with it; others are left alone,
     so ranks that were seeded alike stay alike, as in one process.
     """
-    mine = torch.get_rng_state()
-    shared = mine if comm is None else comm.with_device("cpu").broadcast(mine, 0)
+    state = torch.get_rng_state()
+    shared = state if comm is None else comm.with_device("cpu").broadcast(state, 0)
     generator = torch.Generator()
     generator.set_state(shared)
     yield generator
-    if torch.equal(mine, shared):
+    if torch.equal(state, shared):
         torch.set_rng_state(generator.get_state())
 
 
@@ -119,14 +119,14 @@ def draw_uniform(
     width = max(1, math.prod(rest))
     step = max(1, _CHUNK // width)
     block = torch.empty(holding.shape, dtype=dtype)
-    own = holding.slices[0]
+    rows_here = holding.slices[0]
     for start in range(0, rows, step):
         chunk = torch.empty(min(step, rows - start), *rest, dtype=dtype)
         chunk.uniform_(-bound, bound, generator=generator)
-        low, high = max(own.start, start), min(own.stop, start + chunk.shape[0])
+        low, high = max(rows_here.start, start), min(rows_here.stop, start + chunk.shape[0])
         if low < high and block.numel():
             part = chunk[low - start : high - start][(slice(None), *holding.slices[1:])]
-            block[low - own.start : high - own.start] = part
+            block[low - rows_here.start : high - rows_here.start] = part
     return block.to(device) if device is not None else block
 
 
@@ -161,16 +161,16 @@ class WeightGrid:
                 f"P_x and P_y may differ in dim {dim} only",
             )
         batch, outs = math.prod(lead), P_y.shape[dim]
-        wanted = (batch, outs, P_x.shape[dim] if ins is None else ins, *space)
-        fitting = [wanted, (*lead, *wanted[1:])]
+        grid_shape = (batch, outs, P_x.shape[dim] if ins is None else ins, *space)
+        fitting = [grid_shape, (*lead, *grid_shape[1:])]
         if batch == 1:
-            fitting.insert(0, wanted[1:])
+            fitting.insert(0, grid_shape[1:])
         if P_w.shape not in fitting:
             short = list(fitting[0])
             raise PartitionError.because(
                 name, shapes, f"P_w must be {short}{note}", f"Partition({short})"
             )
-        self.ranks = P_w.reshape(wanted)
+        self.ranks = P_w.reshape(grid_shape)
         self.index: tuple[int, ...] | None = None
         """Own place; None outside of the grid."""
         if P_w.root.rank in P_w.ranks:
@@ -183,8 +183,8 @@ class WeightGrid:
         """The ranks that use this rank's block; None outside of the grid."""
         if self.index is None:
             return None
-        mine = self.ranks.ranks.index(self.ranks.root.rank)
-        return self.ranks.sub((0, *range(3, self.ranks.dim)), rank=mine)
+        place = self.ranks.ranks.index(self.ranks.root.rank)
+        return self.ranks.sub((0, *range(3, self.ranks.dim)), rank=place)
 
     def source(self, index: Sequence[int]) -> int:
         """Return a rank of the input with the batch and space of a place."""
@@ -196,7 +196,7 @@ class WeightGrid:
         return fan_plan(groups, self.ranks.root, [shapes[g.root] for g in groups], dtype)
 
     def to_outputs(
-        self, partials: Mapping[int, tuple[int, ...]], dtype: torch.dtype, given: Sequence[int]
+        self, partials: Mapping[int, tuple[int, ...]], dtype: torch.dtype, shape_in: Sequence[int]
     ) -> FanPlan:
         """Return how products, of these shapes by rank, are summed where the output lies.
 
@@ -204,39 +204,39 @@ class WeightGrid:
         """
         groups = reduce_groups(self.ranks, self._outputs)
         shapes = [partials[group.peers[0]] for group in groups]
-        return fan_plan(groups, self.ranks.root, shapes, dtype, empty=(*given[:1], 0))
+        return fan_plan(groups, self.ranks.root, shapes, dtype, empty=(*shape_in[:1], 0))
 
 
 class _SumGradients(torch.autograd.Function):
     """The identity on parameters that several ranks hold; their gradients are summed together."""
 
     @staticmethod
-    def forward(ctx: Any, plan: GroupPlan, *held: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, plan: GroupPlan, *tensors: Tensor) -> tuple[Tensor, ...]:
         ctx.plan = plan
         ctx.set_materialize_grads(False)
-        return tuple(map(Tensor.view_as, held, held))
+        return tuple(map(Tensor.view_as, tensors, tensors))
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        given = [g for g in grads if g is not None]
-        if not given:
+        present = [g for g in grads if g is not None]
+        if not present:
             return None, *grads
-        flat = torch.cat([g.reshape(-1) for g in given])
+        flat = torch.cat([g.reshape(-1) for g in present])
         total = SumToReplicated.apply_in_backward(flat, ctx.plan)
-        parts = iter(total.split([g.numel() for g in given]))
+        parts = iter(total.split([g.numel() for g in present]))
         return None, *[None if g is None else next(parts).view(g.shape) for g in grads]
 
 
-def summed_gradients(comm: Communicator, *held: Tensor) -> tuple[Tensor, ...]:
+def summed_gradients(comm: Communicator, *tensors: Tensor) -> tuple[Tensor, ...]:
     """Return the tensors, which all ranks of `comm` hold equal; their gradients are summed.
 
     One message in the backward for all of them.
     """
     if comm.size > 1:
-        for x in held:
+        for x in tensors:
             if x.requires_grad:
-                return _SumGradients.apply(GroupPlan(comm), *held)
-    return held
+                return _SumGradients.apply(GroupPlan(comm), *tensors)
+    return tensors
 
 
 def plan_from_first(
@@ -249,7 +249,7 @@ def plan_from_first(
 
 
 def from_first(
-    plan: FanPlan, shapes: Sequence[tuple[int, ...]], held: Sequence[Tensor]
+    plan: FanPlan, shapes: Sequence[tuple[int, ...]], tensors: Sequence[Tensor]
 ) -> list[Tensor]:
     """Return the tensors of the first rank on all ranks of a plan, moved in one message.
 
@@ -258,8 +258,8 @@ def from_first(
     Args:
         plan: of `plan_from_first`, for these shapes.
         shapes: of the tensors on the first rank.
-        held: own tensors; without elements on other ranks.
+        tensors: own tensors; without elements on other ranks.
     """
-    flat = torch.cat([x.reshape(-1) for x in held])
+    flat = torch.cat([x.reshape(-1) for x in tensors])
     parts = spread(flat, plan).split_with_sizes([math.prod(shape) for shape in shapes])
     return [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]

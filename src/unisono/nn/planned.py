@@ -82,8 +82,8 @@ class PlannedModule(Module, Generic[P]):
 
         A layer keeps them under their own names; of tensors, whether there is one counts.
         """
-        held = [(name, getattr(self, name, None)) for name in _arguments_of(type(self))]
-        return tuple((name, isinstance(x, Tensor) or x) for name, x in held)
+        arguments = [(name, getattr(self, name, None)) for name in _arguments_of(type(self))]
+        return tuple((name, isinstance(x, Tensor) or x) for name, x in arguments)
 
     @abstractmethod
     def _make_plan(self, tables: Sequence[Table]) -> P:
@@ -258,16 +258,16 @@ def check_dims(layer: str, P: Partition, least: int, most: int | None = None) ->
 
 
 def check_sizes(
-    layer: str, wanted: Sequence[int], dims: Sequence[int], shape: Sequence[int]
+    layer: str, expected: Sequence[int], dims: Sequence[int], shape: Sequence[int]
 ) -> None:
     """Raise unless the whole input, of this shape, has the sizes that a layer was made for."""
-    found = [shape[dim] for dim in dims]
-    if found != list(wanted):
+    sizes = [shape[dim] for dim in dims]
+    if sizes != list(expected):
         raise PartitionError.because(
-            f"{layer} for {list(wanted)} points along dims {list(dims)}",
+            f"{layer} for {list(expected)} points along dims {list(dims)}",
             f"an input of global shape {list(shape)}",
-            f"{found} != {list(wanted)}",
-            f"{an(layer)} for {found}",
+            f"{sizes} != {list(expected)}",
+            f"{an(layer)} for {sizes}",
         )
 
 
@@ -283,13 +283,13 @@ def balanced_in(cuts: Cuts, *dims: int) -> Cuts:
     """Return the cuts with balanced blocks in some dims."""
     chosen = {dim % len(cuts) for dim in dims}
     return tuple(
-        split_cuts(own[-1], len(own) - 1) if dim in chosen else own for dim, own in enumerate(cuts)
+        split_cuts(cut[-1], len(cut) - 1) if dim in chosen else cut for dim, cut in enumerate(cuts)
     )
 
 
 def recut(before: Cuts, after: Cuts, index: Sequence[int]) -> HaloPlan:
     """Return the plan that moves points from blocks of some cuts to those of others."""
-    return plan_windows(before, index, [Axis(own, copied) for own in after])
+    return plan_windows(before, index, [Axis(bounds, copied) for bounds in after])
 
 
 def collect_products(x: Tensor, plan: FanPlan) -> Tensor:

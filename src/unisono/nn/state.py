@@ -138,25 +138,25 @@ class HoldingModule(PlannedModule[P]):
             names: parameters; those that the layer does not have are left out.
             shapes: of their blocks.
         """
-        held: list[Tensor] = []
+        tensors: list[Tensor] = []
         for name in names:
             p = getattr(self, name)
             if p is not None:
-                held.append(p)
-        if not held:
+                tensors.append(p)
+        if not tensors:
             return []
         if self.weights == "replicated":
             comm = self._gradient_comm(names[0]) if self._sums_gradients else None
-            return held if comm is None else list(summed_gradients(comm, *held))
+            return tensors if comm is None else list(summed_gradients(comm, *tensors))
         users = self._users(names[0])
         if users is None or users.size == 1:
-            return held
-        shapes = shapes[: len(held)]
-        key = (*shapes, held[0].dtype)
+            return tensors
+        shapes = shapes[: len(tensors)]
+        key = (*shapes, tensors[0].dtype)
         plan = self._fans.get(key)
         if plan is None:
-            plan = self._fans[key] = plan_from_first(users, shapes, held[0].dtype)
-        return from_first(plan, shapes, held)
+            plan = self._fans[key] = plan_from_first(users, shapes, tensors[0].dtype)
+        return from_first(plan, shapes, tensors)
 
     def _save_to_state_dict(
         self, destination: dict[str, Any], prefix: str, keep_vars: bool
@@ -192,9 +192,9 @@ def join_blocks(block: Tensor, holding: Holding, comm: Communicator | None) -> T
     if comm is None or comm.size == 1:
         return block
     joined = block.new_empty(holding.global_shape)
-    for held, values in _blocks_of_all(block, holding, comm):
+    for holding_there, values in _blocks_of_all(block, holding, comm):
         if values.numel():
-            joined[held.slices] = values.view(held.shape)
+            joined[holding_there.slices] = values.view(holding_there.shape)
     return joined
 
 
@@ -208,7 +208,13 @@ def _blocks_of_all(
         for record in comm.all_gather_ints([*holding.start, *holding.shape])
     ]
     flat = comm.all_gather(block.detach().reshape(-1))
-    return list(zip(where, flat.split([math.prod(held.shape) for held in where]), strict=True))
+    return list(
+        zip(
+            where,
+            flat.split([math.prod(block_at.shape) for block_at in where]),
+            strict=True,
+        )
+    )
 
 
 def own_block(value: Any, holding: Holding, key: str) -> Tensor:
@@ -318,8 +324,8 @@ def _root_of(layer: nn.Module) -> Communicator | None:
 
 def _compare(name: str, value: Tensor, holding: Holding, comm: Communicator) -> None:
     first: dict[Holding, tuple[int, Tensor]] = {}
-    for rank, (held, values) in enumerate(_blocks_of_all(value, holding, comm)):
-        other, expected = first.setdefault(held, (rank, values))
+    for rank, (holding_there, values) in enumerate(_blocks_of_all(value, holding, comm)):
+        other, expected = first.setdefault(holding_there, (rank, values))
         # NaN is the same as NaN.
         if not torch.allclose(expected, values, rtol=0.0, atol=0.0, equal_nan=True):
             difference = (expected - values).abs().max().item()
@@ -372,8 +378,8 @@ def no_sync(module: nn.Module) -> Iterator[None]:
     for layer, name, p, earlier in stashed:
         comm = layer._gradient_comm(name)
         if comm is not None and comm.size > 1 and p.requires_grad:
-            mine = torch.zeros_like(p) if p.grad is None else p.grad
-            p.grad = comm.all_reduce(mine)
+            grad = torch.zeros_like(p) if p.grad is None else p.grad
+            p.grad = comm.all_reduce(grad)
         if earlier is not None:
             p.grad = earlier if p.grad is None else earlier + p.grad
 

@@ -61,8 +61,8 @@ def cover(
     is_natural = all(
         set(piece.kinds) == {"copy"}
         and all(
-            dest[0] - source[0] == own[0] - low
-            for source, dest, own, low in zip(
+            dest[0] - source[0] == interval[0] - low
+            for source, dest, interval, low in zip(
                 piece.source[2:], piece.dest[2:], plan.own[2:], first, strict=True
             )
         )
@@ -84,22 +84,22 @@ def cover(
     )
 
 
-def _padded(own: Interval, n: int, low: int, s: int, reach: int) -> tuple[Interval, int] | None:
+def _padded(span: Interval, n: int, low: int, s: int, reach: int) -> tuple[Interval, int] | None:
     """Return own points and zeros around them whose convolution gives all `n` outputs of a dim.
 
     Args:
-        own: the own points.
+        span: the own points.
         n: number of own outputs.
         low: first position that they read.
         s: stride.
         reach: positions from the first to the last tap.
     """
-    padding = max(own[0] - low, 0)
+    padding = max(span[0] - low, 0)
     start = low + padding
     high = low + s * (n - 1) + reach
-    for stop in (own[1], min(high, own[1])):
+    for stop in (span[1], min(high, span[1])):
         if start < stop and (stop - start + 2 * padding - reach) // s + 1 == n:
-            return (start - own[0], stop - own[0]), padding
+            return (start - span[0], stop - span[0]), padding
     return None
 
 

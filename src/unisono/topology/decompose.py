@@ -84,10 +84,10 @@ def blocks_over(cuts: Sequence[int], start: int, stop: int) -> Iterator[tuple[in
 
 def check_cuts(cuts: Sequence[Sequence[int]]) -> None:
     """Raise unless every dim has cuts that start at 0 and ascend."""
-    for dim, own in enumerate(cuts):
-        if len(own) < 2 or own[0] != 0 or any(a > b for a, b in pairwise(own)):
+    for dim, bounds in enumerate(cuts):
+        if len(bounds) < 2 or bounds[0] != 0 or any(a > b for a, b in pairwise(bounds)):
             raise PartitionError.because(
-                f"cuts {list(own)} in dim {dim}",
+                f"cuts {list(bounds)} in dim {dim}",
                 arithmetic="need 0 = b_0 <= b_1 <= ... <= b_P with P >= 1",
                 hint="decompose.bounds(sizes) makes cuts of block sizes",
             )
@@ -133,11 +133,11 @@ def fitting_shape(shape: Sequence[int], total: int) -> tuple[int, ...]:
     return min(factorisations(total, len(shape)), key=distance)
 
 
-def check_within(asked: str, i: int, n: int) -> None:
+def check_within(call: str, i: int, n: int) -> None:
     """Raise unless `i` is one of the numbers from 0 to `n - 1`."""
     if not 0 <= i < n:
         hint = f"a number from 0 to {n - 1}" if n else "a dim of length 0 has no points"
-        raise PartitionError.because(asked, arithmetic=f"not 0 <= {i} < {n}", hint=hint)
+        raise PartitionError.because(call, arithmetic=f"not 0 <= {i} < {n}", hint=hint)
 
 
 def factorisations(total: int, count: int) -> Iterator[tuple[int, ...]]:

@@ -75,11 +75,11 @@ def _groups(
     wide = _turned(many.shape, transpose_many)
     missing = len(wide) - len(narrow)
     padded = (1,) * missing + narrow
-    asked = f"{verb} between partitions of shape {list(few.shape)} and {list(many.shape)}"
+    call = f"{verb} between partitions of shape {list(few.shape)} and {list(many.shape)}"
     compared = f"compared shapes {list(padded)} and {list(wide)}"
     if missing < 0:
         raise PartitionError.because(
-            asked,
+            call,
             compared,
             f"{len(narrow)} dims against {len(wide)}",
             "the side with fewer ranks must not have more dims",
@@ -87,7 +87,7 @@ def _groups(
     for dim, (a, b) in enumerate(zip(padded, wide, strict=True)):
         if a not in (1, b):
             raise PartitionError.because(
-                asked,
+                call,
                 compared,
                 f"dim {dim}: {a} against {b}",
                 f"1 or {b} there, or a transpose flag",

@@ -153,8 +153,8 @@ class HaloPlan:
     def widths(self) -> tuple[tuple[int, int], ...]:
         """For each dim, points needed left and right of the own block; negative: own, unused."""
         return tuple(
-            (own[0] - need[0], need[1] - own[1])
-            for own, need in zip(self.own, self.needed, strict=True)
+            (interval[0] - need[0], need[1] - interval[1])
+            for interval, need in zip(self.own, self.needed, strict=True)
         )
 
     @cached_property
@@ -196,8 +196,8 @@ class HaloPlan:
         """
         if len(self.segments) != len(self.own):  # a plan of some channels alone
             return None
-        dims = [d for d, (own, parts) in enumerate(zip(self.own, self.segments, strict=True))
-                if [(part.source, part.kind) for part in parts] != [(own, "copy")]]  # fmt: skip
+        dims = [d for d, (span, parts) in enumerate(zip(self.own, self.segments, strict=True))
+                if [(part.source, part.kind) for part in parts] != [(span, "copy")]]  # fmt: skip
         if len(dims) != 1 or 0 in self.window_shape:
             return None
         dim = dims[0]
@@ -229,10 +229,10 @@ class HaloPlan:
         on either. What goes to other ranks is taken from the block, and stays as it is.
         """
         widths = [0] * len(self.segments)
-        for dim, (own, segments) in enumerate(zip(self.own, self.segments, strict=False)):
+        for dim, (span, segments) in enumerate(zip(self.own, self.segments, strict=False)):
             left, right = self.fills[dim]
             inner = [(part.source, part.kind) for part in segments if part.kind != "fill"]
-            if left == right and inner == [(own, "copy")] and own[0] < own[1]:
+            if left == right and inner == [(span, "copy")] and span[0] < span[1]:
                 widths[dim] = left
         if not any(widths):
             return self, tuple(widths)
@@ -243,8 +243,8 @@ class HaloPlan:
 
         window = tuple(n - 2 * width for n, width in zip(self.window_shape, widths, strict=True))
         segments = tuple(
-            (Segment((0, n), own, "copy"),) if width else parts
-            for parts, width, own, n in zip(self.segments, widths, self.own, window, strict=True)
+            (Segment((0, n), span, "copy"),) if width else parts
+            for parts, width, span, n in zip(self.segments, widths, self.own, window, strict=True)
         )
         trimmed = replace(
             self,
@@ -376,21 +376,21 @@ def plan_windows(
     _check_index(cuts, index)
     grid = tuple(len(own_cuts) - 1 for own_cuts in cuts)
     me = flat_index(grid, index)
-    own = tuple((own_cuts[i], own_cuts[i + 1]) for own_cuts, i in zip(cuts, index, strict=True))
+    box = tuple((own_cuts[i], own_cuts[i + 1]) for own_cuts, i in zip(cuts, index, strict=True))
     shares = [(axis.cuts[i], axis.cuts[i + 1]) for axis, i in zip(axes, index, strict=True)]
     segments = tuple(axis.of(i) for axis, i in zip(axes, index, strict=True))
 
     incoming = [_by_owner(parts, own_cuts) for parts, own_cuts in zip(segments, cuts, strict=True)]
     outgoing = [
-        _by_reader(axis, size, mine) for axis, size, mine in zip(axes, grid, own, strict=True)
+        _by_reader(axis, size, span) for axis, size, span in zip(axes, grid, box, strict=True)
     ]
     recvs = tuple(_messages(grid, incoming, None))
     sends = tuple(_messages(grid, outgoing, me))
     return HaloPlan(
         rank=me,
         index=tuple(index),
-        own=own,
-        needed=tuple(_inside(parts, mine) for parts, mine in zip(segments, own, strict=True)),
+        own=box,
+        needed=tuple(_inside(parts, span) for parts, span in zip(segments, box, strict=True)),
         window_shape=tuple(max((s.dest[1] for s in parts), default=0) for parts in segments),
         output_shape=tuple(stop - start for start, stop in shares),
         output_start=tuple(start for start, _ in shares),
@@ -424,17 +424,17 @@ def _by_owner(segments: Sequence[Segment], cuts: Sequence[int]) -> dict[int, lis
     return {owner: _in_order(found[owner]) for owner in sorted(found)}
 
 
-def _by_reader(axis: Axis, size: int, own: Interval) -> dict[int, list[_Part]]:
+def _by_reader(axis: Axis, size: int, interval: Interval) -> dict[int, list[_Part]]:
     """Return, for each index of the dim whose window reads own points, the parts it reads."""
     found: dict[int, list[_Part]] = {}
-    if own[0] == own[1]:
+    if interval[0] == interval[1]:
         return found
     for reader in range(size):
         parts: list[_Part] = []
         for segment in axis.of(reader):
-            low, high = max(segment.source[0], own[0]), min(segment.source[1], own[1])
+            low, high = max(segment.source[0], interval[0]), min(segment.source[1], interval[1])
             if low < high and segment.kind != "fill":
-                parts.append(_cut(segment, low, high, own[0]))
+                parts.append(_cut(segment, low, high, interval[0]))
         if parts:
             found[reader] = _in_order(parts)
     return found
@@ -465,29 +465,29 @@ def _messages(
         yield Message(peer, pieces)
 
 
-def _inside(segments: Sequence[Segment], own: Interval) -> Interval:
+def _inside(segments: Sequence[Segment], interval: Interval) -> Interval:
     """Return the hull of what a window copies; `own`'s start when it copies nothing."""
     copied = [segment.source for segment in segments if segment.kind == "copy"]
     if not copied:
-        return own[0], own[0]
+        return interval[0], interval[0]
     return min(start for start, _ in copied), max(stop for _, stop in copied)
 
 
 def _check_index(cuts: Sequence[Sequence[int]], index: Sequence[int]) -> None:
     grid = [len(own_cuts) - 1 for own_cuts in cuts]
-    asked, found = f"plan of index {list(index)}", f"cuts of a partition of shape {grid}"
+    call, cut_text = f"plan of index {list(index)}", f"cuts of a partition of shape {grid}"
     if len(index) != len(grid):
         raise PartitionError.because(
-            asked,
-            found,
+            call,
+            cut_text,
             f"{len(index)} coordinates != {len(grid)} dims",
             f"one coordinate for each of the {len(grid)} dims, such as index={[0] * len(grid)}",
         )
     wrong = [dim for dim, (i, n) in enumerate(zip(index, grid, strict=True)) if not 0 <= i < n]
     if wrong:
         raise PartitionError.because(
-            asked,
-            found,
+            call,
+            cut_text,
             "; ".join(f"dim {d}: 0 <= {index[d]} < {grid[d]} does not hold" for d in wrong),
             f"coordinates of the last rank are {[n - 1 for n in grid]}",
         )

@@ -224,14 +224,14 @@ def _resolved(axes: dict[str, int], total: int) -> dict[str, int]:
     """Check names and sizes, and put a number where -1 stands."""
     if not axes:
         raise MeshError.because("Mesh()", "no axes", hint=f"Mesh(data={total})")
-    asked = f"Mesh({_spelled(axes.items())})"
+    call = f"Mesh({_spelled(axes.items())})"
     for name, size in axes.items():
         if not isinstance(name, str) or not name:
             raise MeshError.because(f"axis name {name!r}", hint="a name of at least one letter")
         axes[name] = size = as_int(size)
         if size < 1 and size != -1:
             raise MeshError.because(
-                asked,
+                call,
                 arithmetic=f"{name}({size}) < 1",
                 hint="1 or more ranks per axis; -1 on one axis: what is left",
             )
@@ -239,29 +239,33 @@ def _resolved(axes: dict[str, int], total: int) -> dict[str, int]:
     free = [name for name in axes if name not in fixed]
     if len(free) > 1:
         raise MeshError.because(
-            asked, f"-1 on {len(free)} axes: {', '.join(free)}", hint="-1 on one axis only"
+            call, f"-1 on {len(free)} axes: {', '.join(free)}", hint="-1 on one axis only"
         )
-    taken = math.prod(fixed.values())
+    product = math.prod(fixed.values())
     times = " * ".join(f"{name}({size})" for name, size in fixed.items())
-    left, rest = divmod(total, taken)
-    if free and (rest or not left):
+    quotient, rest = divmod(total, product)
+    if free and (rest or not quotient):
         fits = dict(zip(fixed, _nearest_divisor(tuple(fixed.values()), total), strict=True))
         raise MeshError.because(
-            asked,
+            call,
             f"ranks({total})",
-            f"{times} = {taken} does not divide ranks({total}): {total} % {taken} = {rest}",
+            f"{times} = {product} does not divide ranks({total}): {total} % {product} = {rest}",
             f"Mesh({_spelled((name, fits.get(name, -1)) for name in axes)})",
         )
-    if not free and taken != total:
+    if not free and product != total:
         fitted = zip(fixed, fitting_shape(tuple(fixed.values()), total), strict=True)
-        more = f", or start {taken} ranks: unisono.run(fn, ranks={taken})" if taken > total else ""
-        equation = f"{times} = {taken}" if len(fixed) > 1 else times
+        more = (
+            f", or start {product} ranks: unisono.run(fn, ranks={product})"
+            if product > total
+            else ""
+        )
+        equation = f"{times} = {product}" if len(fixed) > 1 else times
         raise MeshError.because(
-            asked,
+            call,
             arithmetic=f"{equation} != ranks({total})",
             hint=f"Mesh({_spelled(fitted)}){more}",
         )
-    return {name: left if size == -1 else size for name, size in axes.items()}
+    return {name: quotient if size == -1 else size for name, size in axes.items()}
 
 
 def _nearest_divisor(shape: tuple[int, ...], total: int) -> tuple[int, ...]:

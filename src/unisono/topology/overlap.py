@@ -164,7 +164,7 @@ def _moves(box: Box | None, bounds: Sequence[Sequence[int]], ranks: Sequence[int
     """Return the parts of `box` that the other layout's ranks hold, relative to `box`."""
     if box is None:
         return []
-    by_dim = [list(blocks_over(cuts, *own)) for own, cuts in zip(box, bounds, strict=True)]
+    by_dim = [list(blocks_over(cuts, *span)) for span, cuts in zip(box, bounds, strict=True)]
     starts = [start for start, _ in box]
     moves: list[Move] = []
     for combination in product(*by_dim):

@@ -92,9 +92,9 @@ class Partition(Frozen):
             )
         members = tuple(map(as_int, range(math.prod(sizes)) if ranks is None else ranks))
         # Communicators and process groups are known at once; anything else waits for its first use.
-        known = isinstance(comm, Communicator | dist.ProcessGroup)
-        root = Communicator.of(comm)._staging() if known else None
-        self._set(shape=sizes, ranks=members, _source=None if known else comm, _root=root)
+        is_group = isinstance(comm, Communicator | dist.ProcessGroup)
+        root = Communicator.of(comm)._staging() if is_group else None
+        self._set(shape=sizes, ranks=members, _source=None if is_group else comm, _root=root)
         if root is None and comm is None and has_world():
             root = world()
         _check_members(sizes, members, None if root is None else root.size)
@@ -114,10 +114,10 @@ class Partition(Frozen):
             dims: mesh axis -> tensor dim.
             ndim: number of tensor dims; default the largest one named, plus 1.
         """
-        asked = f"Partition.from_mesh(mesh, {dict(dims)})"
+        call = f"Partition.from_mesh(mesh, {dict(dims)})"
         size = ndim if ndim is not None else max(dims.values(), default=0) + 1
         for dim in dims.values():
-            check_within(f"{asked} of a tensor of {size} dims", dim, size)
+            check_within(f"{call} of a tensor of {size} dims", dim, size)
         ordered = sorted(dims, key=lambda axis: dims[axis])
         ranks = mesh.ranks_along(*ordered)
         shape = [1] * size
@@ -317,14 +317,14 @@ class Partition(Frozen):
         return self.root == other.root
 
     def _or_own(self, rank: int | None) -> int:
-        own = self.rank if rank is None else rank
-        if own is None:
+        place = self.rank if rank is None else rank
+        if place is None:
             raise PartitionError.because(
                 f"own place in {self!r}",
                 f"this is rank {self.root.rank}, members are {compress_ranks(self.ranks)}",
                 hint="ask partition.active first, or give rank=",
             )
-        return own
+        return place
 
     def _checked(self, rank: int) -> int:
         check_within(f"rank {rank} of {self!r}", rank, self.size)
@@ -352,35 +352,35 @@ def _check_members(shape: tuple[int, ...], ranks: tuple[int, ...], root_size: in
         ranks: ranks of the root communicator.
         root_size: number of ranks there; None when it is not known yet.
     """
-    asked = f"Partition({list(shape)}, ranks={list(ranks)})"
-    count, given = math.prod(shape), len(ranks)
+    call = f"Partition({list(shape)}, ranks={list(ranks)})"
+    count, named = math.prod(shape), len(ranks)
     times = " * ".join(map(str, shape))
     product = f"{times} = {count}" if len(shape) > 1 else times
-    if count != given:
+    if count != named:
         raise PartitionError.because(
-            asked,
-            arithmetic=f"{product} != {given} ranks",
-            hint=f"Partition({list(fitting_shape(shape, given))})"
-            if given
+            call,
+            arithmetic=f"{product} != {named} ranks",
+            hint=f"Partition({list(fitting_shape(shape, named))})"
+            if named
             else f"give {count} ranks",
         )
-    if len(set(ranks)) != given:
+    if len(set(ranks)) != named:
         twice = [rank for rank in set(ranks) if ranks.count(rank) > 1]
         raise PartitionError.because(
-            asked,
+            call,
             f"{name_ranks(twice)} more than once",
             f"{len(set(ranks))} different ranks for {count} blocks",
             "each rank once",
         )
     if min(ranks) < 0:
         raise PartitionError.because(
-            asked, arithmetic=f"rank {min(ranks)} < 0", hint="ranks from 0 on"
+            call, arithmetic=f"rank {min(ranks)} < 0", hint="ranks from 0 on"
         )
     if root_size is None or max(ranks) < root_size:
         return
     if count <= root_size:
         raise PartitionError.because(
-            asked,
+            call,
             f"a communicator of {root_size} ranks",
             f"rank {max(ranks)} >= {root_size}",
             f"ranks from 0 to {root_size - 1}",

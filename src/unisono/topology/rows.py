@@ -53,8 +53,8 @@ class RowPlan:
             found = f"send_index from {low} to {high}, {self.num_rows} own rows"
             wrong = found, arithmetic, "row numbers of the own block, not global ones"
         if wrong is not None:
-            asked = f"RowPlan(send_sizes={list(sends)}, recv_sizes={list(recvs)})"
-            raise PartitionError.because(asked, *wrong)
+            call = f"RowPlan(send_sizes={list(sends)}, recv_sizes={list(recvs)})"
+            raise PartitionError.because(call, *wrong)
 
     @classmethod
     def from_lists(

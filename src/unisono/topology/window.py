@@ -121,7 +121,7 @@ def check_window(
 ) -> int:
     """Return the output length of one dim of a window operation; raise if it cannot be done."""
     where = "" if dim is None else f" in dim {dim}"
-    asked = f"kernel {k}, stride {s}, padding ({pl}, {pr}), dilation {d} on {x} points{where}"
+    call = f"kernel {k}, stride {s}, padding ({pl}, {pr}), dilation {d} on {x} points{where}"
     if mode not in PADDING_MODES:
         raise PartitionError.because(
             f"padding mode {mode!r}", hint=f"one of {', '.join(map(repr, PADDING_MODES))}"
@@ -130,14 +130,14 @@ def check_window(
     for name, (value, limit) in least.items():
         if value < limit:
             raise PartitionError.because(
-                asked, arithmetic=f"{name}: {value} < {limit}", hint=f"use {name} {limit} or more"
+                call, arithmetic=f"{name}: {value} < {limit}", hint=f"use {name} {limit} or more"
             )
     reach = span(k, d)
     length = _length(x, reach, s, pl, pr, ceil_mode)
     if length < 1 and reach > 1:
         both, numbers = ("2p", f"{2 * pl}") if pl == pr else ("pl + pr", f"{pl} + {pr}")
         raise PartitionError.because(
-            asked,
+            call,
             arithmetic=f"X + {both} < K: {x} + {numbers} < {reach}",
             hint=f"a kernel of at most {(x + pl + pr - 1) // d + 1}, or more padding"
             if x + pl + pr > 0
@@ -151,7 +151,7 @@ def check_window(
     if mode == "replicate" and most and x == 0:
         refused = f"no point to repeat: X = {x}", 'padding_mode="zeros"'
     if refused is not None:
-        raise PartitionError.because(asked, None, *refused)
+        raise PartitionError.because(call, None, *refused)
     return length
 
 
@@ -195,16 +195,16 @@ def transposed_length(
     >>> transposed_length(5, 3, 2, 1, output_padding=1)
     10
     """
-    asked = f"kernel {k}, stride {s}, padding {p}, dilation {d}, output padding {output_padding}"
+    call = f"kernel {k}, stride {s}, padding {p}, dilation {d}, output padding {output_padding}"
     if min(k, s, d) < 1 or min(p, output_padding, x) < 0:
         raise PartitionError.because(
-            f"{asked} on {x} points",
+            f"{call} on {x} points",
             arithmetic="kernel, stride, dilation >= 1; padding, output padding, points >= 0",
             hint="check the sign of each number",
         )
     if output_padding and output_padding >= max(s, d):
         raise PartitionError.because(
-            asked,
+            call,
             arithmetic=f"output padding >= max(stride, dilation): {output_padding} >= {max(s, d)}",
             hint=f"output_padding of at most {max(s, d) - 1}",
         )
@@ -213,7 +213,7 @@ def transposed_length(
     length = (x - 1) * s - 2 * p + span(k, d) + output_padding
     if length < 1:
         raise PartitionError.because(
-            f"{asked} on {x} points",
+            f"{call} on {x} points",
             arithmetic=f"(X-1)s - 2p + K + o = "
             f"{(x - 1) * s} - {2 * p} + {span(k, d)} + {output_padding} = {length} < 1",
             hint="less padding",
@@ -314,20 +314,20 @@ def padding_pairs(
             )
         totals = [span(k, d) - 1 for k, d in zip(kernel_size, dilation, strict=True)]
         return tuple((total // 2, total - total // 2) for total in totals)
-    wanted = f"one int, or {count} ints or (left, right) pairs"
+    kinds = f"one int, or {count} ints or (left, right) pairs"
     return tuple(
-        _both_sides(one, padding, wanted) for one in _each_dim(padding, count, "padding", wanted)
+        _both_sides(one, padding, kinds) for one in _each_dim(padding, count, "padding", kinds)
     )
 
 
-def _each_dim(value: Any, count: int, name: str, wanted: str) -> tuple[Any, ...]:
+def _each_dim(value: Any, count: int, name: str, expected: str) -> tuple[Any, ...]:
     """Return one entry per dim: the one there is, repeated, or as many as there are dims."""
     if as_int(value) is not None:
         return (value,) * count
     try:
         values = tuple(value)
     except TypeError:
-        raise PartitionError.because(f"{name}={value!r}", "not a size", None, wanted) from None
+        raise PartitionError.because(f"{name}={value!r}", "not a size", None, expected) from None
     if len(values) == 1:
         return values * count
     if len(values) != count:
@@ -335,12 +335,12 @@ def _each_dim(value: Any, count: int, name: str, wanted: str) -> tuple[Any, ...]
             f"{name}={list(values)}",
             f"a kernel of {count} dims",
             f"{len(values)} != {count}",
-            wanted,
+            expected,
         )
     return values
 
 
-def _both_sides(one: Any, padding: Any, wanted: str) -> tuple[int, int]:
+def _both_sides(one: Any, padding: Any, expected: str) -> tuple[int, int]:
     size = as_int(one)
     if size is not None:
         return size, size
@@ -348,7 +348,7 @@ def _both_sides(one: Any, padding: Any, wanted: str) -> tuple[int, int]:
         left, right = (index(side) for side in one)
     except (TypeError, ValueError):
         raise PartitionError.because(
-            f"padding={padding!r}", f"{one!r} is neither an int nor a pair", None, wanted
+            f"padding={padding!r}", f"{one!r} is neither an int nor a pair", None, expected
         ) from None
     return left, right
 

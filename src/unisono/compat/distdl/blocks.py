@@ -73,11 +73,11 @@ def compute_partition_intersection(
     Relative to the first block; None where they share nothing.
     """
     ends = (compute_start_index, compute_stop_index)
-    own, other = (
+    first_ends, other = (
         [end(shape, index, x_shape) for end in ends]
         for shape, index in ((P_r_shape, P_r_index), (P_s_shape, P_s_index))
     )
-    return compute_subtensor_intersection_slice(*own, *other)
+    return compute_subtensor_intersection_slice(*first_ends, *other)
 
 
 def compute_nd_slice_volume(slices: Sequence[slice]) -> int:

@@ -38,8 +38,8 @@ def set_backend(
     _compare_inputs(check_input_changed)
 
 
-def _compare_inputs(wanted: bool) -> None:
+def _compare_inputs(enabled: bool) -> None:
     global check_input_changed
-    if wanted != check_input_changed:
-        structure_check("always" if wanted else "off")
-        check_input_changed = wanted
+    if enabled != check_input_changed:
+        structure_check("always" if enabled else "off")
+        check_input_changed = enabled

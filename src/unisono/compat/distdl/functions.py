@@ -64,12 +64,12 @@ class BroadcastFunction:
         """
         if not P_send.active and not P_recv.active:
             return identity(input)
-        given = input_tensor_structure or TensorStructure(input)
-        got = output_tensor_structure or broadcast_tensor_structure(given, P_send, P_recv)
-        known = got if P_recv.active else given
+        sent = input_tensor_structure or TensorStructure(input)
+        got = output_tensor_structure or broadcast_tensor_structure(sent, P_send, P_recv)
+        structure = got if P_recv.active else sent
         # A tensor without elements, as ranks that send nothing have it, may be of any dtype.
-        dtype = (given if P_send.active else got).dtype or input.dtype
-        ends = [(P_send, tuple(given.shape)), (P_recv, tuple(known.shape))]
+        dtype = (sent if P_send.active else got).dtype or input.dtype
+        ends = [(P_send, tuple(sent.shape)), (P_recv, tuple(structure.shape))]
         if P_send == P_recv:
             del ends[1]
         groups: list[Group] = []
@@ -84,7 +84,7 @@ class BroadcastFunction:
         root = layout_of(P_send if P_send.active else P_recv).root
         empty = (*input.shape[:1], 0) if preserve_batch else (0,)
         plan = fan_plan(groups, root, blocks, dtype, empty=empty)
-        return (collect if cls._sums else spread)(joining(input, known), plan)
+        return (collect if cls._sums else spread)(joining(input, structure), plan)
 
 
 class SumReduceFunction(BroadcastFunction):

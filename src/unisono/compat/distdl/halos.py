@@ -193,12 +193,12 @@ def ghost_slices(shape: Sequence[int], recv: Any, send: Any) -> list[tuple[Slice
     found: list[tuple[Slices, ...]] = []
     for dim, n in enumerate(shape):
         left, right = (int(width) for width in send[dim])
-        own = bulk[dim]
+        points = bulk[dim]
         runs = (
-            slice(own.start, own.start + left),
-            slice(0, own.start),
-            slice(own.stop - right, own.stop),
-            slice(own.stop, n),
+            slice(points.start, points.start + left),
+            slice(0, points.start),
+            slice(points.stop - right, points.stop),
+            slice(points.stop, n),
         )
         found.append(tuple((*whole[:dim], run, *bulk[dim + 1 :]) for run in runs))
     return found
@@ -206,11 +206,11 @@ def ghost_slices(shape: Sequence[int], recv: Any, send: Any) -> list[tuple[Slice
 
 def _agreed_widths(P_x: Partition, recv: Any, send: Any) -> list[np.ndarray]:
     """Return what comes to each rank; refuse what neighbours do not see alike. Collective."""
-    own = np.array([recv, send], dtype=np.int64)
-    if own.shape != (2, P_x.dim, 2):
+    widths = np.array([recv, send], dtype=np.int64)
+    if widths.shape != (2, P_x.dim, 2):
         # Sent to every rank, or the others would wait for this one.
-        own = np.full((2, P_x.dim, 2), -1)
-    rows = P_x.comm.all_gather_ints(own.ravel().tolist())
+        widths = np.full((2, P_x.dim, 2), -1)
+    rows = P_x.comm.all_gather_ints(widths.ravel().tolist())
     tables = [np.array(row).reshape(2, P_x.dim, 2) for row in rows]
     for rank, (comes, _) in enumerate(tables):
         if comes.min() < 0:
@@ -227,12 +227,12 @@ def _agreed_widths(P_x: Partition, recv: Any, send: Any) -> list[np.ndarray]:
                 (rank, right, tables[rank][1][dim, 1], tables[right][0][dim, 0]),
                 (right, rank, tables[right][1][dim, 0], tables[rank][0][dim, 1]),
             )
-            for source, target, sent, wanted in pairs:
-                if sent != wanted:
+            for source, target, sent, expected in pairs:
+                if sent != expected:
                     raise PartitionError.because(
                         f"HaloExchange in dim {dim}",
-                        f"rank {source} sends {sent} points, rank {target} expects {wanted}",
-                        f"{sent} != {wanted}",
+                        f"rank {source} sends {sent} points, rank {target} expects {expected}",
+                        f"{sent} != {expected}",
                         "send_buffer_shape of a rank is recv_buffer_shape of its neighbours",
                     )
     return [comes for comes, _ in tables]
@@ -348,8 +348,8 @@ class HaloMixin:
         if not partition_active or partition_index is None:
             return None, None, None, None
         x = np.atleast_1d(np.asarray(x_global_shape, dtype=np.int64))
-        given = ((kernel_size, 1), (stride, 1), (padding, 0), (dilation, 1))
-        window = [_filled(values, len(x), missing) for values, missing in given]
+        settings = ((kernel_size, 1), (stride, 1), (padding, 0), (dilation, 1))
+        window = [_filled(values, len(x), missing) for values, missing in settings]
         kernels, strides, paddings, dilations = window
         y = (x + 2 * paddings - dilations * (kernels - 1) - 1) // strides + 1
         parts, index = np.atleast_1d(partition_shape), np.atleast_1d(partition_index)
@@ -370,8 +370,8 @@ class HaloMixin:
 
 def _filled(values: Ints, dims: int, missing: int) -> np.ndarray:
     """Return the values with `missing` for the leading dims that have none."""
-    given = np.atleast_1d(np.asarray(values, dtype=np.int64))
-    return np.concatenate([np.full(dims - len(given), missing, dtype=np.int64), given])
+    numbers = np.atleast_1d(np.asarray(values, dtype=np.int64))
+    return np.concatenate([np.full(dims - len(numbers), missing, dtype=np.int64), numbers])
 
 
 _KINDS = {"bilinear": "linear", "trilinear": "linear", "bicubic": "cubic"}
@@ -392,12 +392,12 @@ def _needed(end: Callable[[WeightedPoints], int], doc: str) -> Callable[..., np.
         kind = _KINDS.get(mode, mode)
         aligned = align_corners and not kind.startswith("nearest")
         dims = range(2, len(x_global_shape))
-        given = scale_factor if isinstance(scale_factor, Sequence) else [scale_factor] * len(dims)
+        factors = scale_factor if isinstance(scale_factor, Sequence) else [scale_factor] * len(dims)
         taps = [WeightedPoints((int(i),), (1.0,)) for i in y_global_idx[:2]]
-        for dim, scale in zip(dims, given, strict=True):
+        for dim, scale in zip(dims, factors, strict=True):
             at, x, y = (int(of[dim]) for of in (y_global_idx, x_global_shape, y_global_shape))
             taps.append(Resampling(x, y, kind, scale, aligned, double).taps(at))
-        return np.array([end(own) for own in taps])
+        return np.array([end(tap) for tap in taps])
 
     needed.__doc__ = doc
     return needed

@@ -83,21 +83,21 @@ def as_distdl(
 
         def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
             try:
-                given = arguments.bind(*args, **kwargs)
+                bound = arguments.bind(*args, **kwargs)
             except TypeError as error:
                 raise TypeError(f"{kind.__name__}{arguments}: {error}") from None
-            given.apply_defaults()
+            bound.apply_defaults()
             values = {
                 name: layout_of(value) if name.startswith("P_") and value is not None else value
-                for name, value in given.arguments.items()
+                for name, value in bound.arguments.items()
                 if name not in ignored.split()
             }
             values.pop("buffer_manager", None)
             super(kind, self).__init__(**values)
             if isinstance(self, StoredParameters):
                 self._set_aside()
-            if "buffer_manager" in given.arguments:
-                manager: Any = manager_or_new(given.arguments["buffer_manager"])
+            if "buffer_manager" in bound.arguments:
+                manager: Any = manager_or_new(bound.arguments["buffer_manager"])
                 self.buffer_manager = manager
 
         __init__.__signature__ = arguments.replace(
@@ -117,19 +117,19 @@ def _signature(
 ) -> Signature:
     """Return the arguments of DistDL's layer: positional ones, then those that need a name."""
     layer = next(k for k in kind.__mro__ if not k.__module__.startswith("unisono.compat"))
-    own = inspect.signature(layer).parameters
-    known = {name: p for name, p in own.items() if name not in without}
+    parameters = inspect.signature(layer).parameters
+    arguments = {name: p for name, p in parameters.items() if name not in without}
     if not order:
-        order = [name for name, p in known.items() if p.kind is not Parameter.KEYWORD_ONLY]
+        order = [name for name, p in arguments.items() if p.kind is not Parameter.KEYWORD_ONLY]
         order += [name for name in ("buffer_manager",) if name in defaults]
-    for name in (*order, *known, *defaults, *ignored):
-        known.setdefault(name, Parameter(name, Parameter.KEYWORD_ONLY, default=None))
+    for name in (*order, *arguments, *defaults, *ignored):
+        arguments.setdefault(name, Parameter(name, Parameter.KEYWORD_ONLY, default=None))
     for name, value in (dict.fromkeys(ignored, False) | defaults).items():
-        known[name] = known[name].replace(default=value)
-    named = [name for name in known if name not in order]
+        arguments[name] = arguments[name].replace(default=value)
+    named = [name for name in arguments if name not in order]
     return Signature(
-        [known[name].replace(kind=Parameter.POSITIONAL_OR_KEYWORD) for name in order]
-        + [known[name].replace(kind=Parameter.KEYWORD_ONLY) for name in named]
+        [arguments[name].replace(kind=Parameter.POSITIONAL_OR_KEYWORD) for name in order]
+        + [arguments[name].replace(kind=Parameter.KEYWORD_ONLY) for name in named]
     )
 
 
@@ -194,8 +194,8 @@ class StoredParameters(nn.Module):
 
     def _used(self, names: Sequence[str], shapes: Sequence[tuple[int, ...]]) -> list[Tensor]:
         # Ranks without a parameter do not see that it is frozen, and send a gradient all the same.
-        held = {name: self._parameters.get(name) for name in names}
-        frozen = {n: p.detach() for n, p in held.items() if p is not None and not p.requires_grad}
+        stored = {name: self._parameters.get(name) for name in names}
+        frozen = {n: p.detach() for n, p in stored.items() if p is not None and not p.requires_grad}
         vars(self).update({name: p.requires_grad_() for name, p in frozen.items()})
         try:
             return cast("Any", super())._used(names, shapes)
@@ -503,8 +503,8 @@ def _classes() -> Iterator[tuple[str, type[nn.Module]]]:
         for name in dict.fromkeys(word.format(dims) for word in names.split() for dims in "123"):
             kind = getattr(ours, name.removesuffix("Zero"))
             doc = f"{kind.__doc__.partition(_BLANK)[0]}{_BLANK}Arguments and defaults are DistDL's."
-            own = {"__module__": __name__, "__doc__": doc}
-            yield name, adapt(type(name, (*before, kind, Module), own))
+            attributes = {"__module__": __name__, "__doc__": doc}
+            yield name, adapt(type(name, (*before, kind, Module), attributes))
 
 
 globals().update(_classes())

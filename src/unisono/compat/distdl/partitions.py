@@ -332,8 +332,8 @@ class MPIPartition:
             op: "min", "max", "prod" or "sum".
         """
         expect_choice("op", op, _REDUCTIONS, error=PartitionError)
-        own = torch.from_numpy(np.array(data))
-        return self._members.with_device("cpu").all_reduce(own, _REDUCTIONS[op]).numpy()
+        values = torch.from_numpy(np.array(data))
+        return self._members.with_device("cpu").all_reduce(values, _REDUCTIONS[op]).numpy()
 
     def print_sequential(self, val: object) -> None:
         """Print the values of all members in their order, on the first. Collective over them."""
@@ -394,11 +394,11 @@ class MPIPartition:
         me = layout_of(self).root.rank
         as_root = next((group for group in groups if group.root == me), None)
         as_peer = next((group for group in groups if me in group.peers), None)
-        mine = {group for group in (as_root, as_peer) if group is not None}
+        groups_here = {group for group in (as_root, as_peer) if group is not None}
         # One order on all ranks, or those in two teams would wait for each other.
         teams = {
             group: MPIPartition._made(self._tree, group.members)
-            for group in sorted(mine, key=lambda group: sorted(group.members))
+            for group in sorted(groups_here, key=lambda group: sorted(group.members))
         }
         rooted, peered = (
             MPIPartition() if group is None else teams[group] for group in (as_root, as_peer)

@@ -129,8 +129,8 @@ def assemble_global_tensor_structure(
         whole.requires_grad = local.requires_grad
     if P_out is None or not P_out.active:
         return whole
-    known = P_out.broadcast_data(whole if P_in.active else None, P_data=P_in)
-    return whole if known is None else known[0]
+    structure = P_out.broadcast_data(whole if P_in.active else None, P_data=P_in)
+    return whole if structure is None else structure[0]
 
 
 def broadcast_tensor_structure(
@@ -149,10 +149,10 @@ def broadcast_tensor_structure(
     found = TensorStructure()
     teams = [P_send] if P_send == P_recv else [P for P in (P_send, P_recv) if P.active]
     for team in sorted(teams, key=lambda P: sorted(P._group or ())):
-        mine = in_structure if team is P_send else None
-        known = next(one for one in team._members.all_gather_object(mine) if one is not None)
+        sent = in_structure if team is P_send else None
+        structure = next(one for one in team._members.all_gather_object(sent) if one is not None)
         if team == P_recv:
-            found = known
+            found = structure
     return found
 
 
@@ -291,10 +291,10 @@ class MPIBufferManager:
             dtype: of numpy.
             kwargs: for `MPIExpandableBuffer`, where one is made.
         """
-        known = self.buffers_map.setdefault(dtype, [])
-        while len(known) < n_buffers:
-            known.append(MPIExpandableBuffer(dtype, **kwargs))
-        return known[:n_buffers]
+        buffers = self.buffers_map.setdefault(dtype, [])
+        while len(buffers) < n_buffers:
+            buffers.append(MPIExpandableBuffer(dtype, **kwargs))
+        return buffers[:n_buffers]
 
 
 def manager_or_new(buffer_manager: MPIBufferManager | None) -> MPIBufferManager:

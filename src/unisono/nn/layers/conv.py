@@ -126,16 +126,16 @@ def channels_at(settings: ConvSettings, grid: Partition, index: Sequence[int]) -
     return Channels(outs, depth, ins)
 
 
-def runs_of(settings: ConvSettings, own: Channels) -> list[ChannelRun]:
+def runs_of(settings: ConvSettings, channels: Channels) -> list[ChannelRun]:
     """Return up to three runs that make up the own output channels: cut group, whole ones, cut."""
     per_out, per_in = _per_group(settings)
-    c0, c1 = own.outs
+    c0, c1 = channels.outs
     first, last = -(-c0 // per_out), c1 // per_out
     cuts = [c0, c1] if first > last else sorted({c0, first * per_out, last * per_out, c1})
     runs: list[ChannelRun] = []
     for low, high in itertools.pairwise(cuts):
         groups = max(1, (high - low) // per_out)
-        start = low // per_out * per_in - own.ins[0]
+        start = low // per_out * per_in - channels.ins[0]
         runs.append(ChannelRun((low - c0, high - c0), (start, start + groups * per_in), groups))
     return runs
 
@@ -145,7 +145,7 @@ def fetch_plan(
     grid: Partition,
     P_x: Partition,
     windows: Mapping[int, HaloPlan],
-    given: tuple[int, ...],
+    block_shape: tuple[int, ...],
 ) -> HaloPlan:
     """Return how this rank gets, and gives away, the channels that groups need.
 
@@ -154,13 +154,13 @@ def fetch_plan(
         grid: the weight grid.
         P_x: partition of the input.
         windows: for each rank of `P_x`, its window.
-        given: shape of this rank's input.
+        block_shape: shape of this rank's input.
     """
     me = P_x.root.rank
     sends: list[Message] = []
     recvs: list[Message] = []
     local: tuple[HaloPiece, ...] = ()
-    own_shape = windows[me].window_shape if me in windows else given
+    own_shape = windows[me].window_shape if me in windows else block_shape
     own_window: tuple[int, ...] = (0,)
     for place, reader in enumerate(grid.ranks):
         index = grid.index_of(place)
@@ -298,7 +298,7 @@ class _GeneralConv(HoldingModule[_GeneralPlan | SpacePlan]):
     def _own_blocks(self) -> tuple[Holding, Holding | None]:
         """Return which blocks of weight and bias this rank holds."""
         shape, biases, index = self.settings.weight_shape, (self.out_channels,), self._index
-        own, own_bias = nothing(shape), nothing(biases)
+        stored, stored_bias = nothing(shape), nothing(biases)
         if index is not None and self._channels is not None:
             outs = {0: self._channels.outs}
             spatial = self._is_spatial
@@ -306,10 +306,10 @@ class _GeneralConv(HoldingModule[_GeneralPlan | SpacePlan]):
             used_bias = part(biases, outs)
             self._shapes = used.shape, used_bias.shape
             if self.weights == "replicated" or not any((index[0], *index[3:])):
-                own = used
+                stored = used
                 if index[2] == 0:
-                    own_bias = used_bias
-        return own, own_bias if self.use_bias else None
+                    stored_bias = used_bias
+        return stored, stored_bias if self.use_bias else None
 
     def _users(self, name: str) -> Partition | None:  # noqa: ARG002
         return self._weight_grid.users
@@ -326,10 +326,10 @@ class _GeneralConv(HoldingModule[_GeneralPlan | SpacePlan]):
             rank: self._halo_at(cuts, self.P_x.index_of(place))
             for place, rank in enumerate(self.P_x.ranks)
         }
-        mine = table.of(root.rank).shape
+        block_shape = table.of(root.rank).shape
         fetch, to_weights = None, None
         if self.settings.groups > 1:
-            fetch = fetch_plan(self.settings, self._grid, self.P_x, windows, mine)
+            fetch = fetch_plan(self.settings, self._grid, self.P_x, windows, block_shape)
         else:
             shapes = {rank: window.window_shape for rank, window in windows.items()}
             to_weights = self._weight_grid.to_weights(shapes, dtype)
@@ -339,7 +339,7 @@ class _GeneralConv(HoldingModule[_GeneralPlan | SpacePlan]):
             share = windows[self._weight_grid.source(index)].output_shape
             c0, c1 = channels_at(self.settings, self._grid, index).outs
             partials[rank] = (share[0], c1 - c0, *share[2:])
-        to_outputs = self._weight_grid.to_outputs(partials, dtype, mine)
+        to_outputs = self._weight_grid.to_outputs(partials, dtype, block_shape)
         return _GeneralPlan(
             windows.get(root.rank), to_weights, fetch, to_outputs, partials.get(root.rank, (0,))
         )
@@ -364,28 +364,30 @@ class _GeneralConv(HoldingModule[_GeneralPlan | SpacePlan]):
             weight, *bias = self._used(self._names, self._shapes)
             tied = self._tied(input, least=INPUTS)
             return convolved_in_space(tied, weight, bias[0] if bias else None, plan)
-        held = self._window(input)
+        window = self._window(input)
         if plan.to_weights is not None:
-            held = spread(held, plan.to_weights)
+            window = spread(window, plan.to_weights)
         elif plan.fetch is not None:
-            if held.numel() == 0:  # a rank without a block may not know the dtype of the data
-                held = held.to(plan.to_outputs.dtype)
-            held = HaloExchangeMap.apply(held, HaloOnGroup(self.P_x.root, plan.fetch, None, 0.0))
+            if window.numel() == 0:  # a rank without a block may not know the dtype of the data
+                window = window.to(plan.to_outputs.dtype)
+            window = HaloExchangeMap.apply(
+                window, HaloOnGroup(self.P_x.root, plan.fetch, None, 0.0)
+            )
         if self._channels is not None:
-            held = self._convolved(held, plan.partial_shape, self._channels)
-        return collect_products(held, plan.to_outputs)
+            window = self._convolved(window, plan.partial_shape, self._channels)
+        return collect_products(window, plan.to_outputs)
 
-    def _convolved(self, window: Tensor, shape: tuple[int, ...], own: Channels) -> Tensor:
+    def _convolved(self, window: Tensor, shape: tuple[int, ...], channels: Channels) -> Tensor:
         """Convolve with the own weight block; groups that a rank border cuts, one by one."""
-        weight, *held = self._used(self._names, self._shapes)
-        bias = held[0] if held else None
+        weight, *bias_or_none = self._used(self._names, self._shapes)
+        bias = bias_or_none[0] if bias_or_none else None
         if 0 in shape or 0 in weight.shape:
             y = empty_output(window, weight, shape)
             return y if bias is None else y + bias.reshape(1, -1, *(1,) * self.dims)
         if self.settings.groups == 1:
             return self.settings.convolved(window, weight, bias)
         parts: list[Tensor] = []
-        for run in runs_of(self.settings, own):
+        for run in runs_of(self.settings, channels):
             rows = slice(*run.outs)
             part = window.narrow(1, run.ins[0], run.ins[1] - run.ins[0])
             shift = None if bias is None else bias[rows]

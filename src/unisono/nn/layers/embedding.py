@@ -183,9 +183,9 @@ class DistributedEmbedding(HoldingModule[None]):
 
     def _frequencies(self, ids: Tensor) -> Tensor:
         """Return how often each id occurs in the whole batch."""
-        own = torch.bincount(ids.reshape(-1), minlength=self.num_embeddings)
+        counts = torch.bincount(ids.reshape(-1), minlength=self.num_embeddings)
         samples = self._users("weight")
-        return own if samples is None or samples.size == 1 else samples.comm.all_reduce(own)
+        return counts if samples is None or samples.size == 1 else samples.comm.all_reduce(counts)
 
     @torch.no_grad()
     def _renormalise(self, ids: Tensor, max_norm: float) -> None:

@@ -120,10 +120,10 @@ class DistributedPad(_Windowed):
     def _plan_at(self, cuts: Cuts, index: tuple[int, ...]) -> HaloPlan:
         mode = PAD_MODES[self.mode]
         axes: list[Axis] = []
-        for dim, own in enumerate(cuts):
+        for dim, bounds in enumerate(cuts):
             at = 2 * (len(cuts) - 1 - dim)
             left, right = self.padding[at : at + 2] if at < len(self.padding) else (0, 0)
-            x = own[-1]
+            x = bounds[-1]
             if mode != "zeros":
                 check_window(x, 1, 1, left, right, 1, mode, dim=dim)
             elif x + left + right < 0:
@@ -133,14 +133,14 @@ class DistributedPad(_Windowed):
                     f"{x} + {left} + {right} < 0",
                     "cut off less",
                 )
-            after = self._cuts_after(own, left, right)
+            after = self._cuts_after(bounds, left, right)
             padded = partial(window, x=x, k=1, pl=left, pr=max(right, 0), mode=mode)
             axes.append(Axis(after, copied if left == right == 0 else padded))
         return halo.plan_windows(cuts, index, axes, fill=self.value)
 
-    def _cuts_after(self, own: Sequence[int], left: int, right: int) -> tuple[int, ...]:
-        total = own[-1] + left + right
+    def _cuts_after(self, bounds: Sequence[int], left: int, right: int) -> tuple[int, ...]:
+        total = bounds[-1] + left + right
         if self.balance:
-            return split_cuts(total, len(own) - 1)
-        inner = (min(max(cut + left, 0), total) for cut in own[1:-1])
+            return split_cuts(total, len(bounds) - 1)
+        inner = (min(max(cut + left, 0), total) for cut in bounds[1:-1])
         return (0, *inner, total)

@@ -93,7 +93,7 @@ class DistributedLinear(HoldingModule[_GridPlan]):
         self.use_bias = bias
         self._grid = WeightGrid("DistributedLinear", P_x, P_y, P_w, P_x.dim - 1)
         shape = (out_features, in_features)
-        own, own_bias = nothing(shape), nothing(shape[:1])
+        stored, stored_bias = nothing(shape), nothing(shape[:1])
         self._shape: tuple[int, ...] | None = None
         """Of the weight block that this rank multiplies with; None outside of the grid."""
         self._adds_bias = False
@@ -104,10 +104,10 @@ class DistributedLinear(HoldingModule[_GridPlan]):
             self._shape = used.shape
             self._adds_bias = index[2] == 0
             if weights == "replicated" or index[0] == 0:
-                own = used
+                stored = used
                 if self._adds_bias:
-                    own_bias = part(shape[:1], {0: outs})
-        self._draw(own, own_bias if bias else None, dtype=dtype, device=device)
+                    stored_bias = part(shape[:1], {0: outs})
+        self._draw(stored, stored_bias if bias else None, dtype=dtype, device=device)
 
     @property
     def sublinear(self) -> SubLinear:
@@ -146,17 +146,17 @@ class DistributedLinear(HoldingModule[_GridPlan]):
         """Return this rank's block of the output on `P_y`."""
         if not self._takes_part:
             return self._outside(input)
-        held = spread(self._window(input), self._plan.to_weights)
+        window = spread(self._window(input), self._plan.to_weights)
         if self._shape is not None:
             names = ("weight", "bias") if self._adds_bias else ("weight",)
-            held = F.linear(held, *self._used(names, (self._shape, self._shape[:1])))
-        return collect_products(held, self._plan.to_outputs)
+            window = F.linear(window, *self._used(names, (self._shape, self._shape[:1])))
+        return collect_products(window, self._plan.to_outputs)
 
 
 def _balanced_shape(cuts: Cuts, P_x: Partition, place: int) -> tuple[int, ...]:
     """Return the shape of a block of `P_x` whose features are balanced."""
     index = P_x.index_of(place)
-    lead = [own[i + 1] - own[i] for own, i in zip(cuts[:-1], index[:-1], strict=True)]
+    lead = [bounds[i + 1] - bounds[i] for bounds, i in zip(cuts[:-1], index[:-1], strict=True)]
     start, stop = block(cuts[-1][-1], P_x.shape[-1], index[-1])
     return (*lead, stop - start)
 
@@ -186,19 +186,19 @@ class _OneAxisLinear(HoldingModule[_AxisPlan]):
 
     def _take_blocks(
         self,
-        own: Holding,
+        holding: Holding,
         own_bias: Holding | None,
         device: torch.device | str | None,
         dtype: torch.dtype | None,
     ) -> None:
         """Draw the blocks of weight and bias that this rank uses, and keep those it holds."""
         self.use_bias = own_bias is not None
-        self._blocks = {"weight": own.shape}
-        own = held_by(self._users("weight"), self.weights, own)
+        self._blocks = {"weight": holding.shape}
+        holding = held_by(self._users("weight"), self.weights, holding)
         if own_bias is not None:
             self._blocks["bias"] = own_bias.shape
             own_bias = held_by(self._users("bias"), self.weights, own_bias)
-        self._draw(own, own_bias, dtype=dtype, device=device)
+        self._draw(holding, own_bias, dtype=dtype, device=device)
 
     def _own_share(self, count: int) -> tuple[int, int] | None:
         """Return the own range of `count` features; None on a rank outside."""
@@ -242,14 +242,14 @@ class DistributedLinearAllGather(_OneAxisLinear):
         dtype: torch.dtype | None = None,
         weights: Weights = "replicated",
     ) -> None:
-        given = P_y if P_x is None else P_x
-        super().__init__(given, P_y, P_y, in_features, out_features, weights)
+        outer = P_y if P_x is None else P_x
+        super().__init__(outer, P_y, P_y, in_features, out_features, weights)
         shape = (out_features, in_features)
-        own, own_bias = nothing(shape), nothing(shape[:1])
+        stored, stored_bias = nothing(shape), nothing(shape[:1])
         share = self._own_share(out_features)
         if share is not None:
-            own, own_bias = part(shape, {0: share}), part(shape[:1], {0: share})
-        self._take_blocks(own, own_bias if bias else None, device, dtype)
+            stored, stored_bias = part(shape, {0: share}), part(shape[:1], {0: share})
+        self._take_blocks(stored, stored_bias if bias else None, device, dtype)
 
     def _make_plan(self, tables: Sequence[Table]) -> _AxisPlan:
         (table,) = tables
@@ -298,15 +298,15 @@ class DistributedLinearReduceScatter(_OneAxisLinear):
         dtype: torch.dtype | None = None,
         weights: Weights = "replicated",
     ) -> None:
-        given = P_x if P_y is None else P_y
-        super().__init__(P_x, given, P_x, in_features, out_features, weights)
+        outer = P_x if P_y is None else P_y
+        super().__init__(P_x, outer, P_x, in_features, out_features, weights)
         shape = (out_features, in_features)
-        own, own_bias = nothing(shape), nothing(shape[:1])
+        stored, stored_bias = nothing(shape), nothing(shape[:1])
         share, outs = self._own_share(in_features), self._own_share(out_features)
         if share is not None and outs is not None:
-            own = part(shape, {1: share})
-            own_bias = part(shape[:1], {0: outs} if self._splits_output else {})
-        self._take_blocks(own, own_bias if bias else None, device, dtype)
+            stored = part(shape, {1: share})
+            stored_bias = part(shape[:1], {0: outs} if self._splits_output else {})
+        self._take_blocks(stored, stored_bias if bias else None, device, dtype)
 
     @property
     def _splits_output(self) -> bool:
@@ -341,8 +341,8 @@ class DistributedLinearReduceScatter(_OneAxisLinear):
         else:
             (weight,) = self._blocks_of("weight")
             bias = self._blocks_of("bias") if self.use_bias else []
-        held = self._window(input)
-        y = F.linear(held, weight)
+        window = self._window(input)
+        y = F.linear(window, weight)
         if self._plan.comm.size > 1:
             y = ReduceScatterMap.apply(y, self._plan)
         return y + bias[0].to(y.dtype) if bias else y
@@ -390,20 +390,20 @@ class _Columns(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, bias, joined = ctx.saved_tensors
-        plan, (dy,), wanted = ctx.plan, grads, ctx.needs_input_grad
+        plan, (dy,), needs = ctx.plan, grads, ctx.needs_input_grad
         if torch.is_grad_enabled():  # a derivative of this is wanted: let autograd write it
 
             def forward(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
                 return F.linear(AllGatherMap.apply(x, plan), weight, bias)
 
-            return *slopes(forward, (x, weight, bias), wanted[:3], dy), None
+            return *slopes(forward, (x, weight, bias), needs[:3], dy), None
         comm, pending = plan.comm, None
-        if wanted[0]:
+        if needs[0]:
             start = comm if comm.backend == "shm" else comm.start
             pending = start.reduce_scatter(dy @ weight, plan.dim, plan.sizes)
         count = math.prod(dy.shape[:-1])
         rows = dy.reshape(count, dy.shape[-1])
-        dw = rows.T @ joined.reshape(count, joined.shape[-1]) if wanted[1] else None
-        db = rows.sum(0) if wanted[2] else None
+        dw = rows.T @ joined.reshape(count, joined.shape[-1]) if needs[1] else None
+        db = rows.sum(0) if needs[2] else None
         dx = pending.wait() if isinstance(pending, Pending) else pending
         return dx, dw, db, None

@@ -64,8 +64,8 @@ class Broadcast(PlannedModule[FanPlan]):
     def _make_plan(self, tables: Sequence[Table]) -> FanPlan:
         (table,) = tables
         root = self.P_x.root
-        mine = table.of(root.rank).shape
-        batch = mine[:1] if self.preserve_batch and mine else ()
+        block_shape = table.of(root.rank).shape
+        batch = block_shape[:1] if self.preserve_batch and block_shape else ()
         shapes = [self._shape_in(table, group) for group in self._groups]
         return fan_plan(self._groups, root, shapes, table.dtype(self.P_x), empty=(*batch, 0))
 
@@ -120,9 +120,9 @@ class AllSumReduce(PlannedModule[Communicator]):
     def _make_plan(self, tables: Sequence[Table]) -> Communicator:
         (table,) = tables
         table.dtype(self.P_x)
-        asked = f"AllSumReduce over axes {list(self.axes)} of {self.P_x!r}"
+        action = f"AllSumReduce over axes {list(self.axes)} of {self.P_x!r}"
         for place in range(self.P_x.size):
-            table.one_shape(self.P_x.sub(self.axes, rank=place).ranks, asked, _SUMMED)
+            table.one_shape(self.P_x.sub(self.axes, rank=place).ranks, action, _SUMMED)
         return self.P_x.sub(self.axes).comm
 
     def forward(self, input: Tensor) -> Tensor:
@@ -219,14 +219,14 @@ class ReduceScatter(_AlongAxis):
     def _make_plan(self, tables: Sequence[Table]) -> BlockPlan:
         (table,) = tables
         table.dtype(self.P_x)
-        asked = f"ReduceScatter over axis {self.axis} of {self.P_x!r}"
+        action = f"ReduceScatter over axis {self.axis} of {self.P_x!r}"
         for place in range(self.P_x.size):
             ranks = self.P_x.sub(self.axis, rank=place).ranks
-            shape = table.one_shape(ranks, asked, "each rank of the axis brings the whole tensor")
+            shape = table.one_shape(ranks, action, "each rank of the axis brings the whole tensor")
             if len(shape) <= self.axis:
                 dims = len(shape)
                 raise PartitionError.because(
-                    asked,
+                    action,
                     f"rank {ranks[0]}: {list(shape)}",
                     f"no dim {self.axis} in a tensor of {dims} dims: {self.axis} >= {dims}",
                     f"a tensor of {self.P_x.dim} dims",
@@ -298,10 +298,10 @@ def reduced_axes(
 ) -> tuple[int, ...]:
     """Return the axes meant by exactly one of `axes` and `keep`, ascending."""
     if (axes is None) == (keep is None):
-        given = "both" if axes is not None else "neither"
+        number = "both" if axes is not None else "neither"
         raise PartitionError.because(
             f"{name} and axes_keep on {partition!r}",
-            f"{given} given ({name}={axes}, axes_keep={keep})",
+            f"{number} given ({name}={axes}, axes_keep={keep})",
             None,
             f"give one of them, e.g. {name}=(0,)",
         )
@@ -334,8 +334,8 @@ def _as_axes(partition: Partition, axes: int | Sequence[int], name: str) -> tupl
     """Return axes of a partition, counted from its front, ascending."""
     dims = partition.dim
     several = isinstance(axes, Sequence) and as_int(axes) is None
-    given: Any = axes if several else [axes]
-    ints = [axis if (one := as_int(axis)) is None else one for axis in given]
+    listed: Any = axes if several else [axes]
+    ints = [axis if (one := as_int(axis)) is None else one for axis in listed]
     return tuple(
         sorted({expect_int(name, axis, -dims, dims, error=PartitionError) % dims for axis in ints})
     )

@@ -273,10 +273,10 @@ class DistributedGroupNorm(_Norm):
     def _check_groups(self, P: Partition) -> None:
         name = type(self).__name__
         check_dims(name, P, 2)
-        asked = f"{name}(num_groups={self.num_groups}, num_channels={self.num_channels})"
+        call = f"{name}(num_groups={self.num_groups}, num_channels={self.num_channels})"
         if self.num_groups < 1 or self.num_channels % self.num_groups:
             raise PartitionError.because(
-                asked,
+                call,
                 f"{self.num_channels} channels in {self.num_groups} equal groups",
                 "the channels do not divide evenly",
                 f"num_groups={math.gcd(max(self.num_groups, 1), self.num_channels)}",
@@ -286,7 +286,7 @@ class DistributedGroupNorm(_Norm):
         inside = next((cut for cut in cuts if width and cut % width), None)
         if inside is not None:
             raise PartitionError.because(
-                f"{asked} on {P!r}",
+                f"{call} on {P!r}",
                 f"channels cut at {list(cuts)}, groups of {width}",
                 f"the cut at {inside} lies inside a group: {inside} % {width} = {inside % width}",
                 f"a number of ranks along dim 1 that divides {self.num_groups}, or 1",

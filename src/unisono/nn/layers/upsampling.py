@@ -139,10 +139,10 @@ class Interpolate(torch.nn.Module):
 
     def _check(self, taps: Sequence[Taps]) -> None:
         """Raise if an output needs a point that this rank does not have."""
-        for i, ((x0, x1), (y0, y1), own) in enumerate(
+        for i, ((x0, x1), (y0, y1), dim_taps) in enumerate(
             zip(self._held, self._given, taps, strict=True)
         ):
-            outside = [p for tap in own.points for p in tap if not 0 <= p < x1 - x0]
+            outside = [p for tap in dim_taps.points for p in tap if not 0 <= p < x1 - x0]
             if outside:
                 raise PartitionError.because(
                     f"Interpolate of points [{x0}, {x1})",
