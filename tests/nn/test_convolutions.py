@@ -1,21 +1,153 @@
-"""Split convolutions against torch's: in space, in channels, transposed; waiting or computing.
+"""Convolutions split in space, batch and channels, with drawn and chosen settings, against torch.
 
-With overlap a convolution computes while messages travel; results are the same.
+Values, gradients of inputs and parameters, and second derivatives; blocks of any cuts, empty ones
+and such that are narrower than the halo too.
 """
 
 from __future__ import annotations
 
-from itertools import product
-
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from tests.nn.drawing import RANKS, common, grid, quick, windows
 from torch import nn
 
 import unisono
 import unisono.nn as unn
 from unisono.comm import trace
 from unisono.errors import PartitionError
+from unisono.nn.layers.conv import (
+    DistributedChannelConv2d,
+    DistributedConv1d,
+    DistributedConv2d,
+    DistributedFeatureConv1d,
+    DistributedGeneralConv2d,
+)
 from unisono.topology import Partition
+from unisono.topology.window import span
+
+
+@pytest.mark.ranks(RANKS)
+@quick
+@given(
+    case=windows(modes=("zeros", "reflect", "replicate", "circular")),
+    groups=st.sampled_from([1, 1, 2]),
+    bias=st.booleans(),
+    weights=st.sampled_from(["replicated", "replicated", "root"]),
+    overlap=st.sampled_from(["auto", True, False]),
+    **common,
+)
+def test_convolutions_split_in_space_equal_torch(
+    case, groups, bias, weights, overlap, choice, seed, batch, proof
+):
+    space = case.pop("space")
+    dims = len(space)
+    P = grid(choice, dims, unisono.world().size)
+    kind = getattr(unn, f"DistributedFeatureConv{dims}d")
+    plain = getattr(nn, f"Conv{dims}d")
+    options = {**case, "groups": groups, "bias": bias, "dtype": torch.float64}
+    ours, theirs = proof.pair(
+        lambda: kind(P, 2, 4, **options, weights=weights, overlap=overlap),
+        lambda: plain(2, 4, **options),
+    )
+    x = proof.drawn(batch, 2, *space)
+    proof.compare(ours, theirs, x, P, P, seed=seed)
+
+
+@pytest.mark.ranks(4)
+@quick
+@given(
+    case=windows(modes=("zeros", "circular"), dims=(1, 2)),
+    split=st.sampled_from([(1, 2, 2, 1), (1, 2, 1, 2), (1, 1, 2, 2), (2, 2, 1, 1), (1, 1, 4, 1),
+                           (1, 4, 1, 1), (2, 1, 2, 1), (1, 1, 1, 4), (1, 1, 3, 1)]),
+    channels=st.tuples(st.integers(1, 5), st.integers(1, 5)),
+    bias=st.booleans(),
+    weights=st.sampled_from(["replicated", "root"]),
+    seed=st.integers(0, 40),
+    turned=st.booleans(),
+)  # fmt: skip
+def test_convolutions_split_in_channels_equal_torch(
+    case, split, channels, bias, weights, seed, turned, proof
+):
+    space = case.pop("space")
+    dims = len(space)
+    batch, ins, outs, along = split
+    rest = (along, *(1,) * (dims - 1))
+    P_x, P_y = Partition([batch, ins, *rest]), Partition([batch, outs, *rest])
+    shape = [outs, ins, *rest] if batch == 1 else [batch, outs, ins, *rest]
+    if turned:  # output on other ranks than the input
+        count = batch * outs * along
+        P_y = Partition(P_y.shape, ranks=[3 - r for r in range(count)])
+    kind = unn.DistributedGeneralConv1d if dims == 1 else unn.DistributedGeneralConv2d
+    plain = nn.Conv1d if dims == 1 else nn.Conv2d
+    options = {**case, "bias": bias, "dtype": torch.float64}
+    ours, theirs = proof.pair(
+        lambda: kind(P_x, P_y, Partition(shape), *channels, **options, weights=weights),
+        lambda: plain(*channels, **options),
+    )
+    x = proof.drawn(2, channels[0], *space)
+    proof.compare(ours, theirs, x, P_x, P_y, seed=seed)
+
+
+@pytest.mark.ranks([2, 4])
+@quick
+@given(
+    case=windows(dims=(1,)),
+    groups=st.integers(2, 4),
+    per=st.tuples(st.integers(1, 2), st.integers(1, 3)),
+    ins=st.integers(1, 4),
+    outs=st.integers(1, 4),
+    seed=st.integers(0, 10),
+)
+def test_groups_cut_by_rank_borders_equal_torch(case, groups, per, ins, outs, seed, proof):
+    size = unisono.world().size
+    (length,) = case.pop("space")
+    ins, outs = min(ins, size), min(outs, size)
+    P_x = Partition([1, ins, 1], ranks=list(range(size))[-ins:])
+    P_y, P_w = Partition([1, outs, 1]), Partition([outs, 1, 1])
+    channels = groups * per[0], groups * per[1]
+    options = {**case, "groups": groups, "dtype": torch.float64}
+    ours, theirs = proof.pair(
+        lambda: unn.DistributedGeneralConv1d(P_x, P_y, P_w, *channels, **options),
+        lambda: nn.Conv1d(*channels, **options),
+    )
+    proof.compare(ours, theirs, proof.drawn(2, channels[0], length), P_x, P_y)
+
+
+@pytest.mark.ranks(RANKS)
+@quick
+@given(
+    case=windows(),
+    extra=st.integers(0, 2),
+    groups=st.sampled_from([1, 1, 2]),
+    bias=st.booleans(),
+    weights=st.sampled_from(["replicated", "replicated", "root"]),
+    **common,
+)
+def test_transposed_convolutions_equal_torch(
+    case, extra, groups, bias, weights, choice, seed, batch, proof
+):
+    space = case.pop("space")
+    case.pop("padding_mode")
+    dims = len(space)
+    P = grid(choice, dims, unisono.world().size)
+    steps = zip(case["stride"], case["dilation"], strict=True)
+    case["output_padding"] = tuple(min(extra, max(s, d) - 1) for s, d in steps)
+    ends = zip(
+        space, case["kernel_size"], case["stride"], case["padding"], case["dilation"],
+        case["output_padding"], strict=True,
+    )  # fmt: skip
+    if any((x - 1) * s - 2 * p + span(k, d) + o < 1 for x, k, s, p, d, o in ends):
+        case["padding"] = (0,) * dims
+    kind = getattr(unn, f"DistributedFeatureConvTranspose{dims}d")
+    plain = getattr(nn, f"ConvTranspose{dims}d")
+    options = {**case, "groups": groups, "bias": bias, "dtype": torch.float64}
+    ours, theirs = proof.pair(
+        lambda: kind(P, 4, 2, **options, weights=weights), lambda: plain(4, 2, **options)
+    )
+    proof.compare(ours, theirs, proof.drawn(batch, 4, *space), P, P, seed=seed)
+
 
 CASES = [
     {"kernel_size": 3, "padding": 1},
@@ -28,29 +160,9 @@ CASES = [
     {"kernel_size": 7, "padding": "same"},
     {"kernel_size": 1, "stride": 3},
 ]
-TRANSPOSED = [
-    {"kernel_size": 2, "stride": 2},
-    {"kernel_size": 3, "stride": 2, "padding": 1, "output_padding": 1},
-    {"kernel_size": 3, "stride": 1, "padding": 1, "dilation": 2},
-    {"kernel_size": 4, "stride": 3, "groups": 2, "bias": False},
-    {"kernel_size": 1, "stride": 3},
-]
+
+
 DOUBLE = {"dtype": torch.float64}
-
-
-@pytest.mark.ranks([1, 2, 3, 4], backend="gloo", timeout=60)
-@pytest.mark.parametrize("overlap", ["auto", True, False])
-def test_convolutions_of_lines_equal_torch(overlap, proof):
-    size = unisono.world().size
-    P = Partition([1, 1, size])
-    length = 11 if size in (1, 4) else 23  # narrower than the halo, or wide enough for patches
-    for case in CASES:
-        ours, theirs = proof.pair(
-            lambda c=case: unn.DistributedFeatureConv1d(P, 4, 6, **c, **DOUBLE, overlap=overlap),
-            lambda c=case: nn.Conv1d(4, 6, **c, **DOUBLE),
-        )
-        proof.compare(ours, theirs, proof.drawn(2, 4, length), P, P)
-        assert ours._setups == 1
 
 
 @pytest.mark.ranks(4, backend="shm", timeout=60)
@@ -70,29 +182,13 @@ def test_convolutions_of_images_equal_torch(overlap, proof):
             proof.compare(ours, theirs, x, P, P)
 
 
-@pytest.mark.ranks([1, 2, 3, 4])
-def test_transposed_convolutions_of_lines_equal_torch(proof):
-    P = Partition([1, 1, unisono.world().size])
-    for case, weights in product(TRANSPOSED, ("replicated", "root")):
-        ours, theirs = proof.pair(
-            lambda c=case, w=weights: unn.DistributedFeatureConvTranspose1d(
-                P, 4, 2, **c, **DOUBLE, weights=w
-            ),
-            lambda c=case: nn.ConvTranspose1d(4, 2, **c, **DOUBLE),
-        )
-        for length in (8, 2):
-            proof.compare(ours, theirs, proof.drawn(2, 4, length), P, P)
-
-
-@pytest.mark.ranks(4)
-def test_transposed_convolutions_of_images_equal_torch(proof):
-    for shape, case in product(([1, 1, 2, 2], [2, 1, 1, 2]), TRANSPOSED):
-        P = Partition(shape)
-        ours, theirs = proof.pair(
-            lambda P=P, c=case: unn.DistributedFeatureConvTranspose2d(P, 2, 4, **c, **DOUBLE),
-            lambda c=case: nn.ConvTranspose2d(2, 4, **c, **DOUBLE),
-        )
-        proof.compare(ours, theirs, proof.drawn(3, 2, 5, 4), P, P)
+@pytest.mark.ranks(4, timeout=60)
+def test_disjoint_ranks_and_more_ranks_than_channels_work(proof):
+    x, one = proof.drawn(2, 3, 6), Partition([1, 1, 1])
+    apart = Partition([1, 2, 1], ranks=[2, 3]), Partition([2, 1, 1], ranks=[1, 2])
+    compare_channels(proof, one, *apart, x, (3, 4), kernel_size=2)
+    wide, last = Partition([1, 4, 1]), Partition([1, 1, 1], ranks=[3])
+    compare_channels(proof, wide, last, wide, x, (3, 2), kernel_size=3, padding=1)
 
 
 def compare_channels(proof, P_x, P_y, P_w, x, channels, weights="replicated", **case):
@@ -104,26 +200,6 @@ def compare_channels(proof, P_x, P_y, P_w, x, channels, weights="replicated", **
         lambda: nn.Conv1d(*channels, **case, **DOUBLE),
     )
     proof.compare(ours, theirs, x, P_x, P_y)
-
-
-@pytest.mark.ranks(4, timeout=60)
-@pytest.mark.parametrize("weights", ["replicated", "root"])
-def test_every_split_of_channels_space_and_batch_equals_torch(weights, proof):
-    for batch, ins, outs, space in product((1, 2), repeat=4):
-        if batch * ins * outs * space <= 4:
-            P_x, P_y = Partition([batch, ins, space]), Partition([batch, outs, space])
-            P_w = Partition([outs, ins, space] if batch == 1 else [batch, outs, ins, space])
-            x, case = proof.drawn(3, 5, 8), {"kernel_size": 3, "padding": 1}
-            compare_channels(proof, P_x, P_y, P_w, x, (5, 7), weights, **case)
-
-
-@pytest.mark.ranks(4, timeout=60)
-def test_disjoint_ranks_and_more_ranks_than_channels_work(proof):
-    x, one = proof.drawn(2, 3, 6), Partition([1, 1, 1])
-    apart = Partition([1, 2, 1], ranks=[2, 3]), Partition([2, 1, 1], ranks=[1, 2])
-    compare_channels(proof, one, *apart, x, (3, 4), kernel_size=2)
-    wide, last = Partition([1, 4, 1]), Partition([1, 1, 1], ranks=[3])
-    compare_channels(proof, wide, last, wide, x, (3, 2), kernel_size=3, padding=1)
 
 
 @pytest.mark.ranks(2)
@@ -200,3 +276,70 @@ def test_arguments_that_do_not_fit_are_refused():
         unn.DistributedGeneralConv1d(one, one, Partition([1, 1]), 2, 2, 3)
     with pytest.raises(PartitionError, match="needs 4"):
         unn.DistributedGeneralConv2d(one, one, one, 2, 2, 3)
+
+
+def block(x, P):
+    """Return the own block of a whole tensor; without elements outside of the partition."""
+    if not P.active:
+        return x.new_empty(x.shape[0], 0)
+    return x[P.local_slices(x.shape)].clone()
+
+
+@pytest.mark.ranks(3)
+@pytest.mark.parametrize("mode", ["zeros", "circular", "reflect", "replicate"])
+def test_halos_and_padding_wider_than_the_neighbours_block(mode, proof):
+    P = Partition([1, 1, 3])
+    for length, kernel, padding in ((6, 9, 4), (7, 11, 5), (3, 5, 2), (4, 4, 3)):
+        case = {"kernel_size": kernel, "padding": padding, "padding_mode": mode}
+        ours, theirs = proof.pair(
+            lambda c=case: unn.DistributedFeatureConv1d(P, 2, 2, **c, dtype=torch.float64),
+            lambda c=case: nn.Conv1d(2, 2, **c, dtype=torch.float64),
+        )
+        proof.compare(ours, theirs, proof.drawn(2, 2, length), P, P)
+        proof.compare(ours, theirs, proof.drawn(2, 2, length), P, P, seed=5)
+
+
+@pytest.mark.ranks(2)
+def test_a_general_convolution_of_space_alone_sends_what_the_simple_one_sends(proof):
+    P = Partition([1, 1, 2])
+    x = block(proof.drawn(1, 2, 8), P)
+    seen = []
+    for layer in (
+        unn.DistributedFeatureConv1d(P, 2, 3, 3, dtype=torch.float64),
+        unn.DistributedGeneralConv1d(P, P, P, 2, 3, 3, dtype=torch.float64),
+    ):
+        layer(x)
+        own = x.clone().requires_grad_()
+        with trace() as t:
+            layer(own).sum().backward()
+        seen.append(sorted((event.op, event.sent) for event in t.events))
+    assert seen[0] == seen[1]
+    assert not {op for op, _ in seen[1]} & {"broadcast", "reduce"}
+
+
+@pytest.mark.ranks(4)
+def test_halo_bytes_grow_with_the_surface():
+    P = Partition([1, 1, 2, 2])
+    sent = []
+    for size in (8, 16, 32):
+        layer = unn.DistributedFeatureConv2d(P, 1, 1, 3, padding=1)
+        x = torch.ones(P.local_shape((1, 1, size, size)))
+        layer(x)
+        with trace() as t, torch.no_grad():
+            layer(x)
+        sent.append(sum(e.sent for e in t.events if e.op == "exchange"))
+    assert sent == [(2 * size // 2 + 1) * 4 for size in (8, 16, 32)]  # two sides and a corner
+
+
+def test_the_selector_takes_the_layer_that_fits():
+    one, image = Partition([1, 1, 1]), Partition([1, 1, 1, 1])
+    assert type(DistributedConv1d(one, None, None, 2, 2, 3)) is DistributedFeatureConv1d
+    assert type(DistributedConv2d(image, image, image, 2, 2, 3)) is DistributedChannelConv2d
+    with pytest.raises(PartitionError, match="all three"):
+        DistributedConv2d(image, image, None, 2, 2, 3)
+
+
+@pytest.mark.ranks(2)
+def test_the_selector_takes_the_general_layer_for_space():
+    P = Partition([1, 1, 2, 1])
+    assert type(DistributedConv2d(P, P, P, 2, 2, 3)) is DistributedGeneralConv2d

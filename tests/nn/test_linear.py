@@ -1,62 +1,107 @@
-"""Split linear layers against torch's."""
+"""Linear layers split in features, batch and weights, against torch."""
 
 from __future__ import annotations
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from tests.nn.drawing import RANKS, quick
 from torch import nn
 from torch.autograd import forward_ad
 from torch.nn import functional as F
 
 import unisono
-from unisono import nn as linear
+import unisono.nn as unn
 from unisono.topology import Partition
 
-DOUBLE = {"dtype": torch.float64}
-WEIGHTS = ("replicated", "root")
 
-
-def compare(proof, make, P_x, P_y, x, outs, bias=True, **how):
-    """Compare a layer with torch's of as many features."""
-    ours, theirs = proof.pair(make, lambda: nn.Linear(x.shape[-1], outs, bias, **DOUBLE))
-    proof.compare(ours, theirs, x, P_x, P_y, **how)
-
-
-@pytest.mark.ranks([1, 2, 4], backend=["gloo", "shm"])
-@pytest.mark.parametrize("weights", WEIGHTS)
-def test_the_grid_of_weight_blocks_equals_torch(weights, proof):
+@pytest.mark.ranks(RANKS)
+@quick
+@given(
+    split=st.sampled_from([(1, 2, 2), (1, 1, 4), (1, 4, 1), (4, 1, 1), (2, 1, 2), (2, 2, 1),
+                           (1, 1, 3), (1, 3, 1), (1, 1, 2), (1, 1, 1)]),
+    features=st.tuples(st.integers(1, 7), st.integers(1, 7)),
+    lead=st.lists(st.integers(1, 4), min_size=1, max_size=2),
+    bias=st.booleans(),
+    weights=st.sampled_from(["replicated", "root"]),
+    seed=st.integers(0, 20),
+    last=st.booleans(),
+)  # fmt: skip
+def test_the_grid_of_weight_blocks_equals_torch(
+    split, features, lead, bias, weights, seed, last, proof
+):
     size = unisono.world().size
-    for batch, outs, ins in ((1, 1, size), (1, size, 1), (size, 1, 1), (1, 2, 2), (2, 1, 2)):
-        if batch * outs * ins > size:
-            continue
-        P_x, P_y = Partition([batch, ins]), Partition([batch, outs])
-        P = P_x, P_y, Partition([outs, ins] if batch == 1 else [batch, outs, ins])
-        make = lambda P=P: linear.DistributedLinear(*P, 7, 6, **DOUBLE, weights=weights)  # noqa: E731
-        compare(proof, make, P_x, P_y, proof.drawn(5, 7), 6)
-        cuts = (P_x.cuts((5, 7))[0], tuple([0] * ins + [7]))  # balanced on the way
-        compare(proof, make, P_x, P_y, proof.drawn(5, 7), 6, cuts=cuts)
+    batch, outs, ins = (min(n, size) for n in split)
+    if batch * outs * ins > size:
+        batch, outs, ins = 1, 1, size
+    ones = [1] * (len(lead) - 1)
+    P_x, P_y = Partition([batch, *ones, ins]), Partition([batch, *ones, outs])
+    if last:
+        P_y = Partition(P_y.shape, ranks=list(range(size))[-batch * outs :])
+    P_w = Partition([outs, ins] if batch == 1 else [batch, outs, ins])
+    options = {"bias": bias, "dtype": torch.float64}
+    ours, theirs = proof.pair(
+        lambda: unn.DistributedLinear(P_x, P_y, P_w, *features, **options, weights=weights),
+        lambda: nn.Linear(*features, **options),
+    )
+    x = proof.drawn(*lead, features[0])
+    cuts = list(P_x.cuts(x.shape))
+    cuts[-1] = proof.cuts_of(x.shape, P_x.shape, seed)[-1]  # the batch stays as it is cut
+    proof.compare(ours, theirs, x, P_x, P_y, cuts=cuts)
 
 
-@pytest.mark.ranks([2, 3, 4], backend=["gloo", "shm"])
-@pytest.mark.parametrize("weights", WEIGHTS)
-def test_column_and_row_parallel_layers_equal_torch(weights, proof):
+@pytest.mark.ranks(RANKS)
+@quick
+@given(
+    features=st.tuples(st.integers(1, 7), st.integers(1, 7)),
+    lead=st.tuples(st.integers(1, 4), st.integers(1, 5)),
+    bias=st.booleans(),
+    rows=st.booleans(),
+    sequence=st.booleans(),
+    halved=st.booleans(),
+)
+def test_column_and_row_parallel_layers_equal_torch(
+    features, lead, bias, rows, sequence, halved, proof
+):
     size = unisono.world().size
-    batch = 2 if size == 4 else 1
-    P, Q = Partition([batch, 1, size // batch]), Partition([batch, size // batch, 1])
-    x, kw = proof.drawn(5, 6, 7), {**DOUBLE, "weights": weights}
-    columns, rows = linear.DistributedLinearAllGather, linear.DistributedLinearReduceScatter
-    for kind in (columns, rows):
-        compare(proof, lambda k=kind: k(P, 7, 5, **kw), P, P, x, 5)
-    compare(proof, lambda: columns(P, 7, 5, P_x=Q, **kw), Q, P, x, 5)
-    for bias in (True, False):
-        compare(proof, lambda b=bias: rows(P, 7, 5, b, P_y=Q, **kw), P, Q, x, 5, bias)
+    batch = 2 if halved and size == 4 else 1
+    along = size // batch
+    split, other = Partition([batch, 1, along]), Partition([batch, along, 1])
+    kind = unn.DistributedLinearReduceScatter if rows else unn.DistributedLinearAllGather
+    more = {("P_y" if rows else "P_x"): other} if sequence else {}
+    options = {"bias": bias, "dtype": torch.float64}
+    ours, theirs = proof.pair(
+        lambda: kind(split, *features, **options, **more), lambda: nn.Linear(*features, **options)
+    )
+    P_x = other if sequence and not rows else split
+    P_y = other if sequence and rows else split
+    proof.compare(ours, theirs, proof.drawn(*lead, features[0]), P_x, P_y)
+
+
+@pytest.mark.ranks([2, 3])
+def test_unbalanced_features_of_a_row_parallel_layer_equal_one_process(proof):
+    size = unisono.world().size
+    P, Q = Partition([1, 1, size]), Partition([1, size, 1])
+    for where, weights in ((P, "replicated"), (Q, "root")):
+        ours, theirs = proof.pair(
+            lambda P_y=where, w=weights: unn.DistributedLinearReduceScatter(
+                P, 7, 5, P_y=P_y, dtype=torch.float64, weights=w
+            ),
+            lambda: nn.Linear(7, 5, dtype=torch.float64),
+        )
+        for cut in (6, 3, 0):  # balanced cuts between others; one rank may see no change
+            split = (0, cut, 7) if size == 2 else (0, 3, max(3, cut), 7)
+            cuts = ((0, 2), (0, 3), split)
+            proof.compare(ours, theirs, proof.drawn(2, 3, 7), P, where, cuts=cuts)
+        proof.compare(ours, theirs, proof.drawn(2, 3, 7), P, where)
 
 
 @pytest.mark.ranks(4)
 def test_weights_on_the_root_live_on_the_first_rank_that_uses_a_block():
     P, Q = Partition([2, 1, 2]), Partition([2, 2, 1])
-    columns = linear.DistributedLinearAllGather(P, 6, 4, weights="root")
-    rows = linear.DistributedLinearReduceScatter(P, 4, 3, P_y=Q, weights="root")
+    columns = unn.DistributedLinearAllGather(P, 6, 4, weights="root")
+    rows = unn.DistributedLinearReduceScatter(P, 4, 3, P_y=Q, weights="root")
     is_first = P.index[0] == 0
     assert columns.weight.shape == ((2, 6) if is_first else (0, 0))
     assert columns.bias.shape == ((2,) if is_first else (0,))
@@ -75,8 +120,8 @@ def test_columns_then_rows_equal_the_sequential_network(proof):
     first, second = nn.Linear(6, 9).double(), nn.Linear(9, 4).double()
     torch.manual_seed(0)
     ours = (
-        linear.DistributedLinearAllGather(P, 6, 9),
-        linear.DistributedLinearReduceScatter(P, 9, 4),
+        unn.DistributedLinearAllGather(P, 6, 9),
+        unn.DistributedLinearReduceScatter(P, 9, 4),
     )
     for layer, plain in zip(ours, (first, second), strict=True):
         layer.double().load_state_dict(plain.state_dict())
@@ -91,7 +136,7 @@ def test_tangents_travel_as_values_do(proof):
     P = Partition([1, 2])
     x, t = proof.drawn(3, 6), proof.drawn(6, 3).T
     expected = nn.Linear(6, 4, bias=False, dtype=x.dtype)
-    for kind in (linear.DistributedLinearAllGather, linear.DistributedLinearReduceScatter):
+    for kind in (unn.DistributedLinearAllGather, unn.DistributedLinearReduceScatter):
         layer = kind(P, 6, 4, bias=False, dtype=x.dtype)
         layer.load_state_dict(expected.state_dict())
         here = P.local_slices(x.shape)
@@ -105,7 +150,7 @@ def test_tangents_travel_as_values_do(proof):
     with forward_ad.dual_level():
         y = layer(forward_ad.make_dual(x, t.contiguous()))
         torch.testing.assert_close(forward_ad.unpack_dual(y).tangent, 2 * t)
-    loss, target, here = linear.DistributedMSELoss(P), x.flip(0) + 1, P.local_slices((3, 6))
+    loss, target, here = unn.DistributedMSELoss(P), x.flip(0) + 1, P.local_slices((3, 6))
     with forward_ad.dual_level():
         y = loss(forward_ad.make_dual(x[here].contiguous(), t[here].contiguous()), target[here])
         z = F.mse_loss(forward_ad.make_dual(x, t.contiguous()), target)

@@ -15,6 +15,8 @@ from unisono.errors import PartitionError
 from unisono.topology import Partition
 
 DOUBLE = {"dtype": torch.float64}
+
+
 WEIGHTS = ("replicated", "root")
 
 
@@ -176,21 +178,6 @@ def test_gradients_are_summed_at_the_end_and_clipped_as_in_one_process(proof):
     torch.testing.assert_close(norm, nn.utils.clip_grad_norm_(plain.parameters(), 0.1))
 
 
-@pytest.mark.ranks([1, 3])
-def test_half_precision_is_computed_in_single(proof):
-    P = Partition([1, 1, unisono.world().size])
-    x = (proof.drawn(2, 4, 301, dtype=torch.float32) + 100).bfloat16()
-    where = P.local_slices(x.shape)
-    for ours, plain in (
-        (unn.DistributedGroupNorm(P, 2, 4), nn.GroupNorm(2, 4)),
-        (unn.DistributedBatchNorm(P, 4), nn.BatchNorm1d(4)),
-        (unn.DistributedLayerNorm(P, 301), nn.LayerNorm(301)),
-    ):
-        y, z = ours(x[where]), plain(x.float())[where].bfloat16()
-        assert y.dtype == torch.bfloat16
-        torch.testing.assert_close(y, z)
-
-
 @pytest.mark.ranks(3)
 def test_large_means_leave_the_digits_of_the_variance(proof):
     P = Partition([1, 1, 3])
@@ -198,21 +185,6 @@ def test_large_means_leave_the_digits_of_the_variance(proof):
     y = unn.DistributedGroupNorm(P, 1, 2)(x[P.local_slices(x.shape)])
     z = nn.GroupNorm(1, 2, **DOUBLE)(x.double())[P.local_slices(x.shape)]
     torch.testing.assert_close(y, z.float(), rtol=1e-3, atol=1e-3)
-
-
-@pytest.mark.ranks(3)
-def test_ranks_outside_pass_nothing(proof):
-    P = Partition([1, 1, 2], ranks=[0, 2])
-    ours = unn.DistributedGroupNorm(P, 2, 4, **DOUBLE)
-    compare(proof, *paired(ours, nn.GroupNorm(2, 4, **DOUBLE)), proof.drawn(2, 4, 5), P)
-
-
-@pytest.mark.ranks(2)
-def test_shapes_may_change_on_one_rank_alone(proof):
-    P = Partition([1, 1, 2])
-    ours, theirs = unn.DistributedGroupNorm(P, 2, 4, **DOUBLE), nn.GroupNorm(2, 4, **DOUBLE)
-    for points in (9, 10, 1, 9):
-        proof.compare(ours, theirs, proof.drawn(2, 4, points), P)
 
 
 @pytest.mark.ranks(2)
@@ -261,3 +233,35 @@ def test_statistics_of_16_bit_values_are_not_rounded(dtype, proof):
     ref.running_var.copy_(ours.running_var)
     close = {"rtol": torch.finfo(dtype).eps, "atol": 0.0}
     torch.testing.assert_close(ours(x[where]).float(), ref(x.float())[where], **close)
+
+
+def _channel_norms(P, weights):
+    kw = {"dtype": torch.float64, "weights": weights}
+    plain = {"dtype": torch.float64}
+    tracked = {"affine": True, "track_running_stats": True}
+    return [
+        (lambda: unn.DistributedBatchNorm(P, 6, **kw), lambda: nn.BatchNorm2d(6, **plain)),
+        (lambda: unn.DistributedGroupNorm(P, 6, 6, **kw), lambda: nn.GroupNorm(6, 6, **plain)),
+        (
+            lambda: unn.DistributedInstanceNorm(P, 6, **tracked, **kw),
+            lambda: nn.InstanceNorm2d(6, **tracked, **plain),
+        ),
+    ]
+
+
+@pytest.mark.ranks([2, 4])
+@pytest.mark.parametrize("weights", ["replicated", "root"])
+def test_unbalanced_channels_of_norms_equal_one_process(weights, proof):
+    size = unisono.world().size
+    P = Partition([1, 2, size // 2, 1])
+    x = proof.drawn(3, 6, 5, 2)
+    for make, plain in _channel_norms(P, weights):
+        torch.manual_seed(11)
+        ours, theirs = make(), plain()
+        for cut in (5, 3, 0):
+            cuts = ((0, 3), (0, cut, 6), (0, 5) if size == 2 else (0, 1, 5), (0, 2))
+            proof.compare(ours, theirs, x, P, cuts=cuts)
+        ours.eval(), theirs.eval()
+        proof.compare(ours, theirs, x, P, cuts=((0, 3), (0, 1, 6), *cuts[2:]))
+        for name, value in unn.full_state_dict(ours).items():
+            torch.testing.assert_close(value, theirs.state_dict()[name])

@@ -132,12 +132,12 @@ class Table:
 
     def dtype(self, partition: Partition) -> torch.dtype:
         """Return the one dtype of the blocks of a partition."""
-        found = {rank: self.of(rank).dtype for rank in partition.ranks}
-        first = found[partition.ranks[0]]
-        if any(dtype != first for dtype in found.values()):
+        dtypes = {rank: self.of(rank).dtype for rank in partition.ranks}
+        first = dtypes[partition.ranks[0]]
+        if any(dtype != first for dtype in dtypes.values()):
             raise CollectiveMismatch.because(
                 f"blocks of {partition!r}",
-                "\n".join(f"rank {rank}: {dtype}" for rank, dtype in found.items()),
+                "\n".join(f"rank {rank}: {dtype}" for rank, dtype in dtypes.items()),
                 "their dtypes differ",
                 f"x.to({first}) on every rank",
             )
@@ -145,15 +145,15 @@ class Table:
 
     def one_shape(self, ranks: Sequence[int], action: str, hint: str) -> tuple[int, ...]:
         """Return the shape of the blocks of some ranks, which must be equal."""
-        found = {rank: self.of(rank).shape for rank in ranks}
-        if len(set(found.values())) > 1:
+        shapes = {rank: self.of(rank).shape for rank in ranks}
+        if len(set(shapes.values())) > 1:
             raise PartitionError.because(
                 action,
-                "\n".join(f"rank {rank}: {list(shape)}" for rank, shape in found.items()),
+                "\n".join(f"rank {rank}: {list(shape)}" for rank, shape in shapes.items()),
                 "their shapes differ",
                 hint,
             )
-        return found[ranks[0]]
+        return shapes[ranks[0]]
 
     def cuts(self, partition: Partition) -> Cuts:
         """Return the cuts of the blocks of a partition; they must form a grid."""

@@ -59,14 +59,14 @@ class AttentionPlan:
             return []
         if not self.is_causal:
             return [Tile(0, queries, start, start, stop, False)]
-        found: list[Tile] = []
+        tiles: list[Tile] = []
         seen_by_all = min(stop, self.first)
         if start < seen_by_all:
-            found.append(Tile(0, queries, start, start, seen_by_all, False))
+            tiles.append(Tile(0, queries, start, start, seen_by_all, False))
         low, high = max(start, self.first), min(stop, self.first + queries)
         if low < high:  # from here on query i meets key i first: a triangle
-            found.append(Tile(low - self.first, queries, start, low, high, True))
-        return found
+            tiles.append(Tile(low - self.first, queries, start, low, high, True))
+        return tiles
 
 
 @dataclass(frozen=True)
@@ -156,9 +156,9 @@ def _gradients(ctx: Any, dout: Tensor) -> list[Tensor | None]:
         dk = torch.zeros(keys.shape, dtype=wide, device=q.device)
         dv = torch.zeros(values.shape, dtype=wide, device=q.device)
         for tile in plan.tiles(block, q.shape[2]):
-            found = _tile_backward(tile, dout, q, keys, values, mask, out, sums, plan, dmask)
+            gradients = _tile_backward(tile, dout, q, keys, values, mask, out, sums, plan, dmask)
             for target, part in zip(
-                (tile.rows(dq), tile.keys(dk), tile.keys(dv)), found, strict=True
+                (tile.rows(dq), tile.keys(dk), tile.keys(dv)), gradients, strict=True
             ):
                 target += part
         if home is not None:
@@ -203,13 +203,13 @@ class _Homeward:
     def __init__(self, plan: AttentionPlan, k: Tensor, v: Tensor) -> None:
         self._plan, self._like = plan, (k, v)
         self._flight: Messages | None = None
-        self._own: tuple[Tensor, Tensor] | None = None
+        self._local_gradients: tuple[Tensor, Tensor] | None = None
 
     def add(self, block: int, dk: Tensor, dv: Tensor) -> None:
         """Add to the gradient of a block, and send it on."""
         comm = self._plan.comm
         if comm is None or comm.size == 1:
-            self._own = dk, dv
+            self._local_gradients = dk, dv
             return
         total = torch.cat([dk.reshape(-1), dv.reshape(-1)])
         if self._flight is not None:
@@ -220,8 +220,8 @@ class _Homeward:
 
     def arrived(self) -> tuple[Tensor, Tensor]:
         """Return the gradients of own keys and values."""
-        if self._own is not None:
-            return self._own
+        if self._local_gradients is not None:
+            return self._local_gradients
         k, v = self._like
         plan, comm = self._plan, self._plan.comm
         landed = {} if self._flight is None else self._flight.wait()

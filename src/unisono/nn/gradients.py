@@ -66,13 +66,13 @@ def _listed(source: nn.Module | Tensor | Iterable[Tensor]) -> list[Tensor]:
     if isinstance(source, Tensor):
         return [source]
     if isinstance(source, nn.Module):
-        source = [p for layer in source.modules() for p in _own(layer)]
+        source = [p for layer in source.modules() for p in _parameters_of(layer)]
     return list({id(p): p for p in source}.values())
 
 
-def _own(layer: nn.Module) -> list[Tensor]:
+def _parameters_of(layer: nn.Module) -> list[Tensor]:
     """Return a layer's own parameters: of a distributed one the same number on all its ranks."""
-    blocks = layer.held() if isinstance(layer, HoldingModule) else {}
+    blocks = layer.blocks() if isinstance(layer, HoldingModule) else {}
     return [*(p for p in blocks.values() if isinstance(p, nn.Parameter)), *layer.parameters(False)]
 
 
@@ -102,14 +102,14 @@ def _total_norm(parameters: Sequence[Tensor], p: float) -> Tensor:
 def _split(parameters: Sequence[Tensor]) -> dict[int, tuple[Communicator, Holding]]:
     """Return, by identity, the parameters that not all ranks hold whole, with their ranks."""
     ids = {id(x) for x in parameters}
-    found: dict[int, tuple[Communicator, Holding]] = {}
+    by_id: dict[int, tuple[Communicator, Holding]] = {}
     for layer in living_layers():
-        for name, x in layer.held().items():
+        for name, x in layer.blocks().items():
             if id(x) in ids and not layer._replicated[name]:
                 root = layer._root()
                 if root is not None and root.size > 1:
-                    found[id(x)] = root, layer._holdings[name]
-    return found
+                    by_id[id(x)] = root, layer._holdings[name]
+    return by_id
 
 
 def _gathered_norms(

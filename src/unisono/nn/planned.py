@@ -95,18 +95,18 @@ class PlannedModule(Module, Generic[P]):
         """Return what this rank's inputs are like, whose gradients it needs, and what is wrong."""
         structures: list[BlockStructure] = []
         gradients = NO_GRAD
-        found: str | None = None if input else "nothing"
+        fault: str | None = None if input else "nothing"
         for x in input:
             if not isinstance(x, Tensor):
-                found = found or ("None" if x is None else an(type(x).__name__))
+                fault = fault or ("None" if x is None else an(type(x).__name__))
                 continue
             structures.append(BlockStructure(tuple(x.shape), x.dtype, x.device.type))
             if x.requires_grad:
                 gradients = INPUTS
             if isinstance(x, Split):
-                found = "a split tensor, which knows its blocks; this rank's block is x.local"
+                fault = "a split tensor, which knows its blocks; this rank's block is x.local"
             elif x.is_meta and self._agreeing is not None:
-                found = "a tensor on meta, without data to send"
+                fault = "a tensor on meta, without data to send"
         if not torch.is_grad_enabled():
             gradients = NO_GRAD
         elif gradients == NO_GRAD:
@@ -115,12 +115,12 @@ class PlannedModule(Module, Generic[P]):
                     gradients = PARAMETERS
                     break
         expected = len(self._tables) if self._tables else len(input)
-        if found is None and len(input) != expected:
-            found = f"{len(input)} tensors, {expected} expected"
+        if fault is None and len(input) != expected:
+            fault = f"{len(input)} tensors, {expected} expected"
         problem = None
-        if found is not None:
+        if fault is not None:
             problem = PartitionError.because(
-                f"forward of {type(self).__name__}", found, None, "call it with tensors"
+                f"forward of {type(self).__name__}", fault, None, "call it with tensors"
             )
         return tuple(structures), gradients, problem
 

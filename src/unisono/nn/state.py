@@ -81,7 +81,7 @@ class HoldingModule(PlannedModule[P]):
         self._holdings[name] = holding
         self._replicated[name] = replicated
 
-    def held(self) -> dict[str, Tensor]:
+    def blocks(self) -> dict[str, Tensor]:
         """Return own blocks by name, empty ones too: the same names on all ranks of the layer."""
         named = {name: getattr(self, name, None) for name in self._holdings}
         return {name: x for name, x in named.items() if x is not None}
@@ -305,7 +305,7 @@ def check_replicas(module: nn.Module) -> None:
     everyone = next((root for layer in module.modules() if (root := _root_of(layer))), None)
     for path, layer in module.named_modules():
         if isinstance(layer, HoldingModule):
-            comm, holdings, values = layer._root(), layer._holdings, layer.held()
+            comm, holdings, values = layer._root(), layer._holdings, layer.blocks()
         else:
             comm, values = everyone, dict(layer.named_parameters(recurse=False))
             holdings = {name: whole(p.shape) for name, p in values.items()}

@@ -53,7 +53,7 @@ def cover(
         kernel: one size per spatial dim; likewise `stride`, `dilation` and `(left, right)` padding.
     """
     share = [(s, s + n) for s, n in zip(plan.output_start, plan.output_shape, strict=True)]
-    if list(plan.own[:2]) != share[:2] or 0 in plan.output_shape or 0 in plan.block_shape:
+    if list(plan.owned[:2]) != share[:2] or 0 in plan.output_shape or 0 in plan.block_shape:
         return None
     reach = [span(k, d) for k, d in zip(kernel, dilation, strict=True)]
     first = [s * y[0] - p[0] for s, y, p in zip(stride, share[2:], padding, strict=True)]
@@ -63,14 +63,14 @@ def cover(
         and all(
             dest[0] - source[0] == interval[0] - low
             for source, dest, interval, low in zip(
-                piece.source[2:], piece.dest[2:], plan.own[2:], first, strict=True
+                piece.source[2:], piece.dest[2:], plan.owned[2:], first, strict=True
             )
         )
         for piece in plan.local
     )
     space = plan.output_shape[2:]
-    dims = zip(plan.own[2:], space, first, stride, reach, strict=True)
-    passes = [found for dim in dims if (found := _padded(*dim)) is not None]
+    dims = zip(plan.owned[2:], space, first, stride, reach, strict=True)
+    passes = [one_pass for dim in dims if (one_pass := _padded(*dim)) is not None]
     if not is_natural or len(passes) < len(space):
         return None
     pieces = [piece for message in plan.recvs for piece in message.pieces]

@@ -121,7 +121,7 @@ class HaloPlan:
 
     rank: int
     """Own rank in the partition."""
-    own: Box
+    owned: Box
     """Own block in global coordinates."""
     window_shape: tuple[int, ...]
     """Sizes of the window: the local input of the layer, padding and halos included."""
@@ -147,20 +147,20 @@ class HaloPlan:
     @cached_property
     def block_shape(self) -> tuple[int, ...]:
         """Sizes of the own block: the shape of the tensor that goes in."""
-        return tuple(stop - start for start, stop in self.own)
+        return tuple(stop - start for start, stop in self.owned)
 
     @cached_property
     def widths(self) -> tuple[tuple[int, int], ...]:
         """For each dim, points needed left and right of the own block; negative: own, unused."""
         return tuple(
             (interval[0] - need[0], need[1] - interval[1])
-            for interval, need in zip(self.own, self.needed, strict=True)
+            for interval, need in zip(self.owned, self.needed, strict=True)
         )
 
     @cached_property
     def fills(self) -> tuple[tuple[int, int], ...]:
         """For each dim, window positions left and right that hold the constant."""
-        found: list[tuple[int, int]] = []
+        widths: list[tuple[int, int]] = []
         for segments in self.segments:
             left = right = 0
             for segment in segments:
@@ -169,8 +169,8 @@ class HaloPlan:
                     left += width
                 elif segment.kind == "fill":
                     right += width
-            found.append((left, right))
-        return tuple(found)
+            widths.append((left, right))
+        return tuple(widths)
 
     @cached_property
     def wraps(self) -> tuple[tuple[int, int], ...]:
@@ -194,9 +194,9 @@ class HaloPlan:
         `start` elements into its message, and as many; the constant has owner -1. None for all
         other windows.
         """
-        if len(self.segments) != len(self.own):  # a plan of some channels alone
+        if len(self.segments) != len(self.owned):  # a plan of some channels alone
             return None
-        dims = [d for d, (span, parts) in enumerate(zip(self.own, self.segments, strict=True))
+        dims = [d for d, (span, parts) in enumerate(zip(self.owned, self.segments, strict=True))
                 if [(part.source, part.kind) for part in parts] != [(span, "copy")]]  # fmt: skip
         if len(dims) != 1 or 0 in self.window_shape:
             return None
@@ -229,7 +229,7 @@ class HaloPlan:
         on either. What goes to other ranks is taken from the block, and stays as it is.
         """
         widths = [0] * len(self.segments)
-        for dim, (span, segments) in enumerate(zip(self.own, self.segments, strict=False)):
+        for dim, (span, segments) in enumerate(zip(self.owned, self.segments, strict=False)):
             left, right = self.fills[dim]
             inner = [(part.source, part.kind) for part in segments if part.kind != "fill"]
             if left == right and inner == [(span, "copy")] and span[0] < span[1]:
@@ -244,7 +244,7 @@ class HaloPlan:
         window = tuple(n - 2 * width for n, width in zip(self.window_shape, widths, strict=True))
         segments = tuple(
             (Segment((0, n), span, "copy"),) if width else parts
-            for parts, width, span, n in zip(self.segments, widths, self.own, window, strict=True)
+            for parts, width, span, n in zip(self.segments, widths, self.owned, window, strict=True)
         )
         trimmed = replace(
             self,
@@ -309,8 +309,8 @@ def plan(
     _check_index(cuts, index)
     dims = len(cuts)
     is_one = as_int(kernel_size) is not None
-    given = dims if is_one else len(cast("Sequence[int]", kernel_size))
-    kernel = per_dim(kernel_size, given, "kernel_size")
+    kernel_dims = dims if is_one else len(cast("Sequence[int]", kernel_size))
+    kernel = per_dim(kernel_size, kernel_dims, "kernel_size")
     if len(kernel) > dims:
         raise PartitionError.because(
             f"kernel_size={list(kernel)}",
@@ -389,7 +389,7 @@ def plan_windows(
     return HaloPlan(
         rank=me,
         index=tuple(index),
-        own=box,
+        owned=box,
         needed=tuple(_inside(parts, span) for parts, span in zip(segments, box, strict=True)),
         window_shape=tuple(max((s.dest[1] for s in parts), default=0) for parts in segments),
         output_shape=tuple(stop - start for start, stop in shares),
@@ -416,19 +416,19 @@ def _cut(segment: Segment, low: int, high: int, offset: int) -> _Part:
 
 def _by_owner(segments: Sequence[Segment], cuts: Sequence[int]) -> dict[int, list[_Part]]:
     """Return, for each index of the dim that owns points of the window, its parts."""
-    found: dict[int, list[_Part]] = {}
+    parts_of: dict[int, list[_Part]] = {}
     for segment in segments:
         if segment.kind != "fill":
             for owner, low, high in blocks_over(cuts, *segment.source):
-                found.setdefault(owner, []).append(_cut(segment, low, high, cuts[owner]))
-    return {owner: _in_order(found[owner]) for owner in sorted(found)}
+                parts_of.setdefault(owner, []).append(_cut(segment, low, high, cuts[owner]))
+    return {owner: _in_order(parts_of[owner]) for owner in sorted(parts_of)}
 
 
 def _by_reader(axis: Axis, size: int, interval: Interval) -> dict[int, list[_Part]]:
     """Return, for each index of the dim whose window reads own points, the parts it reads."""
-    found: dict[int, list[_Part]] = {}
+    parts_of: dict[int, list[_Part]] = {}
     if interval[0] == interval[1]:
-        return found
+        return parts_of
     for reader in range(size):
         parts: list[_Part] = []
         for segment in axis.of(reader):
@@ -436,8 +436,8 @@ def _by_reader(axis: Axis, size: int, interval: Interval) -> dict[int, list[_Par
             if low < high and segment.kind != "fill":
                 parts.append(_cut(segment, low, high, interval[0]))
         if parts:
-            found[reader] = _in_order(parts)
-    return found
+            parts_of[reader] = _in_order(parts)
+    return parts_of
 
 
 def _in_order(parts: list[_Part]) -> list[_Part]:

@@ -126,14 +126,14 @@ class Mesh(Frozen):
             raise MeshError.because(
                 f"ranks along {list(axes)}", "an axis named twice", hint="each axis once"
             )
-        own = self.rank if rank is None else expect_int("rank", rank, 0, self.size, error=MeshError)
-        index = list(grid_index(self.shape, own))
-        found: list[int] = []
+        me = self.rank if rank is None else expect_int("rank", rank, 0, self.size, error=MeshError)
+        index = list(grid_index(self.shape, me))
+        ranks: list[int] = []
         for coordinates in product(*(range(self.shape[place]) for place in places)):
             for place, coordinate in zip(places, coordinates, strict=True):
                 index[place] = coordinate
-            found.append(flat_index(self.shape, index))
-        return tuple(found)
+            ranks.append(flat_index(self.shape, index))
+        return tuple(ranks)
 
     def comm(self, *axes: str) -> Communicator:
         """Return the communicator along one axis, or along several taken together.

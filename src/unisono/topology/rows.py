@@ -38,8 +38,8 @@ class RowPlan:
         low, high = (int(index.min()), int(index.max())) if index.numel() else (0, -1)
         wrong = None
         if index.dim() != 1 or index.dtype != torch.int64:
-            found = f"send_index of shape {tuple(index.shape)}, {index.dtype}"
-            wrong = found, None, "a 1-D tensor of torch.int64"
+            fault = f"send_index of shape {tuple(index.shape)}, {index.dtype}"
+            wrong = fault, None, "a 1-D tensor of torch.int64"
         elif len(sends) != len(recvs):
             arithmetic = f"{len(sends)} ranks != {len(recvs)} ranks"
             wrong = None, arithmetic, "one number per rank, 0 where there is nothing"
@@ -50,8 +50,8 @@ class RowPlan:
             wrong = None, arithmetic, "send_sizes must add up to the length of send_index"
         elif low < 0 or high >= self.num_rows:
             arithmetic = f"not 0 <= {low if low < 0 else high} < {self.num_rows}"
-            found = f"send_index from {low} to {high}, {self.num_rows} own rows"
-            wrong = found, arithmetic, "row numbers of the own block, not global ones"
+            fault = f"send_index from {low} to {high}, {self.num_rows} own rows"
+            wrong = fault, arithmetic, "row numbers of the own block, not global ones"
         if wrong is not None:
             call = f"RowPlan(send_sizes={list(sends)}, recv_sizes={list(recvs)})"
             raise PartitionError.because(call, *wrong)

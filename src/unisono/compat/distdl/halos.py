@@ -155,22 +155,22 @@ class HaloExchange(PlannedModule[list[tuple[Slices, ...]]], Module):
         """Refuse a rank with fewer points than it is to send, or than none."""
         rank = self.P_x.ranks[place]
         for dim, (left, right) in enumerate(self.P_x.neighbors(place)):
-            came, found = self._received[place][dim].tolist(), points[dim]
-            if found < 0:
+            came, count = self._received[place][dim].tolist(), points[dim]
+            if count < 0:
                 raise PartitionError.because(
                     f"HaloExchange in dim {dim}",
-                    f"rank {rank} has {found + sum(came)} points, padding included",
-                    f"ghosts: {came[0]} + {came[1]} > {found + sum(came)}",
+                    f"rank {rank} has {count + sum(came)} points, padding included",
+                    f"ghosts: {came[0]} + {came[1]} > {count + sum(came)}",
                     "pad the input by recv_buffer_shape first",
                 )
             to_left = 0 if left is None else int(self._received[left][dim, 1])
             to_right = 0 if right is None else int(self._received[right][dim, 0])
             sent = max(to_left, to_right)
-            if sent > found:
+            if sent > count:
                 raise PartitionError.because(
                     f"HaloExchange in dim {dim}",
-                    f"a neighbour expects {sent} points of rank {rank}, which has {found}",
-                    f"{sent} > {found}",
+                    f"a neighbour expects {sent} points of rank {rank}, which has {count}",
+                    f"{sent} > {count}",
                     "fewer ranks in that dim; unisono.nn.HaloExchange reaches beyond neighbours",
                 )
 
@@ -190,7 +190,7 @@ def ghost_slices(shape: Sequence[int], recv: Any, send: Any) -> list[tuple[Slice
     """
     bulk = [slice(int(a), n - int(b)) for n, (a, b) in zip(shape, recv, strict=True)]
     whole = [slice(0, n) for n in shape]
-    found: list[tuple[Slices, ...]] = []
+    boxes: list[tuple[Slices, ...]] = []
     for dim, n in enumerate(shape):
         left, right = (int(width) for width in send[dim])
         points = bulk[dim]
@@ -200,8 +200,8 @@ def ghost_slices(shape: Sequence[int], recv: Any, send: Any) -> list[tuple[Slice
             slice(points.stop - right, points.stop),
             slice(points.stop, n),
         )
-        found.append(tuple((*whole[:dim], run, *bulk[dim + 1 :]) for run in runs))
-    return found
+        boxes.append(tuple((*whole[:dim], run, *bulk[dim + 1 :]) for run in runs))
+    return boxes
 
 
 def _agreed_widths(P_x: Partition, recv: Any, send: Any) -> list[np.ndarray]:

@@ -242,13 +242,13 @@ class Repartition(ours.Repartition, Module):
         boxes = {move.peer: move.box for move in moves(plan)}
         if plan.local is not None:
             boxes[me] = kept(plan.local)
-        found: list[tuple[Any, Any, Any]] = [(None, None, None)] * there.size
+        overlaps: list[tuple[Any, Any, Any]] = [(None, None, None)] * there.size
         for place, rank in enumerate(there.ranks):
             if rank in boxes:
                 slices = tuple(slice(start, stop) for start, stop in boxes[rank])
                 partner = "self" if rank == me else union.index(rank)
-                found[place] = (slices, compute_nd_slice_shape(slices), partner)
-        return found
+                overlaps[place] = (slices, compute_nd_slice_shape(slices), partner)
+        return overlaps
 
 
 @as_distdl(weights="root")
@@ -362,7 +362,7 @@ class _Boxes(ours.Interpolate):
 
     def _own_points(self, taps: Sequence[Taps]) -> tuple[Taps, ...]:
         """Return taps in which all points of other ranks are one, behind the own ones: a zero."""
-        counts = [stop - start for start, stop in self._held]
+        counts = [stop - start for start, stop in self._inputs]
         return tuple(
             Taps(
                 tuple(tuple(p if 0 <= p < n else n for p in points) for points in tap.points),
@@ -384,7 +384,7 @@ class Interpolate(_Boxes):
 
     def forward(self, input: Tensor) -> Tensor:
         """Return the share of `input` in the outputs."""
-        return super().forward(nn.functional.pad(input, (0, 1) * len(self._held)))
+        return super().forward(nn.functional.pad(input, (0, 1) * len(self._inputs)))
 
 
 _LINEAR = {1: "linear", 2: "bilinear", 3: "trilinear"}
@@ -430,12 +430,12 @@ class _WholeSize(ours.DistributedUpsample):
         self._kept = None if size is None else tuple(int(n) for n in size[:2])
 
     def _make_plan(self, tables: Sequence[Table]) -> Any:
-        found = tables[0].global_shape(self.P_x)[:2]
-        if self._kept is not None and found != self._kept:
+        lead = tables[0].global_shape(self.P_x)[:2]
+        if self._kept is not None and lead != self._kept:
             raise PartitionError.because(
                 f"DistributedUpsample(size={[*self._kept, *(self.size or ())]})",
-                f"batch and channels of the input: {list(found)}",
-                f"{list(found)} != {list(self._kept)}",
+                f"batch and channels of the input: {list(lead)}",
+                f"{list(lead)} != {list(self._kept)}",
                 "only spatial sizes change",
             )
         return super()._make_plan(tables)

@@ -133,9 +133,9 @@ class Root:
             return None
         if self._is_mpi and isinstance(group, mpi4py().Group):
             world = self.handle.Get_group()
-            found = group.Translate_ranks(None, world)
+            ranks = group.Translate_ranks(None, world)
             world.Free()
-            return tuple(found)
+            return tuple(ranks)
         return tuple(int(rank) for rank in group)
 
     def __eq__(self, other: object) -> bool:
@@ -268,7 +268,7 @@ class MPIPartition:
     ) -> tuple[MPIPartition, MPIPartition]:
         """Return the team this rank sends its block to, and the one it gets a block in.
 
-        Whoever sends is rank 0 of a team. A side that this rank is not on is inactive; the two are
+        The sender is rank 0 of a team. A side that this rank is not on is inactive; the two are
         one object where a rank gets its own block.
         """
         groups = broadcast_groups(layout_of(self), layout_of(P_dest), transpose_src, transpose_dest)
@@ -279,7 +279,7 @@ class MPIPartition:
     ) -> tuple[MPIPartition, MPIPartition]:
         """Return the team this rank's block is summed in, and the one whose sum it gets.
 
-        Whoever gets a sum is rank 0 of a team.
+        The receiver of a sum is rank 0 of a team.
         """
         groups = reduce_groups(layout_of(self), layout_of(P_dest), transpose_src, transpose_dest)
         return self._both(groups, sends_as_root=False)
@@ -308,15 +308,15 @@ class MPIPartition:
             return None
         at = root
         if P_data is not None:
-            mine = P_data.rank if P_data.active else -1
-            found = [place for (place,) in self._members.all_gather_ints([mine])]
-            if root not in found:
+            data_rank = P_data.rank if P_data.active else -1
+            places = [place for (place,) in self._members.all_gather_ints([data_rank])]
+            if root not in places:
                 raise PartitionError.because(
                     f"broadcast_data(root={root})",
-                    f"ranks of P_data on the members: {found}",
+                    f"ranks of P_data on the members: {places}",
                     hint="a rank of P_data that is a member of this partition too",
                 )
-            at = found.index(root)
+            at = places.index(root)
         array = np.atleast_1d(data) if self.rank == at else None
         return self._members.broadcast_object(array, at)
 

@@ -53,16 +53,16 @@ class TensorStructure:
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, TensorStructure):
             return NotImplemented
-        return self._known() == other._known()
+        return self._facts() == other._facts()
 
     __hash__ = None  # type: ignore[assignment]
 
-    def _known(self) -> tuple[object, ...]:
+    def _facts(self) -> tuple[object, ...]:
         shape = None if self.shape is None else tuple(int(n) for n in self.shape)
         return shape, self.dtype, self.requires_grad
 
     def __repr__(self) -> str:
-        shape, dtype, requires_grad = self._known()
+        shape, dtype, requires_grad = self._facts()
         return f"TensorStructure(shape={shape}, dtype={dtype}, requires_grad={requires_grad})"
 
 
@@ -146,14 +146,14 @@ def broadcast_tensor_structure(
         P_send: where it brings it.
         P_recv: where it gets something.
     """
-    found = TensorStructure()
+    structure_here = TensorStructure()
     teams = [P_send] if P_send == P_recv else [P for P in (P_send, P_recv) if P.active]
     for team in sorted(teams, key=lambda P: sorted(P._group or ())):
         sent = in_structure if team is P_send else None
         structure = next(one for one in team._members.all_gather_object(sent) if one is not None)
         if team == P_recv:
-            found = structure
-    return found
+            structure_here = structure
+    return structure_here
 
 
 _SHARED = (

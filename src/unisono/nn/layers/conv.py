@@ -183,7 +183,7 @@ def fetch_plan(
                 recvs.append(Message(owner, (piece,)))
     return HaloPlan(
         rank=me,
-        own=tuple((0, n) for n in own_shape),
+        owned=tuple((0, n) for n in own_shape),
         window_shape=own_window,
         local=local,
         sends=tuple(sorted(sends, key=lambda m: m.peer)),

@@ -104,8 +104,8 @@ class DistributedEmbedding(HoldingModule[None]):
             table = torch.empty(shape, dtype=dtype).normal_(generator=generator)
         if self.padding_idx is not None:
             table[self.padding_idx] = 0
-        own = table[holding.slices].clone()
-        self.weight = nn.Parameter(own if device is None else own.to(device))
+        rows = table[holding.slices].clone()
+        self.weight = nn.Parameter(rows if device is None else rows.to(device))
         self._hold("weight", holding, replicated=False)
 
     def _read(self, input: tuple[Any, ...]) -> Any:

@@ -109,7 +109,7 @@ class _Norm(FunctionLayer, HoldingModule[Any]):
         return Split(t, plan.parameters, plan.run) if plan.parameters else t
 
     def _check_values(self, statistics: int, hint: str) -> None:
-        """Raise if there is one value or none behind each of so many statistics."""
+        """Raise unless there are at least two values behind each statistic."""
         count = math.prod(self._plan.shape)
         if count <= statistics:
             raise PartitionError.because(

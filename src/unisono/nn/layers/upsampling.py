@@ -120,8 +120,8 @@ class Interpolate(torch.nn.Module):
         self._mode = mode
         scales = _each(scale_factor, len(x_global_shape) - 2, "scale_factor")
         dims = range(2, len(x_global_shape))
-        self._held = [(x_local_start[at], x_local_stop[at]) for at in dims]
-        self._given = [(y_local_start[at], y_local_stop[at]) for at in dims]
+        self._inputs = [(x_local_start[at], x_local_stop[at]) for at in dims]
+        self._outputs = [(y_local_start[at], y_local_stop[at]) for at in dims]
         self._taps, self._taps_double = (
             tuple(
                 taps_of(
@@ -140,7 +140,7 @@ class Interpolate(torch.nn.Module):
     def _check(self, taps: Sequence[Taps]) -> None:
         """Raise if an output needs a point that this rank does not have."""
         for i, ((x0, x1), (y0, y1), dim_taps) in enumerate(
-            zip(self._held, self._given, taps, strict=True)
+            zip(self._inputs, self._outputs, taps, strict=True)
         ):
             outside = [p for tap in dim_taps.points for p in tap if not 0 <= p < x1 - x0]
             if outside:

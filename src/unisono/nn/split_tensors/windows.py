@@ -252,7 +252,7 @@ def _torch_pads(plan: HaloPlan, pads: Sequence[tuple[int, int]], mine: set[int])
     return all(
         low == high and parts == (0, stop - start)
         for i, ((low, high), (start, stop), parts) in enumerate(
-            zip(pads, plan.own[2:], plan.needed[2:], strict=True)
+            zip(pads, plan.owned[2:], plan.needed[2:], strict=True)
         )
         if i not in mine
     )

@@ -1,191 +1,26 @@
-"""Layers that read windows, with drawn sizes, cuts and settings, against torch.
+"""Pooling, upsampling, padding and halo windows, with drawn and chosen settings, against torch.
 
-Values, gradients of inputs and parameters, and second derivatives; blocks of any cuts, empty ones
-and such that are narrower than the halo too.
+Values, gradients, and second derivatives; blocks of any cuts, empty ones and such that are narrower
+than the halo too.
 """
 
 from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import Phase, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from tests.nn.drawing import RANKS, common, grid, quick, windows
 from torch import nn
 from torch.nn import functional as F
 
 import unisono
 import unisono.nn as unn
+from unisono.errors import PartitionError
+from unisono.nn.layers.halo import DistributedPad, HaloExchange
+from unisono.nn.layers.upsampling import DistributedUpsample, Interpolate
 from unisono.topology import Partition
 from unisono.topology.window import span
-
-RANKS = [1, 2, 3, 4]
-quick = settings(
-    max_examples=8,
-    derandomize=True,
-    database=None,
-    phases=[Phase.generate],  # shrinking would replace the ranks again and again
-)
-
-
-def grid(choice, dims, size):
-    """Return one of the ways to lay up to `size` ranks over batch and space."""
-    one = (1,) * dims
-    ways = [(1, 1, *one[:i], size, *one[i + 1 :]) for i in range(dims)]
-    ways += [(size, 1, *one), (1, 1, *one)]
-    if size > 2:
-        ways.append((1, 1, 2, *one[1:]))
-    if size == 4:
-        ways.append((2, 1, 2, *one[1:]))
-    if size == 4 and dims > 1:
-        ways = [(1, 1, *one[:-2], 2, 2), *ways]
-    return Partition(ways[choice % len(ways)])
-
-
-@st.composite
-def windows(draw, *, modes=("zeros",), dims=(1, 2, 3), dilations=(1, 2, 3)):
-    """Draw the settings of a convolution and an input that fits them."""
-    space = draw(st.sampled_from(dims))
-    most = 5 if space == 1 else 3
-    k = [draw(st.integers(1, most)) for _ in range(space)]
-    s = [draw(st.integers(1, 3)) for _ in range(space)]
-    d = [draw(st.sampled_from(dilations)) if n > 1 else 1 for n in k]
-    mode = draw(st.sampled_from(modes))
-    p, x = [], []
-    for i in range(space):
-        reach = span(k[i], d[i])
-        pad = draw(st.integers(0, 4 if space == 1 else 2))
-        least = {"reflect": pad + 1, "circular": max(pad, 1)}.get(mode, 1)
-        low = max(least, reach - 2 * pad)
-        x.append(draw(st.integers(low, low + (9 if space == 1 else 4))))
-        p.append(pad)
-    return {
-        "kernel_size": tuple(k), "stride": tuple(s), "padding": tuple(p), "dilation": tuple(d),
-        "padding_mode": mode, "space": tuple(x),
-    }  # fmt: skip
-
-
-common = {"choice": st.integers(0, 9), "seed": st.integers(0, 40), "batch": st.integers(1, 3)}
-
-
-@pytest.mark.ranks(RANKS)
-@quick
-@given(
-    case=windows(modes=("zeros", "reflect", "replicate", "circular")),
-    groups=st.sampled_from([1, 1, 2]),
-    bias=st.booleans(),
-    weights=st.sampled_from(["replicated", "replicated", "root"]),
-    overlap=st.sampled_from(["auto", True, False]),
-    **common,
-)
-def test_convolutions_split_in_space_equal_torch(
-    case, groups, bias, weights, overlap, choice, seed, batch, proof
-):
-    space = case.pop("space")
-    dims = len(space)
-    P = grid(choice, dims, unisono.world().size)
-    kind = getattr(unn, f"DistributedFeatureConv{dims}d")
-    plain = getattr(nn, f"Conv{dims}d")
-    options = {**case, "groups": groups, "bias": bias, "dtype": torch.float64}
-    ours, theirs = proof.pair(
-        lambda: kind(P, 2, 4, **options, weights=weights, overlap=overlap),
-        lambda: plain(2, 4, **options),
-    )
-    x = proof.drawn(batch, 2, *space)
-    proof.compare(ours, theirs, x, P, P, seed=seed)
-
-
-@pytest.mark.ranks(4)
-@quick
-@given(
-    case=windows(modes=("zeros", "circular"), dims=(1, 2)),
-    split=st.sampled_from([(1, 2, 2, 1), (1, 2, 1, 2), (1, 1, 2, 2), (2, 2, 1, 1), (1, 1, 4, 1),
-                           (1, 4, 1, 1), (2, 1, 2, 1), (1, 1, 1, 4), (1, 1, 3, 1)]),
-    channels=st.tuples(st.integers(1, 5), st.integers(1, 5)),
-    bias=st.booleans(),
-    weights=st.sampled_from(["replicated", "root"]),
-    seed=st.integers(0, 40),
-    turned=st.booleans(),
-)  # fmt: skip
-def test_convolutions_split_in_channels_equal_torch(
-    case, split, channels, bias, weights, seed, turned, proof
-):
-    space = case.pop("space")
-    dims = len(space)
-    batch, ins, outs, along = split
-    rest = (along, *(1,) * (dims - 1))
-    P_x, P_y = Partition([batch, ins, *rest]), Partition([batch, outs, *rest])
-    shape = [outs, ins, *rest] if batch == 1 else [batch, outs, ins, *rest]
-    if turned:  # output on other ranks than the input
-        count = batch * outs * along
-        P_y = Partition(P_y.shape, ranks=[3 - r for r in range(count)])
-    kind = unn.DistributedGeneralConv1d if dims == 1 else unn.DistributedGeneralConv2d
-    plain = nn.Conv1d if dims == 1 else nn.Conv2d
-    options = {**case, "bias": bias, "dtype": torch.float64}
-    ours, theirs = proof.pair(
-        lambda: kind(P_x, P_y, Partition(shape), *channels, **options, weights=weights),
-        lambda: plain(*channels, **options),
-    )
-    x = proof.drawn(2, channels[0], *space)
-    proof.compare(ours, theirs, x, P_x, P_y, seed=seed)
-
-
-@pytest.mark.ranks([2, 4])
-@quick
-@given(
-    case=windows(dims=(1,)),
-    groups=st.integers(2, 4),
-    per=st.tuples(st.integers(1, 2), st.integers(1, 3)),
-    ins=st.integers(1, 4),
-    outs=st.integers(1, 4),
-    seed=st.integers(0, 10),
-)
-def test_groups_cut_by_rank_borders_equal_torch(case, groups, per, ins, outs, seed, proof):
-    size = unisono.world().size
-    (length,) = case.pop("space")
-    ins, outs = min(ins, size), min(outs, size)
-    P_x = Partition([1, ins, 1], ranks=list(range(size))[-ins:])
-    P_y, P_w = Partition([1, outs, 1]), Partition([outs, 1, 1])
-    channels = groups * per[0], groups * per[1]
-    options = {**case, "groups": groups, "dtype": torch.float64}
-    ours, theirs = proof.pair(
-        lambda: unn.DistributedGeneralConv1d(P_x, P_y, P_w, *channels, **options),
-        lambda: nn.Conv1d(*channels, **options),
-    )
-    proof.compare(ours, theirs, proof.drawn(2, channels[0], length), P_x, P_y)
-
-
-@pytest.mark.ranks(RANKS)
-@quick
-@given(
-    case=windows(),
-    extra=st.integers(0, 2),
-    groups=st.sampled_from([1, 1, 2]),
-    bias=st.booleans(),
-    weights=st.sampled_from(["replicated", "replicated", "root"]),
-    **common,
-)
-def test_transposed_convolutions_equal_torch(
-    case, extra, groups, bias, weights, choice, seed, batch, proof
-):
-    space = case.pop("space")
-    case.pop("padding_mode")
-    dims = len(space)
-    P = grid(choice, dims, unisono.world().size)
-    steps = zip(case["stride"], case["dilation"], strict=True)
-    case["output_padding"] = tuple(min(extra, max(s, d) - 1) for s, d in steps)
-    ends = zip(
-        space, case["kernel_size"], case["stride"], case["padding"], case["dilation"],
-        case["output_padding"], strict=True,
-    )  # fmt: skip
-    if any((x - 1) * s - 2 * p + span(k, d) + o < 1 for x, k, s, p, d, o in ends):
-        case["padding"] = (0,) * dims
-    kind = getattr(unn, f"DistributedFeatureConvTranspose{dims}d")
-    plain = getattr(nn, f"ConvTranspose{dims}d")
-    options = {**case, "groups": groups, "bias": bias, "dtype": torch.float64}
-    ours, theirs = proof.pair(
-        lambda: kind(P, 4, 2, **options, weights=weights), lambda: plain(4, 2, **options)
-    )
-    proof.compare(ours, theirs, proof.drawn(batch, 4, *space), P, P, seed=seed)
 
 
 def pool_case(case):
@@ -359,3 +194,125 @@ def test_halo_windows_are_those_of_the_padded_tensor(case, choice, seed, batch, 
     )
     total.backward()
     torch.testing.assert_close(own.grad, whole.grad[where])
+
+
+MAX = [
+    {"kernel_size": 2},
+    {"kernel_size": 3, "stride": 1, "padding": 1},
+    {"kernel_size": 3, "stride": 2, "padding": 1, "ceil_mode": True},
+    {"kernel_size": 2, "stride": 3, "dilation": 2},
+]
+
+
+AVG = [
+    {"kernel_size": 2},
+    {"kernel_size": 3, "stride": 2, "padding": 1},
+    {"kernel_size": 3, "stride": 2, "padding": 1, "ceil_mode": True},
+    {"kernel_size": 3, "stride": 1, "padding": 1, "count_include_pad": False},
+    {"kernel_size": 3, "stride": 2, "ceil_mode": True, "count_include_pad": False},
+]
+
+
+@pytest.mark.ranks([1, 2, 3])
+def test_averages_of_integers_are_rounded_as_torch_rounds_them():
+    size = unisono.world().size
+    cases = [*AVG, {"kernel_size": 3, "stride": 2, "padding": 1, "divisor_override": 4}]
+    for ours, plain, shape in (
+        (unn.DistributedAvgPool1d, nn.AvgPool1d, (2, 2, 11)),
+        (unn.DistributedAvgPool2d, nn.AvgPool2d, (1, 2, 11, 5)),
+        (unn.DistributedAvgPool3d, nn.AvgPool3d, (1, 1, 11, 4, 3)),
+    ):
+        P = Partition([1, 1, size, *(1 for _ in shape[3:])])
+        x = torch.randint(-99, 99, shape, generator=torch.Generator().manual_seed(3))
+        for case in cases[: -1 if len(shape) == 3 else None]:
+            y, z = ours(P, **case)(x[P.local_slices(x.shape)]), plain(**case)(x)
+            assert y.dtype == z.dtype
+            assert torch.equal(y, z[P.local_slices(z.shape)]), (shape, case)
+        with pytest.raises(PartitionError, match=r"torch.uint8[\s\S]*x.float"):
+            ours(P, 3)(x[P.local_slices(x.shape)].to(torch.uint8))
+
+
+@pytest.mark.ranks([1, 2, 3, 4])
+def test_padding_wins_over_no_point_however_low():
+    size = unisono.world().size
+    grid = [2, 2] if size == 4 else [size, 1]
+    cases = [*MAX[1:3], {"kernel_size": 3, "stride": 1, "padding": 1, "dilation": 2}]
+    draw = torch.Generator().manual_seed(5)
+    for dtype in (torch.float64, torch.int64, torch.uint8):
+        lowest = -torch.inf if dtype.is_floating_point else torch.iinfo(dtype).min
+        x = torch.randint(1, 9, (1, 2, 9, 7), generator=draw).to(dtype)
+        x[0, 0], x[0, 1, :4] = lowest, lowest
+        for case in cases:
+            for kind, plain, shape, P in (
+                (unn.DistributedMaxPool1d, nn.MaxPool1d, (2, 7, 9), Partition([1, 1, size])),
+                (unn.DistributedMaxPool2d, nn.MaxPool2d, x.shape, Partition([1, 1, *grid])),
+                (
+                    unn.DistributedMaxPool3d,
+                    nn.MaxPool3d,
+                    (1, 1, 3, 6, 7),
+                    Partition([1, 1, 1, *grid]),
+                ),
+            ):
+                leaf = x.reshape(shape).clone().requires_grad_(dtype.is_floating_point)
+                own = leaf.detach()[P.local_slices(shape)].clone()
+                own.requires_grad_(dtype.is_floating_point)
+                y, indices = kind(P, **case, return_indices=True)(own)
+                z, expected = plain(**case, return_indices=True)(leaf)
+                where = P.local_slices(z.shape)
+                assert torch.equal(y, z[where])
+                assert torch.equal(indices, expected[where]), (shape, case, dtype)
+                if dtype.is_floating_point:
+                    probe = torch.arange(1.0, z.numel() + 1).reshape(z.shape)
+                    kind(P, **case)(own).backward(probe[where])
+                    z.backward(probe)
+                    assert torch.equal(own.grad, leaf.grad[P.local_slices(shape)])
+
+
+@pytest.mark.ranks(3)
+def test_padding_without_balance_grows_the_ends_only():
+    P = Partition([3])
+    x = torch.arange(7.0)
+    y = DistributedPad(P, (2, 1), value=9.0)(x[P.local_slices(x.shape)])
+    expected = ([9.0, 9.0, 0.0, 1.0, 2.0], [3.0, 4.0], [5.0, 6.0, 9.0])
+    assert y.tolist() == expected[P.root.rank]
+    y = DistributedPad(P, (-4, 1))(x[P.local_slices(x.shape)])
+    assert y.tolist() == ([], [4.0], [5.0, 6.0, 0.0])[P.root.rank]
+
+
+@pytest.mark.ranks(2)
+def test_windows_hold_the_points_of_neighbours():
+    P = Partition([2])
+    own = torch.arange(6.0)[P.local_slices([6])].requires_grad_()
+    layer = HaloExchange.from_widths(P, [(1, 1)], "circular")
+    y = layer(own)
+    assert y.tolist() == ([5, 0, 1, 2, 3], [2, 3, 4, 5, 0])[P.root.rank]
+    y.sum().backward()
+    assert own.grad.tolist() == [2, 1, 2]
+
+
+@pytest.mark.ranks(2)
+def test_integers_are_copied_but_not_weighed():
+    P, space = Partition([1, 1, 2]), Partition([1, 1, 2, 1])
+    x = torch.arange(250, 256, dtype=torch.uint8).reshape(1, 1, 6)
+    y = DistributedUpsample(P, scale_factor=2)(x[P.local_slices(x.shape)])
+    z = nn.Upsample(scale_factor=2)(x)
+    assert torch.equal(y, z[P.local_slices(z.shape)])
+    said = r"torch.uint8[\s\S]*integers have no weighted sums[\s\S]*x.float\(\)"
+    with pytest.raises(PartitionError, match=said):
+        DistributedUpsample(P, scale_factor=2, mode="linear")(x[P.local_slices(x.shape)])
+    with pytest.raises(PartitionError, match=said):
+        DistributedUpsample(space, scale_factor=2, mode="bicubic")(torch.ones_like(x)[None])
+    ends = ([0, 0, 0], [1, 1, 6], [1, 1, 6], [0, 0, 0], [1, 1, 12], [1, 1, 12])
+    assert torch.equal(Interpolate(*ends)(x), z)
+    with pytest.raises(PartitionError, match=said):
+        Interpolate(*ends, mode="linear")(x)
+
+
+def test_interpolate_is_the_local_part():
+    x = torch.randn(1, 1, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    z = nn.Upsample(size=12, mode="linear")(x)
+    whole = ([0, 0, 0], [1, 1, 6], [1, 1, 6])
+    out = Interpolate(*whole, [0, 0, 4], [1, 1, 9], [1, 1, 12], mode="linear")(x)
+    torch.testing.assert_close(out, z[:, :, 4:9])
+    with pytest.raises(PartitionError, match="needs point"):
+        Interpolate([0, 0, 3], [1, 1, 6], [1, 1, 6], [0, 0, 0], [1, 1, 9], [1, 1, 12])

@@ -1,4 +1,4 @@
-"""Split embedding tables and upsampling against torch's."""
+"""Embedding tables split in rows and columns, against torch's."""
 
 from __future__ import annotations
 
@@ -6,13 +6,58 @@ from itertools import product
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from tests.nn.drawing import RANKS, quick
 from torch import nn
 
 import unisono
+import unisono.nn as unn
 from unisono.errors import PartitionError
 from unisono.nn.layers.embedding import DistributedEmbedding
-from unisono.nn.layers.upsampling import DistributedUpsample, Interpolate
 from unisono.topology import Partition
+
+
+@pytest.mark.ranks(RANKS)
+@quick
+@given(
+    table=st.tuples(st.integers(1, 9), st.integers(1, 6)),
+    shape=st.lists(st.integers(1, 4), min_size=1, max_size=2),
+    split=st.sampled_from(["dim", "vocab"]),
+    batched=st.booleans(),
+    padding=st.sampled_from([None, 0, -1]),
+    max_norm=st.sampled_from([None, 0.9]),
+    by_frequency=st.booleans(),
+    weights=st.sampled_from(["replicated", "root"]),
+)
+def test_embeddings_equal_torch(
+    table, shape, split, batched, padding, max_norm, by_frequency, weights, proof
+):
+    size = unisono.world().size
+    P = Partition([size if batched else 1, *[1] * (len(shape) - 1), 1 if batched else size])
+    options = {
+        "padding_idx": padding, "max_norm": max_norm, "scale_grad_by_freq": by_frequency,
+        "dtype": torch.float64,
+    }  # fmt: skip
+    ours, theirs = proof.pair(
+        lambda: unn.DistributedEmbedding(P, *table, **options, split=split, weights=weights),
+        lambda: nn.Embedding(*table, **options),
+    )
+    ids = torch.randint(table[0], shape, generator=torch.Generator().manual_seed(3))
+    where = P.local_slices((*shape, table[1]))
+    y, z = ours(ids[where[:-1]]), theirs(ids)
+    there = where if split == "dim" else where[:-1]
+    torch.testing.assert_close(y, z[there])
+    weights = proof.ramp(z)
+    proof.score(y, weights[there]).backward()
+    proof.score(z, weights).backward()
+    held = ours._holdings["weight"].slices
+    grad = torch.zeros_like(ours.weight) if ours.weight.grad is None else ours.weight.grad
+    torch.testing.assert_close(grad, theirs.weight.grad[held])
+    torch.testing.assert_close(ours.weight, theirs.weight[held])  # rows scaled by max_norm
+    if weights == "root" and P.index[0] > 0:  # the first of those who split the ids holds it
+        assert ours.weight.numel() == 0
+
 
 IDS = torch.tensor([[0, 5, 2, 2], [6, 1, 0, 3], [3, 3, 3, 6]])
 
@@ -60,31 +105,3 @@ def test_an_id_outside_of_the_table_on_one_rank_is_refused_on_all():
         with pytest.raises(PartitionError, match="long"):
             layer(torch.ones(2))
         assert layer(torch.tensor([1, 2])).shape == (2, 6)
-
-
-@pytest.mark.ranks(2)
-def test_integers_are_copied_but_not_weighed():
-    P, space = Partition([1, 1, 2]), Partition([1, 1, 2, 1])
-    x = torch.arange(250, 256, dtype=torch.uint8).reshape(1, 1, 6)
-    y = DistributedUpsample(P, scale_factor=2)(x[P.local_slices(x.shape)])
-    z = nn.Upsample(scale_factor=2)(x)
-    assert torch.equal(y, z[P.local_slices(z.shape)])
-    said = r"torch.uint8[\s\S]*integers have no weighted sums[\s\S]*x.float\(\)"
-    with pytest.raises(PartitionError, match=said):
-        DistributedUpsample(P, scale_factor=2, mode="linear")(x[P.local_slices(x.shape)])
-    with pytest.raises(PartitionError, match=said):
-        DistributedUpsample(space, scale_factor=2, mode="bicubic")(torch.ones_like(x)[None])
-    ends = ([0, 0, 0], [1, 1, 6], [1, 1, 6], [0, 0, 0], [1, 1, 12], [1, 1, 12])
-    assert torch.equal(Interpolate(*ends)(x), z)
-    with pytest.raises(PartitionError, match=said):
-        Interpolate(*ends, mode="linear")(x)
-
-
-def test_interpolate_is_the_local_part():
-    x = torch.randn(1, 1, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-    z = nn.Upsample(size=12, mode="linear")(x)
-    whole = ([0, 0, 0], [1, 1, 6], [1, 1, 6])
-    out = Interpolate(*whole, [0, 0, 4], [1, 1, 9], [1, 1, 12], mode="linear")(x)
-    torch.testing.assert_close(out, z[:, :, 4:9])
-    with pytest.raises(PartitionError, match="needs point"):
-        Interpolate([0, 0, 3], [1, 1, 6], [1, 1, 6], [0, 0, 0], [1, 1, 9], [1, 1, 12])

@@ -1,9 +1,13 @@
-"""A field that does not fit one rank's memory is trained by four, each under the same limit."""
+"""Layers keep no group, thread, file or memory when they are dropped."""
 
 from __future__ import annotations
 
 import contextlib
+import gc
+import os
 import resource
+import threading
+import weakref
 from pathlib import Path
 
 import pytest
@@ -12,12 +16,62 @@ from torch import nn
 
 import unisono
 import unisono.nn as unn
+from unisono.comm import groups
 from unisono.topology import Partition
 
+
+@pytest.mark.ranks(2, backend="shm", timeout=60)
+def test_ten_thousand_layers_make_no_new_group_thread_or_file_and_keep_no_memory(proof):
+    P = Partition([1, 1, 2])
+    x = torch.ones(1, 2, 4)
+    for case in proof.zoo():
+        case.check()
+
+    def held():
+        return (
+            groups.count(),
+            len(torch.distributed.distributed_c10d._world.pg_map),
+            threading.active_count(),
+            len(list(Path("/proc/self/fd").iterdir())),
+            len(list(Path("/proc/self/task").iterdir())),
+        )
+
+    def resident():
+        gc.collect()
+        return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+    before, memory = held(), 0
+    for i in range(10_000):
+        if i % 10 == 0:
+            layer = unn.DistributedFeatureConv1d(P, 2, 2, 3, padding=1)
+            if i % 100 == 0:
+                layer(x).sum().backward()
+        else:
+            layer = unn.DistributedMaxPool1d(P, 2)
+        if i == 2000:  # caches and the allocator have what they need
+            memory = resident()
+    assert resident() - memory < 4 << 20  # 8000 layers more; 500 bytes of each would be seen
+    for case in proof.zoo():
+        case.check()
+    assert held() == before
+    unisono.world().barrier()
+
+
+@pytest.mark.ranks(2)
+def test_layers_that_are_dropped_leave_no_memory_behind():
+    P = Partition([1, 1, 2])
+    layer = unn.DistributedFeatureConv1d(P, 2, 2, 3, padding=1)
+    layer(torch.ones(1, 2, 4, requires_grad=True)).sum().backward()
+    seen = [weakref.ref(layer), weakref.ref(layer.weight)]
+    del layer
+    gc.collect()
+    assert [ref() for ref in seen] == [None, None]
+
+
 CHANNELS, LENGTH = 4, 1024
+
+
 SPARE = 150 << 20
-"""Bytes a rank may take on top of what it holds already: the whole field needs nearly twice as much
-for a step of training, a quarter of it about a third."""
 
 
 def held():
