@@ -131,7 +131,6 @@ def drawn(*shape, seed=1):
 
 @pytest.mark.ranks([1, 2, 3, 4])
 def test_an_ignored_label_need_not_be_a_class():
-    """Of values and derivatives with other labels see `test_drawn_features`."""
     size = unisono.world().size
     x, weight = drawn(4, 5, 3), torch.linspace(0.5, 2, 5, dtype=torch.float64)
     target = torch.tensor([[0, 4, 2], [1, 255, 3], [4, 4, 0], [2, 1, 255]])

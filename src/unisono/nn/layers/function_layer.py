@@ -43,7 +43,7 @@ class FunctionLayer(PlannedModule[FunctionPlan]):
     """Whether blocks of the result are balanced in all dims."""
 
     @property
-    def _leaves_sums(self) -> bool:
+    def _rule_sums_gradients(self) -> bool:
         """Whether the function's rule sums gradients of parameters, instead of the layer."""
         return False
 
@@ -70,7 +70,7 @@ class FunctionLayer(PlannedModule[FunctionPlan]):
         }
         even = {dim: split_sizes(sum(each), len(each)) for dim, each in sizes.items()}
         return FunctionPlan(
-            Run(P, None, strict=True, keeps_empty=True, sums_gradients=self._leaves_sums),
+            Run(P, None, strict=True, keeps_empty=True, sums_gradients=self._rule_sums_gradients),
             _shape(cuts),
             {dim: Cut(each, P.sub(dim).comm) for dim, each in sizes.items()},
             {d: even[d] for d in even if d < 2 and even[d] != sizes[d]} if self._balances else {},

@@ -167,8 +167,7 @@ class DistributedBatchNorm(_Tracking):
     """`torch.nn.BatchNorm1d/2d/3d` of a tensor of 2 to 5 dims, split in any of them.
 
     Args:
-        P_x: partition of the input; dim 1 splits the channels. Those that are not in balanced
-            blocks, as parameters are, are moved there and back.
+        P_x: partition of the input; dim 1 splits the channels.
         num_features: channels of the whole tensor.
         eps: added to the variance.
         momentum: weight of a new batch in the running statistics; None: their plain average.
@@ -205,11 +204,11 @@ class DistributedBatchNorm(_Tracking):
         self._hold_running(track_running_stats, dtype, device)
 
     @property
-    def _leaves_sums(self) -> bool:
-        return self.weights == "replicated"  # they travel in the message of the statistics'
+    def _rule_sums_gradients(self) -> bool:
+        return self.weights == "replicated"  # in the message that its backward sends anyway
 
     def _gradient_comm(self, name: str) -> Communicator | None:
-        return None if self._leaves_sums else super()._gradient_comm(name)
+        return None if self._rule_sums_gradients else super()._gradient_comm(name)
 
     def _normalised(self, x: Tensor) -> Tensor:
         uses_batch = self.training or self.running_mean is None
@@ -238,7 +237,7 @@ class DistributedGroupNorm(_Norm):
 
     Args:
         P_x: partition of the input; dim 1 splits the channels, and balanced blocks of them must be
-            whole groups. Channels in other blocks are moved there and back.
+            whole groups. Blocks that cut a group are moved there and back.
         num_groups: groups of the whole tensor.
         num_channels: channels of the whole tensor.
         eps: added to the variance.
@@ -302,7 +301,7 @@ class DistributedInstanceNorm(DistributedGroupNorm, _Tracking):
     """`torch.nn.InstanceNorm1d/2d/3d` of a tensor of 3 to 5 dims, split in any of them.
 
     Args:
-        P_x: partition of the input; dim 1 splits the channels, in balanced blocks.
+        P_x: partition of the input; dim 1 splits the channels.
         num_features: channels of the whole tensor.
         eps: added to the variance.
         momentum: weight of a new batch in the running statistics; None: they stay.
