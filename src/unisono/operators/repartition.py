@@ -42,12 +42,13 @@ class RepartitionMap(LinearMap):
         """Return the block after: what stays is copied, the rest goes from slice to slice."""
         overlap = plan.overlap
         y = x.new_empty(plan.after)
-        if overlap.local is not None:
-            y[_slices(overlap.local.dest)] = x[_slices(overlap.local.source)]
-        plan.comm._move(
+        pending = plan.comm._post(
             {move.peer: x[_slices(move.box)] for move in overlap.sends},
             {move.peer: y[_slices(move.box)] for move in overlap.recvs},
         )
+        if overlap.local is not None:
+            y[_slices(overlap.local.dest)] = x[_slices(overlap.local.source)]
+        pending.wait()
         return y
 
 
