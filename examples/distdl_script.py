@@ -9,6 +9,8 @@ by channels, and a linear layer split by its input features sums the logits up o
 equal those of the plain network that rank 0 trains beside it.
 """
 
+# Some modules are made from a table when they are imported.
+# pyright: reportMissingImports=false
 from __future__ import annotations
 
 import argparse

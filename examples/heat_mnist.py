@@ -7,6 +7,8 @@ python examples/heat_mnist.py --ranks 2  ranks started by unisono
 The data are 1,797 real images of handwritten digits (8 x 8 pixels), in place of a download.
 """
 
+# Some modules are made from a table when they are imported.
+# pyright: reportMissingImports=false
 from __future__ import annotations
 
 import argparse

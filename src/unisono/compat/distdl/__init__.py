@@ -5,6 +5,8 @@ Over mpi4py communicators and torch process groups, with neither MPI nor a compi
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING, Any
+
 from unisono.compat.distdl import (
     blocks,
     config,
@@ -172,6 +174,11 @@ MODULES |= {
     f"backends.mpi.functional.{path}": Module("Function.", source)
     for path, source in _FUNCTIONS.items()
 }
+
+if TYPE_CHECKING:
+
+    def __getattr__(name: str) -> Any: ...  # names that the table makes
+
 
 layers.Module._distdl_backend = build(__name__, "distdl", MODULES)["backends.mpi"]
 config.set_backend()

@@ -7,6 +7,8 @@ For more keep heat and pass `x.larray`.
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING, Any
+
 import torch
 
 from unisono import data_parallel
@@ -99,5 +101,10 @@ MODULES = {
         rest="torchvision.transforms",
     ),
 }
+
+if TYPE_CHECKING:
+
+    def __getattr__(name: str) -> Any: ...  # names that the table makes
+
 
 build(__name__, "heat", MODULES)
