@@ -20,12 +20,50 @@ DOUBLE = {"dtype": torch.float64}
 WEIGHTS = ("replicated", "root")
 
 
-def grids(size, dims):
-    """Return partitions along the batch, the first dims of space, and batch and space."""
-    lines = [[size, 1, 1, 1, 1], [1, 1, size, 1, 1], [1, 1, 1, size, 1]]
+SHAPES = [(4, 6, 7), (2, 6, 5, 3), (1, 6, 2, 2), (2, 6, 3, 2, 2)]
+CASES = {
+    "batch": ("BatchNorm", lambda s: s[1:2], [{}, {"momentum": None}, {"affine": False}]),
+    "batch without shift": ("BatchNorm", lambda s: s[1:2], [{"bias": False}]),
+    "one group": ("GroupNorm", lambda s: (1, s[1]), [{}, {"affine": False}]),
+    "three groups": ("GroupNorm", lambda s: (3, s[1]), [{}, {"bias": False}]),
+    "a group for each channel": ("GroupNorm", lambda s: (s[1], s[1]), [{}]),
+    "instance": ("InstanceNorm", lambda s: s[1:2], [{"affine": True}]),
+    "tracked instance": ("InstanceNorm", lambda s: s[1:2], [{"track_running_stats": True}]),
+    "layer": ("LayerNorm", lambda s: (s[2:],), [{}, {"bias": False}]),
+    "layer with channels": ("LayerNorm", lambda s: (s[1:],), [{}, {"elementwise_affine": False}]),
+    "RMS": ("RMSNorm", lambda s: (s[2:],), [{}]),
+    "RMS with channels": ("RMSNorm", lambda s: (s[1:],), [{"eps": 0.1}]),
+}
+
+
+def grids(size, dims, groups):
+    """Return partitions along each dim, and along two; channels are cut between groups."""
+    lines = [tuple(size if i == axis else 1 for i in range(dims)) for axis in range(dims)]
     if size == 4:
-        lines.append([2, 1, 2, 1, 1])
-    return [Partition(line[:dims]) for line in lines if torch.Size(line[:dims]).numel() == size]
+        lines += [(2, 1, 2, 1, 1)[:dims], (1, 2, 2, 1, 1)[:dims]]
+    return [Partition(line) for line in lines if groups is None or groups % line[1] == 0]
+
+
+@pytest.mark.ranks([1, 2, 3, 4], timeout=60)
+@pytest.mark.parametrize("name", CASES)
+def test_norms_equal_torch_however_the_tensor_is_cut(name, proof):
+    """Odd sizes, fewer points than ranks, and blocks that are uneven or empty."""
+    kind, sizes, choices = CASES[name]
+    for number, (shape, options) in enumerate(product(SHAPES, choices)):
+        each_dim = f"{len(shape) - 2}d" if kind in ("BatchNorm", "InstanceNorm") else ""
+        arguments, options = sizes(shape), {**options, **DOUBLE}
+        groups = arguments[0] if kind == "GroupNorm" else None
+        for place, P in enumerate(grids(unisono.world().size, len(shape), groups)):
+            theirs = getattr(nn, kind + each_dim)(*arguments, **options)
+            make = getattr(unn, f"Distributed{kind}")
+            ours = make(P, *arguments, **options, weights=WEIGHTS[number % 2])
+            ours, theirs = paired(ours, theirs)
+            x, seed = proof.drawn(*shape) * 3 + 2, 5 * ((number + place) % 2)
+            compare(proof, ours, theirs, x, P, seed=seed)
+            if getattr(ours, "track_running_stats", False):
+                compare(proof, ours, theirs, x, P, seed=7)
+                unn.check_replicas(ours)
+                compare(proof, ours.eval(), theirs.eval(), x, P, seed=seed)
 
 
 def paired(ours, theirs):
@@ -43,81 +81,6 @@ def compare(proof, ours, theirs, x, P, **how):
     proof.compare(ours, theirs, x, P, **how)
     for name, value in ours.state_dict().items():
         torch.testing.assert_close(value, theirs.state_dict()[name])
-
-
-@pytest.mark.ranks([1, 2, 3, 4])
-def test_batch_norm_uses_the_statistics_of_the_whole_tensor(proof):
-    size = unisono.world().size
-    cases = [(4, 6, 7), [size, 1, 1]], [(4, 6, 7), [1, 1, size]], [(4, 6, 7), [1, size, 1]]
-    if size == 4:
-        cases = *cases, [(5, 6, 4, 6), [2, 1, 1, 2]]
-    for (shape, grid), weights in product(cases, WEIGHTS):
-        P, kind = Partition(grid), nn.BatchNorm1d if len(shape) == 3 else nn.BatchNorm2d
-        for options in ({}, {"momentum": None}, {"affine": False}, {"bias": False}):
-            options = {**options, **DOUBLE}
-            ours = unn.DistributedBatchNorm(P, 6, **options, weights=weights)
-            ours, theirs = paired(ours, kind(6, **options))
-            compare(proof, ours, theirs, proof.drawn(*shape), P)
-            compare(proof, ours.eval(), theirs.eval(), proof.drawn(*shape), P)
-
-
-@pytest.mark.ranks([1, 2, 3, 4], backend=["gloo", "shm"], timeout=60)
-@pytest.mark.parametrize("shape", [(3, 6, 7), (2, 6, 5, 3), (1, 6, 2, 2), (2, 6, 3, 2, 2)])
-def test_group_norm_equals_torch(shape, proof):
-    """Odd sizes, fewer rows or samples than ranks, and cuts anywhere with empty blocks."""
-    x = proof.drawn(*shape) * 3 + 2
-    for P in grids(unisono.world().size, len(shape)):
-        for groups, affine, bias in ((1, True, True), (3, True, False), (6, False, True)):
-            options = {"affine": affine, "bias": bias, **DOUBLE}
-            weights = WEIGHTS[groups % 2]
-            ours = unn.DistributedGroupNorm(P, groups, 6, **options, weights=weights)
-            ours, theirs = paired(ours, nn.GroupNorm(groups, 6, **options))
-            for seed in (0, 5):
-                compare(proof, ours, theirs, x, P, seed=seed)
-
-
-@pytest.mark.ranks([2, 4])
-def test_channels_may_be_cut_between_groups(proof):
-    size = unisono.world().size
-    for grid, weights in product(([1, size, 1], [1, 2, size // 2]), WEIGHTS):
-        P = Partition(grid)
-        ours = unn.DistributedGroupNorm(P, 4, 8, weights=weights, **DOUBLE)
-        compare(proof, *paired(ours, nn.GroupNorm(4, 8, **DOUBLE)), proof.drawn(2, 8, 5), P)
-    with pytest.raises(PartitionError, match=r"the cut at 4 lies inside a group: 4 % 8 = 4"):
-        unn.DistributedGroupNorm(Partition([1, 2, size // 2]), 1, 8)
-
-
-@pytest.mark.ranks([1, 2, 3, 4], backend=["gloo", "shm"], timeout=60)
-@pytest.mark.parametrize("tracked", [False, True])
-def test_instance_norm_equals_torch_and_tracks_its_statistics(tracked, proof):
-    kinds = {3: nn.InstanceNorm1d, 4: nn.InstanceNorm2d, 5: nn.InstanceNorm3d}
-    for shape in [(3, 2, 7), (2, 3, 2, 5), (1, 2, 3, 2, 2)]:
-        x = proof.drawn(*shape) + 4
-        for P in grids(unisono.world().size, len(shape)):
-            options = {"affine": True, "track_running_stats": tracked, **DOUBLE}
-            ours, theirs = paired(
-                unn.DistributedInstanceNorm(P, shape[1], **options),
-                kinds[len(shape)](shape[1], **options),
-            )
-            for _ in range(2):
-                compare(proof, ours, theirs, x, P, seed=3)
-            unn.check_replicas(ours)
-            proof.compare(ours.eval(), theirs.eval(), x, P)
-
-
-@pytest.mark.ranks([1, 2, 3])
-def test_layer_and_rms_norm_count_what_each_rank_holds(proof):
-    size, x = unisono.world().size, proof.drawn(3, 4, 7)
-    for axis, last, weights in product(range(3), ((7,), (4, 7)), WEIGHTS):
-        P = Partition([size if i == axis else 1 for i in range(3)])
-        kw = {**DOUBLE, "weights": weights}
-        pairs = [(unn.DistributedLayerNorm(P, last, **kw), nn.LayerNorm(last, **DOUBLE))]
-        for eps in (None, 0.1):
-            ours = unn.DistributedRMSNorm(P, last, eps, **kw)
-            pairs.append((ours, nn.RMSNorm(last, eps, **DOUBLE)))
-        for ours, theirs in pairs:
-            for seed in (0, 4):  # parameters are in balanced blocks, points in any
-                compare(proof, *paired(ours, theirs), x, P, seed=seed)
 
 
 @pytest.mark.ranks([2, 3])
@@ -190,6 +153,8 @@ def test_large_means_leave_the_digits_of_the_variance(proof):
 @pytest.mark.ranks(2)
 def test_what_cannot_be_normalised_is_refused_on_all_ranks():
     P, two = Partition([1, 1, 2]), Partition([2, 1])
+    with pytest.raises(PartitionError, match=r"the cut at 4 lies inside a group: 4 % 8 = 4"):
+        unn.DistributedGroupNorm(Partition([1, 2, 1]), 1, 8)
     with pytest.raises(PartitionError, match="4 channels in 3 equal groups"):
         unn.DistributedGroupNorm(P, 3, 4)
     with pytest.raises(PartitionError, match=r"\[2\] != \[4\]"):
@@ -233,35 +198,3 @@ def test_statistics_of_16_bit_values_are_not_rounded(dtype, proof):
     ref.running_var.copy_(ours.running_var)
     close = {"rtol": torch.finfo(dtype).eps, "atol": 0.0}
     torch.testing.assert_close(ours(x[where]).float(), ref(x.float())[where], **close)
-
-
-def _channel_norms(P, weights):
-    kw = {"dtype": torch.float64, "weights": weights}
-    plain = {"dtype": torch.float64}
-    tracked = {"affine": True, "track_running_stats": True}
-    return [
-        (lambda: unn.DistributedBatchNorm(P, 6, **kw), lambda: nn.BatchNorm2d(6, **plain)),
-        (lambda: unn.DistributedGroupNorm(P, 6, 6, **kw), lambda: nn.GroupNorm(6, 6, **plain)),
-        (
-            lambda: unn.DistributedInstanceNorm(P, 6, **tracked, **kw),
-            lambda: nn.InstanceNorm2d(6, **tracked, **plain),
-        ),
-    ]
-
-
-@pytest.mark.ranks([2, 4])
-@pytest.mark.parametrize("weights", ["replicated", "root"])
-def test_unbalanced_channels_of_norms_equal_one_process(weights, proof):
-    size = unisono.world().size
-    P = Partition([1, 2, size // 2, 1])
-    x = proof.drawn(3, 6, 5, 2)
-    for make, plain in _channel_norms(P, weights):
-        torch.manual_seed(11)
-        ours, theirs = make(), plain()
-        for cut in (5, 3, 0):
-            cuts = ((0, 3), (0, cut, 6), (0, 5) if size == 2 else (0, 1, 5), (0, 2))
-            proof.compare(ours, theirs, x, P, cuts=cuts)
-        ours.eval(), theirs.eval()
-        proof.compare(ours, theirs, x, P, cuts=((0, 3), (0, 1, 6), *cuts[2:]))
-        for name, value in unn.full_state_dict(ours).items():
-            torch.testing.assert_close(value, theirs.state_dict()[name])

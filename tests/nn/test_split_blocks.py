@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import copy
-import warnings
 
 import pytest
 import torch
 from torch import nn
 from torch.nn.utils import parametrizations
-from torch.utils.checkpoint import checkpoint
 
 import unisono
 from unisono.errors import PartitionError
 from unisono.nn import (
     DistributedMaxPool2d,
     DistributedMSELoss,
-    Split,
     check_replicas,
     full_state_dict,
     no_sync,
@@ -189,40 +186,3 @@ def test_own_blocks_go_to_layers_and_losses_of_the_same_partition():
     torch.testing.assert_close(net.module.weight.grad, plain.weight.grad)
     with pytest.raises(PartitionError, match=r"a split tensor.*x\.local"):
         pool(split(plain, P)(x[P.local_slices(x.shape)]))
-
-
-@pytest.mark.ranks(2)
-def test_dropout_differs_where_points_differ_and_agrees_where_ranks_hold_the_same():
-    comm, P = unisono.world(), Partition([1, 1, 2])
-    torch.manual_seed(comm.rank)  # what else ranks draw does not matter
-    first, second = comm.all_gather(split_copy(nn.Dropout(0.5), P)(torch.ones(1, 1, 64)))[0:2]
-    assert not torch.equal(first, second)
-    whole = nn.Sequential(nn.AdaptiveAvgPool1d(1), nn.Flatten(), nn.Dropout(0.5), nn.RReLU())
-    assert comm.all_equal(split_copy(whole, P)(-torch.ones(4, 64, 8)))
-
-
-@pytest.mark.ranks(2)
-def test_a_split_network_is_checkpointed_compiled_and_copied():
-    P = Partition(ROWS)
-    torch.manual_seed(2)
-    x = torch.randn(2, 1, 8, 8)
-    own = x[P.local_slices(x.shape)]
-    plain = nn.Sequential(conv(), nn.ReLU(), nn.Flatten(), nn.Linear(64, 2), nn.Tanh())
-    plain(x).sum().backward()
-    wanted = [p.grad for p in plain.parameters()]
-    net = split_copy(plain, P)
-    for run in (
-        lambda: checkpoint(copy.deepcopy(net), own, use_reentrant=False),
-        lambda: torch.compile(copy.deepcopy(net), backend="eager")(own),
-        lambda: copy.deepcopy(net)(own),
-    ):
-        with warnings.catch_warnings():  # the compiler looks at .grad of what layers return
-            warnings.filterwarnings("ignore", "The .grad attribute")
-            y = run()
-        torch.testing.assert_close(y, plain(x))
-    net(own).sum().backward()
-    for p, q in zip(net.parameters(), wanted, strict=True):
-        torch.testing.assert_close(p.grad, q)
-    plain.eval()
-    assert not split_copy(plain, P).module[0].training
-    assert not any(isinstance(part, Split) for part in (net(own),))
