@@ -31,6 +31,7 @@ REMOVED: dict[str, str] = {
     ),
     "unisono topo": "unisono run --dry-run for the ranks, unisono.topology.draw for their blocks",
     "unisono run --script": "mpiexec or torchrun in the batch script: unisono.run joins its ranks",
+    "unisono run --chaos": "kill -9 of a rank's process; os.kill(os.getpid(), 9) in the function",
     "unisono job list": "squeue --me",
     "unisono job resize": "job.resize(ranks) of the handle that unisono.submit returns",
     "unisono.nn.distribute": (

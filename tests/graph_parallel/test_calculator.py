@@ -82,8 +82,7 @@ def one_thread() -> Iterator[None]:
 
 
 def pids_of(calculator: Any) -> list[int]:
-    files = sorted(calculator._team._job.dir.glob("rank-*.pid"))
-    return [int(file.read_text().split()[0]) for file in files]
+    return [rank.pid for rank in calculator._team._job._launch._supervisor.ranks._ranks]
 
 
 def test_energy_forces_stress_and_hessian_are_those_of_one_process(shared):

@@ -22,7 +22,7 @@ import torch
 from tests.waiting import is_running, scaled_by_load, wait_until
 
 import unisono
-from unisono.errors import RankFailed, RankTimeout
+from unisono.errors import RankFailed, RankTimeout, RemoteError
 
 AT_ONCE_S = 10.0
 """Two seconds are promised; a loaded machine may take longer."""
@@ -129,6 +129,8 @@ def names_a_rank_that(how):
             "has its agent killed": "was lost",
         }
         assert words.get(how, "") in str(error)
+        if how == "raises":
+            assert (error.exception, type(error.__cause__)) == (None, RemoteError)
         assert "unisono/launch/" not in str(error)
 
     return case

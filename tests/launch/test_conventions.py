@@ -19,9 +19,9 @@ HERE = Here(
 )
 
 
-def called(fn, *args, is_decorated=False, asked="auto", **kwargs):
+def called(fn, *args, is_decorated=False, kind="auto", **kwargs):
     """Choose a convention for `fn`, call it on rank 3, and return what it got."""
-    convention = choose_convention(fn, args, kwargs, asked=asked, is_decorated=is_decorated)
+    convention = choose_convention(fn, args, kwargs, kind=kind, is_decorated=is_decorated)
     return convention.call(fn, args, kwargs, HERE)
 
 
@@ -87,10 +87,10 @@ def test_everything_else_is_called_plainly_and_a_wish_goes_before_the_rules():
     def greedy(*args, **kwargs):
         return args, kwargs
 
-    assert called(greedy, 1, asked="plain") == ((1,), {})
-    assert called(lambda a, b, c, d: a, asked="seed") == 3
+    assert called(greedy, 1, kind="plain") == ((1,), {})
+    assert called(lambda a, b, c, d: a, kind="seed") == 3
     with pytest.raises(PlatformError, match="'ddpw6'"):
-        called(greedy, asked="ddpw7")
+        called(greedy, kind="ddpw7")
 
 
 def test_a_wrapper_keeps_its_platform_and_a_decorated_function_its_name(monkeypatch):

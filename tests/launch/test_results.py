@@ -56,14 +56,3 @@ def test_the_kept_log_of_a_survivor_is_its_own(tmp_path):
         is_kept=True,
     )
     assert [results.log(i) for i in range(2)] == ["I am 1", "I am 2"]
-
-
-def test_results_are_a_short_table_in_a_notebook():
-    values = [*range(16), "<b>", Elsewhere(17, "Model")]
-    results = Results(values, hosts=["n<1>"] * 18, platform="cpu", wall_s=1.5)
-    table = results._repr_html_()
-    assert table.count("<tr>") == 18
-    assert "18 ranks on cpu, 1.500 s" in table
-    assert "n&lt;1&gt;" in table
-    assert "<b>" not in Results(["<b>"], hosts=["h"], platform="cpu")._repr_html_()
-    assert "x" * 500 not in Results(["x" * 500], hosts=["h"], platform="cpu")._repr_html_()

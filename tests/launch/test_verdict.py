@@ -61,21 +61,19 @@ def test_the_suspect_of_a_deadline_is_behind_the_others_or_outside_of_collective
     assert suspect({}, {0: ""}) == (0, "rank 0 of 1 late")
 
 
-def test_a_silent_death_comes_before_every_report():
-    states = [known(0, failed=report(), failed_at=1.0), known(1, exit_code=-9), known(2)]
-    assert choose_cause(states).rank == 1
+LOST = report("ConnectionError", consequence=True)
 
 
-def test_an_own_error_comes_before_an_earlier_lost_connection():
-    states = [
-        known(0, failed=report("ConnectionError", consequence=True), failed_at=1.0),
-        known(1, failed=report(), failed_at=2.0, exit_code=1),
-    ]
-    assert choose_cause(states).rank == 1
-
-
-def test_among_equals_the_earliest_is_the_cause():
-    states = [known(0, failed=report("KeyError"), failed_at=2.0), known(1, failed=report())]
+@pytest.mark.parametrize(
+    "states",
+    [
+        [known(0, failed=report(), failed_at=1.0), known(1, exit_code=-9), known(2)],
+        [known(0, failed=LOST, failed_at=1.0), known(1, failed=report(), failed_at=2.0)],
+        [known(0, failed=report("KeyError"), failed_at=2.0), known(1, failed=report())],
+    ],
+    ids=["a silent death", "an error of its own, after a lost connection", "the earliest"],
+)
+def test_the_cause_is_the_rank_that_failed_first_in_meaning(states):
     assert choose_cause(states).rank == 1
 
 

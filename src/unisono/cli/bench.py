@@ -75,14 +75,14 @@ def find_scripts() -> dict[str, Path]:
     }
 
 
-def choose(names: list[str], known: list[str]) -> list[str]:
+def choose(names: list[str], available: list[str]) -> list[str]:
     """Return the benchmarks that `names` mean; a folder's name means all in it, none means all."""
     chosen: list[str] = []
-    for name in names or known:
+    for name in names or available:
         required = name.removesuffix(".py").removeprefix("benchmarks/")
-        match = [k for k in known if k == required or k.startswith(f"{required}/")]
+        match = [k for k in available if k == required or k.startswith(f"{required}/")]
         if not match:
-            raise unknown_name("bench", "benchmarks", required, known)
+            raise unknown_name("bench", "benchmarks", required, available)
         chosen += [k for k in match if k not in chosen]
     return chosen
 

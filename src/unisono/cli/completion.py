@@ -51,22 +51,22 @@ def _words(parser: argparse.ArgumentParser, typed: str = "") -> Iterator[tuple[s
 
     A key is the command, or the command, a space and the option; "" is the program itself.
     """
-    known = subcommands(parser)
+    commands = subcommands(parser)
     options = [word for word in parser._option_string_actions if word.startswith("--")]
     positional = [
         str(choice)
         for action in parser._actions
-        if not action.option_strings and not known
+        if not action.option_strings and not commands
         for choice in action.choices or ()
     ]
-    yield typed, [*known, *positional, *options]
+    yield typed, [*commands, *positional, *options]
     for option, action in parser._option_string_actions.items():
         choices = _PLACES if option == "--on" else action.choices
         if choices:
             yield f"{typed} {option}".strip(), [str(choice) for choice in choices]
         elif action.nargs != 0:
             yield f"{typed} {option}".strip(), []
-    for name, command in known.items():
+    for name, command in commands.items():
         yield from _words(command, f"{typed} {name}".strip())
 
 
@@ -107,16 +107,16 @@ def _fish(table: Mapping[str, list[str]]) -> str:
         *typed, last = key.split() or [""]
         if last.startswith("--"):
             if words:
-                seen = f"__fish_seen_subcommand_from {typed[-1]}" if typed else "true"
-                lines.append(_fish_line(seen, f"-l {last[2:]} -x -a", words))
+                condition = f"__fish_seen_subcommand_from {typed[-1]}" if typed else "true"
+                lines.append(_fish_line(condition, f"-l {last[2:]} -x -a", words))
             continue
-        seen = f"__fish_seen_subcommand_from {last}" if last else "__fish_use_subcommand"
+        condition = f"__fish_seen_subcommand_from {last}" if last else "__fish_use_subcommand"
         plain = [word for word in words if not word.startswith("--")]
         if plain:
-            lines.append(_fish_line(seen, "-f -a" if not last else "-a", plain))
+            lines.append(_fish_line(condition, "-f -a" if not last else "-a", plain))
         for option in words:
             if option.startswith("--"):
-                lines.append(f"complete -c unisono -n {shlex.quote(seen)} -l {option[2:]}")
+                lines.append(f"complete -c unisono -n {shlex.quote(condition)} -l {option[2:]}")
     return "\n".join(lines)
 
 

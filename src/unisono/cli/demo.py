@@ -87,15 +87,15 @@ def execute(args: argparse.Namespace) -> int:
     done = subprocess.run([sys.executable, str(path), *words], check=False)
     print(f"\nthe program is {path}")
     if args.name == DIGITS and done.returncode == 0:
-        own = _command()
+        command = _command()
         latest = max(Path("runs").glob("demo*/report.html"), key=lambda path: path.stat().st_mtime)
         print("\ntry next:")
-        for command, what in (
-            (f"{own} report {latest.parent}", "opens the report"),
-            (f"{own} demo --list", "shows more: forces, flow, error bars, DASO, SLURM"),
-            (f"{own} run --watch --ranks 2 train.py", "runs your script, shown in a browser"),
+        for words, what in (
+            (f"{command} report {latest.parent}", "opens the report"),
+            (f"{command} demo --list", "shows more: forces, flow, error bars, DASO, SLURM"),
+            (f"{command} run --watch --ranks 2 train.py", "runs your script, shown in a browser"),
         ):
-            print(f"  {command:<{34 + len(own)}} {what}")
+            print(f"  {words:<{34 + len(command)}} {what}")
     return OK if done.returncode == 0 else FAILED
 
 
@@ -117,8 +117,8 @@ def _command() -> str:
     """Return how to type this command here: by its path, where the shell would not find it."""
     from unisono.train.recording.launching import near
 
-    own = Path(sys.executable).with_name("unisono")
+    here = Path(sys.executable).with_name("unisono")
     results = shutil.which("unisono")
-    if not own.is_file() or (results is not None and Path(results).resolve() == own.resolve()):
+    if not here.is_file() or (results is not None and Path(results).resolve() == here.resolve()):
         return "unisono"
-    return str(near(own))
+    return str(near(here))

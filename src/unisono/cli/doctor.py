@@ -8,13 +8,10 @@ from __future__ import annotations
 
 import argparse
 import functools
-import importlib.util
 import json
 import os
 import platform
 import secrets
-import shutil
-import socket
 import subprocess
 import sys
 from collections.abc import Callable
@@ -34,16 +31,6 @@ Finding = tuple[Status, str] | tuple[Status, str, str]
 MIN_SHM_MB = 64
 SHM = Path("/dev/shm")
 _PIP = f"{Path(sys.executable).name} -m pip install --force-reinstall"
-_EXTRAS = {
-    "mpi": "mpi4py",
-    "ray": "ray",
-    "slurm": "submitit",
-    "examples": "sklearn",
-    "plot": "matplotlib",
-    "tensorboard": "tensorboard",
-    "mlflow": "mlflow",
-    "wandb": "wandb",
-}
 
 
 @dataclass(frozen=True)
@@ -75,11 +62,11 @@ def check(
     def named(function: Callable[[], Finding]) -> Callable[[], Check]:
         def run() -> Check:
             try:
-                status, found, *fix = function()
-                return Check(name, status, found, *fix)
+                status, finding, *fix = function()
+                return Check(name, status, finding, *fix)
             except Exception as error:
-                found = f"{type(error).__name__}: {_found(error)}"
-                return Check(name, "FAIL", found, _fix(error, name))
+                finding = f"{type(error).__name__}: {_in_one_line(error)}"
+                return Check(name, "FAIL", finding, _fix(error, name))
 
         if group is not None:
             group.append(run)
@@ -109,11 +96,11 @@ def execute(args: argparse.Namespace) -> int:
     """Run all checks, print them as they end, and return 1 if one failed."""
     place, more = args.on, []
     if place not in (None, "auto"):
-        from unisono.cli.outcome import Shell
+        from unisono.cli.outcome import ShellSpelling
         from unisono.launch.request import known_place
         from unisono.launch.settings import read_configuration
 
-        known_place(place, read_configuration(), Shell("doctor"))
+        known_place(place, read_configuration(), ShellSpelling("doctor"))
     if place == "slurm":
         more = SLURM_CHECKS
     elif place not in (None, "cpu"):
@@ -164,12 +151,12 @@ def device_checks(place: str) -> list[Check]:
             checks.append(Check(name, "FAIL", "; ".join(wrong), fix))
             continue
         took, host = max(o.total_s for o in outcomes), min(o.host_s for o in outcomes)
-        found = f"as on the CPU, in {took:.2f} s; the host was free after {host:.2f} s"
-        checks.append(Check(name, "ok", found))
+        finding = f"as on the CPU, in {took:.2f} s; the host was free after {host:.2f} s"
+        checks.append(Check(name, "ok", finding))
     return checks
 
 
-def _found(error: Exception) -> str:
+def _in_one_line(error: Exception) -> str:
     """Return what an error says in one line: what was asked, and what was found there."""
     first, *rest = str(error).strip().splitlines() or [""]
     causes = [line.strip().removeprefix("found: ") for line in rest if "HINT: " not in line]
@@ -238,8 +225,8 @@ def check_backends() -> Finding:
     from unisono import accelerator
     from unisono.comm import transports
 
-    own = dist.Backend.default_device_backend_map.get(accelerator.kind() or "cpu", "gloo")
-    states = {name: dist.is_backend_available(name) for name in ("gloo", own)}
+    default = dist.Backend.default_device_backend_map.get(accelerator.kind() or "cpu", "gloo")
+    states = {name: dist.is_backend_available(name) for name in ("gloo", default)}
     words = {name: "ok" if there else "not in this torch" for name, there in states.items()}
     words |= transports.available()
     finding = ", ".join(
@@ -264,21 +251,6 @@ def check_core() -> Finding:
         return "ok", f"{reason}: ranks use gloo"
     fix = f"apt install g++ && {_PIP} --no-deps --no-cache-dir unisono (in a checkout: -e .)"
     return "warn", "not built: ranks use gloo, which is slower", fix
-
-
-@check("choice", CHECKS)
-def check_choice() -> Finding:
-    """Which backend ranks on this machine get, and why."""
-    from unisono import accelerator
-    from unisono.comm import transports
-    from unisono.comm.backends import choose_backend
-
-    device = accelerator.kind() or "cpu"
-    try:
-        choice = choose_backend(None, device=device, nodes=1, available=transports.available())
-    except PlatformError as error:
-        return "FAIL", _found(error), "unset UNISONO_BACKEND"
-    return "ok", f"{choice.name} ({choice.reason})"
 
 
 @check("cores", CHECKS)
@@ -320,40 +292,6 @@ def check_shared_memory() -> Finding:
         fix = f"rm {' '.join(kind for kind in kinds if unused[kind])} once none of your ranks runs"
         return "warn", finding, fix
     return "ok", finding
-
-
-@check("host name", CHECKS)
-def check_host_name() -> Finding:
-    """This host's name resolves, and which interfaces it has. Only needed between hosts."""
-    from unisono.comm.machine import interfaces
-
-    name = socket.gethostname()
-    at = ", ".join(f"{interface} {address}" for interface, address in interfaces().items())
-    try:
-        addresses = {entry[4][0] for entry in socket.getaddrinfo(name, None)}
-    except OSError as error:
-        fix = f"add '127.0.1.1 {name}' to /etc/hosts; not needed on a single host"
-        return "warn", f"{name} does not resolve ({error}); interfaces: {at}", fix
-    finding = f"{name} is {', '.join(sorted(map(str, addresses)))}; interfaces: {at}"
-    return "ok", finding
-
-
-@check("loopback", CHECKS)
-def check_loopback() -> Finding:
-    """A socket can listen on loopback, where ranks of one host meet."""
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        listener.listen()
-        with socket.create_connection(listener.getsockname(), timeout=5):
-            return "ok", "127.0.0.1 takes connections"
-
-
-@check("launchers", CHECKS)
-def check_launchers() -> Finding:
-    """Which other launchers are installed."""
-    programs = ("mpiexec", "srun", "sbatch", "torchrun", "ssh", "ray")
-    finding = [name for name in programs if shutil.which(name)]
-    return "ok" if finding else "skip", ", ".join(finding) or "none on PATH"
 
 
 @check("mpi", CHECKS)
@@ -400,34 +338,12 @@ def check_slurm() -> Finding:
         fix = "apt install slurm-client, or a login node of the cluster"
         return "FAIL", f"no {', '.join(missing)}", fix
     try:
-        usual = cluster.partitions(timeout_s=10.0)
+        return "ok", "; ".join(cluster.partitions(timeout_s=10.0))
     except PlatformError as error:
         words = [line.strip() for line in str(error).splitlines() if "HINT:" not in line]
         finding = f"programs are installed, but no cluster answers ({words[-1]})"
         fix = "set SLURM_CONF=/path/of/slurm.conf; scontrol ping shows whether the cluster is up"
         return "warn", finding, fix
-    names = [
-        f"{p.name}{' (default)' if p.is_default else ''}: {p.nodes} nodes, {p.limit}" for p in usual
-    ]
-    return "ok", "; ".join(names)
-
-
-@check("requeue", SLURM_CHECKS)
-def check_preemption() -> Finding:
-    """Whether the cluster lets a job save its work and start again."""
-    from unisono.launch.places.slurm import cluster
-
-    settings = cluster.configuration()
-    may_requeue = settings.get("JobRequeue", "1") == "1"
-    preempts = settings.get("PreemptMode", "OFF") != "OFF"
-    sends = "preempt_send_user_signal" in settings.get("SlurmctldParameters", "")
-    finding = f"requeue {'allowed' if may_requeue else 'off'}, pre-emption " + (
-        "off" if not preempts else "by USR2" if sends else "by TERM"
-    )
-    if not may_requeue:
-        fix = "jobs ask for it themselves (--requeue); ask the administrators for JobRequeue=1"
-        return "warn", finding, fix
-    return "ok", finding
 
 
 @check("shared", SLURM_CHECKS)
@@ -441,25 +357,15 @@ def check_shared_directory() -> Finding:
     probe.mkdir(mode=0o700, parents=True)
     try:
         words = ("srun", "--immediate=30", "--ntasks=1", "--time=1", "ls", "-d", str(probe))
-        seen = cluster.call(*words, check=False, timeout_s=60.0)
+        output = cluster.call(*words, check=False, timeout_s=60.0)
     finally:
         probe.rmdir()
         if not was_there:
             directory.rmdir()
-    if str(probe) in seen:
+    if str(probe) in output:
         return "ok", f"a node sees {directory.parent}"
     fix = "logs= with a directory that all nodes share; sinfo shows whether a node is free"
     return "warn", f"no node has answered for {directory.parent}", fix
-
-
-@check("extras", CHECKS)
-def check_extras() -> Finding:
-    """Which extras of unisono are installed."""
-    there = {extra: importlib.util.find_spec(name) is not None for extra, name in _EXTRAS.items()}
-    missing = [extra for extra, is_there in there.items() if not is_there]
-    finding = ", ".join(extra for extra, is_there in there.items() if is_there) or "none"
-    fix = f'pip install "unisono[{",".join(missing)}]" if you need them' if missing else ""
-    return "ok", finding, fix
 
 
 @check("settings", CHECKS)

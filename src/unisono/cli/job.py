@@ -60,7 +60,7 @@ def _status(args: argparse.Namespace) -> int:
 
 def _logs(args: argparse.Namespace) -> int:
     """Print what one rank has printed, or all of them, now or until the job ends."""
-    from unisono.launch.logs import Console, LogFollower
+    from unisono.launch.logs import Console, LogReader
 
     job = _attached(args)
     if args.rank is None and job.ranks > 1:
@@ -73,11 +73,18 @@ def _logs(args: argparse.Namespace) -> int:
                 print(f"[{rank}] {line}" if args.rank == "all" else line)
         return OK
     console = Console(ranks, prefix=args.rank == "all")
-    follower = LogFollower(job.dir, console, ranks, tail=args.tail, tracebacks=True)
-    while not job.done():
-        follower.look()
+    logs = [
+        (LogReader(job.dir / f"rank-{rank}.log", tail=args.tail), console.stream(rank, 0))
+        for rank in ranks
+    ]
+    is_over = False
+    while not is_over:
+        is_over = job.done()
+        for log, stream in logs:
+            stream.feed(log.new())
         time.sleep(_PAUSE_S)
-    follower.close()
+    for _, stream in logs:
+        stream.close()
     return OK
 
 

@@ -25,7 +25,7 @@ from unisono.errors import (
 OK, FAILED, USAGE, DEADLINE, INTERRUPTED, UNREAD = 0, 1, 2, 124, 130, 141
 
 
-class Shell(Spelling):
+class ShellSpelling(Spelling):
     """Arguments as they are typed in a shell: options of a command.
 
     Args:
@@ -40,7 +40,7 @@ class Shell(Spelling):
             name: f"--{name.replace('_', '-')}"
             for name in (
                 *("on", "ranks", "rank", "nodes", "partition", "timeout_s", "max_restarts"),
-                *("logs", "console", "hosts", "chaos", "invite", "join"),
+                *("logs", "console", "hosts", "invite", "join"),
             )
         },
     }
@@ -95,7 +95,7 @@ def _quoted(value: Any) -> str:
     return f'"{value}"' if isinstance(value, str) else _toml(value)
 
 
-SHELL = Shell()
+SHELL = ShellSpelling()
 
 
 def exit_code_of(command: Callable[[], int], *, name: str = "run", debug: bool = False) -> int:

@@ -89,23 +89,23 @@ def execute(args: argparse.Namespace) -> int:
     cluster = _cluster(args, calibration, subject.name)
     workload = profile(subject)
     batch = args.batch or float(subject.samples)
-    found = compare(workload, cluster, batch, team=args.team)
-    said = assumptions(workload, cluster, batch, calibration.machine)
+    costs = compare(workload, cluster, batch, team=args.team)
+    notes = assumptions(workload, cluster, batch, calibration.machine)
     if args.json:
-        ways = [each.as_dict() for each in found]
-        print(json.dumps({"model": workload.name, "ways": ways, "assumptions": said}, indent=1))
+        ways = [each.as_dict() for each in costs]
+        print(json.dumps({"model": workload.name, "ways": ways, "assumptions": notes}, indent=1))
     else:
-        print(table(found))
-        print("\nassumptions:\n" + "\n".join(f"  {line}" for line in said))
+        print(table(costs))
+        print("\nassumptions:\n" + "\n".join(f"  {line}" for line in notes))
     if args.plot:
         limits = {"largest": args.max_ranks, "team": args.team}
-        draw_scaling(args.plot, workload, cluster, batch, said, **limits)
+        draw_scaling(args.plot, workload, cluster, batch, notes, **limits)
         print(f"unisono: wrote {args.plot}", file=sys.stderr)
     return OK
 
 
-def _refuse(words: str, found: str, hint: str, arithmetic: str | None = None) -> NoReturn:
-    raise PlatformError.because(f"unisono plan {words}".rstrip(), found, arithmetic, hint)
+def _refuse(words: str, finding: str, hint: str, arithmetic: str | None = None) -> NoReturn:
+    raise PlatformError.because(f"unisono plan {words}".rstrip(), finding, arithmetic, hint)
 
 
 def _check(args: argparse.Namespace) -> None:
@@ -125,13 +125,13 @@ def _check(args: argparse.Namespace) -> None:
     if nodes > 1 and ranks is None:
         _refuse(call, "no number of ranks", f"--ranks {8 * nodes}")
     if ranks is not None and ranks % nodes:
-        found, fits = "nodes must have equal numbers of ranks", nodes * (ranks // nodes + 1)
+        finding, fits = "nodes must have equal numbers of ranks", nodes * (ranks // nodes + 1)
         arithmetic = f"{ranks} = {nodes} * {ranks // nodes} + {ranks % nodes}"
-        _refuse(call, found, f"--ranks {fits}", arithmetic)
+        _refuse(call, finding, f"--ranks {fits}", arithmetic)
     if ranks is not None and team is not None and ranks % team:
-        found, fits = "teams must have equal numbers of ranks", math.gcd(ranks, team)
+        finding, fits = "teams must have equal numbers of ranks", math.gcd(ranks, team)
         arithmetic = f"{ranks} = {team} * {ranks // team} + {ranks % team}"
-        _refuse(f"--ranks {ranks} --team {team}", found, f"--team {fits}", arithmetic)
+        _refuse(f"--ranks {ranks} --team {team}", finding, f"--team {fits}", arithmetic)
     if not 0 <= args.overlap <= 1:
         _refuse(f"--overlap {args.overlap:g}", "not between 0 and 1", "--overlap 0.5")
     for name, value in (("--rank-speed", args.rank_speed), ("--batch", args.batch)):
@@ -200,8 +200,8 @@ def _calibrate(args: argparse.Namespace) -> None:
         load_subject(args.model)  # so that an error is raised here and not by a rank
         makers.append(partial(load_subject, args.model))
     print("unisono: measuring on 1, 2 and 4 ranks, about half a minute", file=sys.stderr)
-    found = calibrate(makers)
+    calibration = calibrate(makers)
     path = args.calibration or calibration_file()
-    found.write(path)
-    print(found.describe())
+    calibration.write(path)
+    print(calibration.describe())
     print(f"unisono: wrote {path}", file=sys.stderr)

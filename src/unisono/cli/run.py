@@ -98,9 +98,6 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     how.add_argument(
         "--elastic", action="store_true", help="ranks may die and join (unisono.train.elastic)"
     )
-    how.add_argument(
-        "--chaos", metavar="HOW", help="kill ranks of an elastic job: seed=7,kills=20,every_s=0.5"
-    )
     how.add_argument("--invite", metavar="FILE", help="let other hosts join this elastic job")
     how.add_argument("--join", metavar="FILE", help="join the job that wrote FILE")
     out = parser.add_argument_group("output")
@@ -232,7 +229,6 @@ def _request(
 ) -> RunRequest:
     """Check what the command line asks for."""
     from unisono.launch import Logs
-    from unisono.launch.elastic.settings import Chaos
     from unisono.launch.request import checked_request
 
     fields = _fields(args)
@@ -251,10 +247,9 @@ def _request(
         max_restarts=args.max_restarts,
         logs=logs,
         check=args.check,
-        elastic=True if args.elastic or args.chaos or args.invite or args.join else None,
+        elastic=True if args.elastic or args.invite or args.join else None,
         invite=args.invite,
         join=args.join,
-        chaos=None if args.chaos is None else Chaos.read(args.chaos),
         fields=fields,
         title=args.module or Path(args.target.rpartition(":")[2]).stem,
         is_script=is_script,

@@ -1,13 +1,11 @@
 """What a command line names: a script, a module, `package.module:function` or `file.py:function`.
 
-Only ranks run the user's files. The launcher finds and parses them, to answer a wrong name or wrong
-arguments before anything starts; what ranks call is at the end of this file.
+Only ranks run the user's files. The launcher finds and parses them, to answer a wrong name before
+anything starts; what ranks call is at the end of this file.
 """
 
 from __future__ import annotations
 
-import ast
-import copy
 import difflib
 import functools
 import importlib
@@ -16,7 +14,9 @@ import importlib.util
 import inspect
 import pkgutil
 import runpy
+import symtable
 import sys
+import tokenize
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -24,8 +24,6 @@ from typing import Any
 import unisono
 from unisono.compat.joining import trainers_join
 from unisono.errors import PlatformError, UnisonoError, an
-
-_CALLED = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 
 
 def named_call(
@@ -45,11 +43,11 @@ def named_call(
     else:
         source = find_source(place, f"unisono run {target}")
     if source is not None:
-        _check(target, source, function, args, kwargs)
+        _check(target, source, function)
     return functools.partial(call_function, place, function, tuple(args), dict(kwargs))
 
 
-def find_source(module: str, asked: str) -> Path | None:
+def find_source(module: str, call: str) -> Path | None:
     """Return the file of a module without importing its package; None where it has no source.
 
     Raises `PlatformError` if no such module can be found from here.
@@ -62,7 +60,7 @@ def find_source(module: str, asked: str) -> Path | None:
         spec = _spec(name, path)
         if spec is None:
             raise PlatformError.because(
-                asked,
+                call,
                 f"No module named {name!r} from {Path.cwd()}",
                 None,
                 _neighbours(name, path) or "package.module:function, importable from here",
@@ -93,96 +91,31 @@ def _spec(name: str, path: Sequence[str] | None) -> importlib.machinery.ModuleSp
     return None
 
 
-def _check(
-    target: str,
-    source: Path,
-    function: str,
-    args: Sequence[object],
-    kwargs: Mapping[str, object],
-) -> None:
-    """Raise `PlatformError` if the file has no such function, or it cannot be called so."""
+def _check(target: str, source: Path, function: str) -> None:
+    """Raise `PlatformError` if the file has nothing of that name at its top."""
     call = f"unisono run {target}"
     try:
-        tree = ast.parse(source.read_bytes(), str(source))
+        with tokenize.open(source) as file:
+            text = file.read()
+        symbols = symtable.symtable(text, str(source), "exec").get_symbols()
     except (SyntaxError, ValueError) as error:
         raise PlatformError.because(call, f"{source.name} is not Python: {error}") from None
-    names = _names(tree)
-    first, _, rest = function.partition(".")
-    if first not in names and None not in names:
-        functions = [
-            name
-            for name, node in names.items()
-            if name and isinstance(node, _CALLED) and not name.startswith("_")
-        ]
-        near = difflib.get_close_matches(function, functions, n=1)
-        raise PlatformError.because(
-            call,
-            f"no {function!r} in {source}; it has {', '.join(functions[:8]) or 'no function'}",
-            None,
-            f"did you mean {target.rpartition(':')[0]}:{near[0]}?" if near else None,
-        )
-    node = names.get(first)
-    if isinstance(node, ast.AsyncFunctionDef):
-        raise PlatformError.because(
-            call,
-            f"{function} is a coroutine function: calling it runs nothing",
-            None,
-            "a function that calls asyncio.run",
-        )
-    is_plain = isinstance(node, ast.FunctionDef) and node in tree.body and not node.decorator_list
-    if isinstance(node, ast.FunctionDef) and is_plain and not rest:
-        signature = _signature(node.args)
-        try:
-            signature.bind(*args, **kwargs)
-        except TypeError as error:
-            text = str(signature).replace("=Ellipsis", "=...")
-            raise PlatformError.because(
-                f"{call} calls {function}{text}",
-                f"{len(args)} positional arguments and keywords {sorted(kwargs)}",
-                str(error),
-                f"{call} -- 3 lr=0.1, with the arguments of the function behind --",
-            ) from None
-
-
-def _names(tree: ast.Module) -> dict[str | None, ast.AST]:
-    """Return what a module defines at its top, also under conditions; None if there may be more."""
-    names: dict[str | None, ast.AST] = {}
-    todo: list[ast.AST] = list(reversed(tree.body))
-    while todo:
-        node = todo.pop()
-        if isinstance(node, _CALLED):
-            names[None if node.name == "__getattr__" else node.name] = node
-        elif isinstance(node, (ast.Import, ast.ImportFrom)):
-            for alias in node.names:
-                name = alias.asname or alias.name.partition(".")[0]
-                names[None if name == "*" else name] = node
-        else:
-            for child in ast.walk(node):
-                if isinstance(child, ast.Name) and isinstance(child.ctx, ast.Store):
-                    names[child.id] = child
-                elif isinstance(child, (*_CALLED, ast.Import, ast.ImportFrom)):
-                    todo.append(child)
-    return names
-
-
-def _signature(arguments: ast.arguments) -> inspect.Signature:
-    """Return the signature that a function with these arguments has; defaults are not known.
-
-    Nothing of the user's is run: the function that is looked at has no annotations, and `...` for
-    every default.
-    """
-    lone = copy.deepcopy(arguments)
-    for node in ast.walk(lone):
-        if isinstance(node, ast.arg):
-            node.annotation = None
-    lone.defaults = [ast.Constant(...) for _ in lone.defaults]
-    lone.kw_defaults = [value and ast.Constant(...) for value in lone.kw_defaults]
-    twin = ast.fix_missing_locations(ast.Expression(ast.Lambda(lone, ast.Constant(None))))
-    return inspect.signature(eval(compile(twin, "<signature>", "eval")))
+    names = {symbol.get_name() for symbol in symbols}
+    if function.partition(".")[0] in names or "__getattr__" in names or "import *" in text:
+        return
+    functions = [s.get_name() for s in symbols if s.is_namespace()]
+    public = [name for name in functions if not name.startswith("_")]
+    near = difflib.get_close_matches(function, public, n=1)
+    raise PlatformError.because(
+        call,
+        f"no {function!r} in {source}; it has {', '.join(public[:8]) or 'no function'}",
+        None,
+        f"did you mean {target.rpartition(':')[0]}:{near[0]}?" if near else None,
+    )
 
 
 def check_script(path: str) -> str:
-    """Return the absolute path of a script, or raise `PlatformError` if there is none."""
+    """Return the absolute path of a script, or raise `PlatformError` if it is not there."""
     script = Path(path)
     if not script.is_file():
         is_folder = script.is_dir()

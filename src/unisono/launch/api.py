@@ -297,7 +297,7 @@ class Wrapper:
         is_decorated: bool,
     ) -> Results[Any] | Job:
         convention = choose_convention(
-            task, args, kwargs, asked=self._convention, is_decorated=is_decorated
+            task, args, kwargs, kind=self._convention, is_decorated=is_decorated
         )
         platform = self.platform
         if platform.seed_per_rank is None:  # equal weights and splits everywhere, as DDPW has it

@@ -321,7 +321,6 @@ class LauncherAttempts(Attempts):
             least=elastic.least,
             stall_s=platform.comm_timeout_s,
             job_dir=self._job_dir,
-            chaos=elastic.chaos,
             guests=guests,
             shows=shows,
         )

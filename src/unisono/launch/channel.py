@@ -375,7 +375,7 @@ class Listener:
         while True:
             try:
                 connection, address = self._door.accept()
-            except OSError:  # there is none, or no descriptor for it: it stays in the queue
+            except OSError:  # no connection, or no descriptor for it: it stays in the queue
                 return
             connection.setblocking(False)
             _watch_network(connection)

@@ -5,13 +5,11 @@ from __future__ import annotations
 import importlib.util
 import os
 import resource
-import socket
 from collections import Counter
 from collections.abc import Sequence
 
 from unisono import accelerator
 from unisono.errors import PYTHON, MissingExtra, PlatformError, Spelling
-from unisono.launch.places.rendezvous import owner_of_port
 from unisono.launch.platform import AS_REQUESTED, KINDS, MAY_BE_NONE, Device, Platform
 
 
@@ -44,8 +42,6 @@ def check_machine(platform: Platform, spelling: Spelling = PYTHON) -> None:
             f"{size} ranks > {most}",
             "fewer ranks, or ulimit -n 65536 in the shell",
         )
-    if platform.master_port is not None and kind.is_here and platform.requires_ipc:
-        _check_free_port(platform, platform.master_port, spelling)
     backend = platform.backend or os.environ.get("UNISONO_BACKEND")
     if backend in ("mpi", "mpi4py") and importlib.util.find_spec("mpi4py") is None:
         raise MissingExtra.of("mpi", spelling.options(backend=backend), "no mpi4py")
@@ -156,21 +152,3 @@ def _check_groups(platform: Platform, groups: Sequence[Sequence[int]], spelling:
             arithmetic,
             "disjoint lists of ranks that cover all of them, or [] for one group of all",
         )
-
-
-def _check_free_port(platform: Platform, port: int, spelling: Spelling) -> None:
-    addr = platform.master_addr or "127.0.0.1"
-    family = socket.AF_INET6 if ":" in addr else socket.AF_INET
-    with socket.socket(family, socket.SOCK_STREAM) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((addr, port))
-        except OSError as error:
-            is_denied = isinstance(error, PermissionError)
-            why = "privileged" if is_denied else "in use or not to be had"
-            owner = f"; {owner} has it" if (owner := owner_of_port(port)) else ""
-            raise PlatformError.because(
-                spelling.platform(master_addr=addr, master_port=port),
-                f"port {port} is {why}: {error.strerror}{owner}",
-                hint="leave master_port out, and a free port is taken at the start",
-            ) from error

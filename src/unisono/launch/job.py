@@ -146,7 +146,7 @@ class Job(ABC):
         log, rest = LogReader(path), b""
         while True:
             is_over = self.done()
-            whole, end, rest = b"".join([rest, *log.new()]).rpartition(b"\n")
+            whole, end, rest = (rest + log.new()).rpartition(b"\n")
             data = whole + end + rest if is_over else whole
             yield from data.decode(errors="replace").splitlines()
             if is_over:

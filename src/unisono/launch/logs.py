@@ -22,7 +22,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
-from typing import Any, BinaryIO, Literal, NoReturn, TextIO
+from typing import Any, Literal, NoReturn, TextIO
 
 from unisono.errors import PYTHON, PlatformError, Spelling, an
 from unisono.expect import expect, expect_int
@@ -31,14 +31,8 @@ __all__ = ["IO", "Logs", "checked_logs"]
 
 SHOW_ALL_UP_TO = 8
 """Largest world of which the console `auto` shows every rank."""
-LOG_MB = 1024.0
-"""Largest log of a rank; `UNISONO_LOG_MB` sets it."""
 FAILED = b"--- failed, with this traceback:\n"
 """Line of a log after which comes no output of the rank, but how it failed."""
-_ATTEMPT = b"--- attempt "
-"""Start of the line with which the output of a new attempt begins."""
-_MARK = b"--- "
-_CHUNK = 1 << 20
 STDIN_VARIABLE = "UNISONO_STDIN_RANK"
 _STDIN = 0
 _PACKAGE = str(Path(__file__).resolve().parents[1])
@@ -239,31 +233,18 @@ def _is_notebook(file: TextIO) -> bool:
 class RankLog:
     """The log of one rank, to which bytes are added as they come.
 
-    It never ends the run: where the disk takes no more, the output goes on without it. Nor does it
-    fill the disk: at half of `UNISONO_LOG_MB` it becomes `rank-N.log.old`, and a new one begins.
+    It never ends the run: where the disk takes no more, the output goes on without it.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        text = os.environ.get("UNISONO_LOG_MB") or str(LOG_MB)
-        try:
-            self._half = float(text) * 2**20 / 2
-        except ValueError:
-            raise PlatformError.because(
-                f"UNISONO_LOG_MB={text}", "not a number", hint=f"UNISONO_LOG_MB={LOG_MB:g}"
-            ) from None
         self._has_warned = False
-        self._fd = self._open()
+        self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
 
     def write(self, data: bytes) -> None:
         """Add `data`; warn once where that fails."""
         view = memoryview(data)
         try:
-            size = os.fstat(self._fd).st_size
-            if size and size + len(view) > self._half:
-                self.path.replace(self.path.with_name(f"{self.path.name}.old"))
-                full, self._fd = self._fd, self._open()
-                os.close(full)
             while view:
                 view = view[os.write(self._fd, view) :]
         except OSError as error:
@@ -279,114 +260,30 @@ class RankLog:
         """Close the file."""
         os.close(self._fd)
 
-    def _open(self) -> int:
-        return os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
-
 
 class LogReader:
-    """Reads what has been added to a log since the last look, also where a new one has begun.
+    """Reads what has been added to a log since the last look.
 
     Args:
         path: the log, which need not be there yet.
-        tail: number of lines of what is there already.
-        tracebacks: whether to read those, too; not where the error is raised anyway.
-
-    Attributes:
-        place: how much of it was read.
+        tail: number of lines of what is there already; None reads all of them.
     """
 
-    def __init__(self, path: Path, *, tail: int | None = None, tracebacks: bool = True) -> None:
+    def __init__(self, path: Path, *, tail: int | None = None) -> None:
         self._path = path
-        self._inode: int | None = None
-        self.place = 0
+        self._place = 0
         if tail is not None and path.exists():
-            data = path.read_bytes()
-            shown = data.splitlines(keepends=True)[-tail:] if tail else []
-            self.place = len(data) - sum(map(len, shown))
-            self._inode = path.stat().st_ino
-        self._tracebacks = tracebacks
-        self._is_hidden = False
-        self._rest = b""
+            lines = path.read_bytes().splitlines(keepends=True)
+            self._place = sum(map(len, lines[: max(0, len(lines) - tail)]))
 
-    def new(self) -> Iterator[bytes]:
-        """Yield what has come, in pieces."""
+    def new(self) -> bytes:
+        """Return what has come."""
         with suppress(FileNotFoundError), self._path.open("rb") as file:
-            status = os.fstat(file.fileno())
-            if self._inode not in (None, status.st_ino) or status.st_size < self.place:
-                # A new log has begun; perhaps more than one, and then some lines are gone.
-                old = self._path.with_name(f"{self._path.name}.old")
-                with suppress(FileNotFoundError), old.open("rb") as before:
-                    if os.fstat(before.fileno()).st_ino != self._inode:
-                        self.place = 0
-                    yield from self._pieces(before)
-                self.place = 0
-            self._inode = status.st_ino
-            yield from self._pieces(file)
-
-    def _pieces(self, file: BinaryIO) -> Iterator[bytes]:
-        file.seek(self.place)
-        while data := file.read(_CHUNK):
-            self.place += len(data)
-            yield data if self._tracebacks else self._output_in(data)
-
-    def _output_in(self, data: bytes) -> bytes:
-        """Return `data` without tracebacks; what may become a mark waits for its end."""
-        data, self._rest = self._rest + data, b""
-        if not self._is_hidden and _MARK not in data and not data.endswith((b"-", b"--", b"---")):
+            file.seek(self._place)
+            data = file.read()
+            self._place += len(data)
             return data
-        shown: list[bytes] = []
-        for line in data.splitlines(keepends=True):
-            if not line.endswith(b"\n") and (line.startswith(_MARK) or _MARK.startswith(line)):
-                self._rest = line
-                continue
-            if line == FAILED:
-                self._is_hidden = True
-            elif line.startswith(_ATTEMPT):
-                self._is_hidden = False
-            if not self._is_hidden:
-                shown.append(line)
-        return b"".join(shown)
-
-
-class LogFollower:
-    """Shows what has been added to the logs of some ranks since the last look.
-
-    Args:
-        directory: where they are.
-        console: where they are shown.
-        ranks: whose.
-        tail: number of lines of what is there already.
-        tracebacks: whether to show those, too.
-    """
-
-    def __init__(
-        self,
-        directory: Path,
-        console: Console,
-        ranks: Collection[int],
-        *,
-        tail: int | None = None,
-        tracebacks: bool = False,
-    ) -> None:
-        self._logs = [
-            (
-                LogReader(directory / f"rank-{rank}.log", tail=tail, tracebacks=tracebacks),
-                console.stream(rank, 0),
-            )
-            for rank in ranks
-        ]
-
-    def look(self) -> None:
-        """Show what is new."""
-        for log, stream in self._logs:
-            for data in log.new():
-                stream.feed(data)
-
-    def close(self) -> None:
-        """Show the rest, also a last line that has no end."""
-        self.look()
-        for _, stream in self._logs:
-            stream.close()
+        return b""
 
 
 def size_of(path: Path) -> int:

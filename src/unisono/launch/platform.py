@@ -310,9 +310,9 @@ class Platform:
         check_platform(self)
         check_machine(self)
         if self.kind is Device.SLURM:
-            from unisono.launch.places.slurm.cluster import check_cluster
+            from unisono.launch.places.slurm.cluster import check_programs
 
-            check_cluster(self)
+            check_programs()
 
     def print(self) -> None:
         """Print the platform as a table, through `IO.print`."""

@@ -24,7 +24,7 @@ from unisono import accelerator
 from unisono.errors import PYTHON, PlatformError, Spelling, an
 from unisono.expect import expect, expect_choice
 from unisono.launch.checks import check_machine, check_platform
-from unisono.launch.elastic.settings import Chaos, Elastic, bounds, checked
+from unisono.launch.elastic.settings import Elastic, bounds, checked
 from unisono.launch.fields import COUNT_OR_ZERO, nearest
 from unisono.launch.logs import Logs, checked_logs, warn
 from unisono.launch.platform import FIELDS, KINDS, Device, Platform
@@ -79,19 +79,19 @@ def choose_convention(
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
     *,
-    asked: str = "auto",
+    kind: str = "auto",
     is_decorated: bool = False,
 ) -> Convention:
-    """Return how to call `fn`, or raise `PlatformError` if what was given does not fit it.
+    """Return how to call `fn`, or raise `PlatformError` if the arguments do not fit it.
 
     Args:
         fn: the task.
         args: what the user gave for it.
         kwargs: the same, by keyword.
-        asked: `"seed"`, `"ddpw6"` or `"plain"`; `"auto"` looks at the signature.
+        kind: `"seed"`, `"ddpw6"` or `"plain"`; `"auto"` looks at the signature.
         is_decorated: whether `fn` was called like a function, through the decorator.
     """
-    expect_choice("convention", asked, _KINDS, error=PlatformError)
+    expect_choice("convention", kind, _KINDS, error=PlatformError)
     if not callable(fn) or inspect.iscoroutinefunction(fn):
         check_call(fn, tuple(args), kwargs)
     try:
@@ -103,19 +103,19 @@ def choose_convention(
     is_seed = names[:2] == ["global_rank", "local_rank"] and (
         "process_group" in names or (len(names) == 4 and "platform" not in names)
     )
-    if asked == "seed" or (asked == "auto" and is_seed):
+    if kind == "seed" or (kind == "auto" and is_seed):
         return _seed(fn, positional, args, kwargs)
     takes_any = any(p.kind is p.VAR_KEYWORD for p in signature.parameters.values())
-    if asked == "ddpw6" or (asked == "auto" and takes_any):
+    if kind == "ddpw6" or (kind == "auto" and takes_any):
         return _named(fn, signature, INJECTED, args, kwargs)
     by_name = {p.name for p in signature.parameters.values() if p.kind in _BY_NAME}
     open_names = by_name.difference(names[: len(args)])
-    if asked == "auto" and not open_names.isdisjoint(INJECTED):
+    if kind == "auto" and not open_names.isdisjoint(INJECTED):
         ours = tuple(name for name in INJECTED if name in open_names)
         return _named(fn, signature, ours, args, kwargs)
     required = [p for p in positional if p.default is p.empty]
     has_one_tuple = len(args) == 0 or (len(args) == 1 and isinstance(args[0], tuple))
-    if asked == "auto" and not is_decorated and len(required) == 4 and not kwargs and has_one_tuple:
+    if kind == "auto" and not is_decorated and len(required) == 4 and not kwargs and has_one_tuple:
         return _seed(fn, positional, args, kwargs)
     check_call(fn, tuple(args), kwargs)
     return Convention()
@@ -172,8 +172,8 @@ def check_call(
 ) -> None:
     """Raise `PlatformError` if `fn(*args, **kwargs)` cannot be called.
 
-    Also if a keyword in `of_run`, given to `run` itself, names a parameter of `fn` that is still
-    open: it could be meant for either.
+    Also if a keyword of `run` itself, in `of_run`, names a parameter of `fn` that is still open: it
+    could be meant for either.
     """
     if not callable(fn):
         raise PlatformError.because(
@@ -213,7 +213,7 @@ def check_call(
     try:
         signature.bind(*args, **kwargs)
     except TypeError as error:
-        wanted = [
+        open_options = [
             word
             for word in RESERVED
             if (p := signature.parameters.get(word)) is not None
@@ -221,8 +221,9 @@ def check_call(
             and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)
         ]
         hint = f"unisono.run({name}, ...) with the arguments of its signature"
-        if wanted:
-            hint = f"functools.partial({name}, {wanted[0]}=...): run takes {wanted[0]} itself"
+        if open_options:
+            word = open_options[0]
+            hint = f"functools.partial({name}, {word}=...): run takes {word} itself"
         elif near := _like_options(kwargs, signature):
             hint = f"did you mean {PYTHON.options(**near)}?"
         raise PlatformError.because(
@@ -303,7 +304,7 @@ class RunRequest:
     name: str
     """What is run: the function, or the script."""
     is_script: bool = False
-    """Whether it is a whole script, which may initialise torch.distributed by itself."""
+    """Whether it is a whole script, which may initialise torch.distributed."""
     seed: int | None = None
     """What the caller wants ranks to be seeded with, rank r with `seed + r`."""
     check: bool | None = None
@@ -315,7 +316,7 @@ class RunRequest:
     preload: tuple[str, ...] = ()
     """Modules that the warm server loads before it forks the ranks."""
     decided_by_file: str = ""
-    """A line that says what a settings file decides; empty if there is none."""
+    """A line that says what a settings file decides; else empty."""
     spelling: Spelling = PYTHON
     """How the caller writes options, in errors."""
 
@@ -335,7 +336,6 @@ def checked_request(
     seed: int | None = None,
     check: bool | None = None,
     elastic: bool | None = None,
-    chaos: Chaos | None = None,
     invite: str | None = None,
     join: str | None = None,
     fields: Mapping[str, Any] | None = None,
@@ -347,7 +347,7 @@ def checked_request(
     """Return the request, or raise `PlatformError` that says what is wrong with it.
 
     What the caller leaves open comes from `unisono.toml`. The first options are those of `run`.
-    `chaos` kills ranks of an elastic job, `invite` and `join` are files by which hosts share one;
+    `invite` and `join` are files by which hosts share an elastic job;
     `fields` are more fields of the platform that the caller gives; `title` is shown instead of the
     function; `is_script` leaves it to the function when its ranks join their world; `convention`
     says how ranks call it; `spelling` is how the caller writes options, in errors. That the call
@@ -391,8 +391,8 @@ def checked_request(
     if not joins_world:  # else that world counts, whatever is asked for
         check_machine(platform, spelling)
     grows = None
-    if least is not None or chaos is not None:
-        grows = checked(place, platform, least, chaos, invite, join, spelling)
+    if least is not None:
+        grows = checked(place, platform, least, invite, join, spelling)
     if grows is not None:
         # Members meet at their coordinator, and nowhere else. MKL is to take the same way through
         # a sum at any address, and cuBLAS at any time.
@@ -431,7 +431,7 @@ def checked_request(
 
 def resolve(
     on: str | Device | Platform | None,
-    given: Mapping[str, Any],
+    fields: Mapping[str, Any],
     configuration: Configuration,
     spelling: Spelling = PYTHON,
 ) -> tuple[str, Platform]:
@@ -439,7 +439,7 @@ def resolve(
 
     Args:
         on: what the caller or a file says; None chooses.
-        given: fields of the platform that the caller gives.
+        fields: those of the platform that the caller gives.
         configuration: settings at that place, for the fields that the caller leaves open.
         spelling: how the caller writes options, in errors.
     """
@@ -453,15 +453,15 @@ def resolve(
         left_open = {
             name: v for name, v in settings.items() if name in FIELDS and not on.is_explicit(name)
         }
-        platform = on.but(**{**left_open, **given})
+        platform = on.but(**{**left_open, **fields})
         place, keeps_size = platform.kind.value, bool(forced)
     else:
-        given = {**settings, **given}
-        nodes = given.get("n_nodes", 1)
-        is_spread = bool(given.get("hosts")) or (isinstance(nodes, int) and nodes > 1)
+        fields = {**settings, **fields}
+        nodes = fields.get("n_nodes", 1)
+        is_spread = bool(fields.get("hosts")) or (isinstance(nodes, int) and nodes > 1)
         keeps_size = is_spread and forced is not None and _is_of_one_host(forced)
         place, platform = _from_word(
-            on if keeps_size else forced or on, given, configuration, spelling
+            on if keeps_size else forced or on, fields, configuration, spelling
         )
     if forced and keeps_size:
         size = platform.world_size
@@ -482,11 +482,11 @@ def resolve(
 
 def _from_word(
     on: str | Device | None,
-    given: Mapping[str, Any],
+    fields: Mapping[str, Any],
     configuration: Configuration,
     spelling: Spelling,
 ) -> tuple[str, Platform]:
-    """Return the place that a word means, and its platform with these fields given."""
+    """Return the place that a word means, and its platform with these fields."""
     if on is None or on == "auto":
         word = "gpu" if accelerator.kind() not in (None, "mps") else "cpu"
     else:
@@ -494,22 +494,22 @@ def _from_word(
         if word in configuration.profiles:
             word = configuration.profiles[word]["device"]
     if word == "inline":
-        return word, Platform(**{"ranks": _DEFAULT_RANKS[word], **given, "device": Device.CPU})
+        return word, Platform(**{"ranks": _DEFAULT_RANKS[word], **fields, "device": Device.CPU})
     device = Device.from_str(word)
     defaults: dict[str, Any] = {}
     if device is Device.GPU:
         defaults["n_gpus_per_node"] = max(1, accelerator.count(None if word == "gpu" else word))
-        if given.get("n_gpus_per_node") == 0 and "ranks" not in given:
+        if fields.get("n_gpus_per_node") == 0 and "ranks" not in fields:
             call = spelling.platform(device=word, n_gpus_per_node=0)
             raise PlatformError.because(call, "no rank at all", hint=spelling.options(on="cpu"))
-    elif device.value in _DEFAULT_RANKS and not _says_size(given):
+    elif device.value in _DEFAULT_RANKS and not _says_size(fields):
         defaults["ranks"] = _DEFAULT_RANKS[device.value]
-    return device.value, Platform(**{**defaults, **given, "device": word})
+    return device.value, Platform(**{**defaults, **fields, "device": word})
 
 
-def _says_size(given: Mapping[str, Any]) -> bool:
+def _says_size(fields: Mapping[str, Any]) -> bool:
     """Whether fields say how many ranks there are; one node alone does not."""
-    sizes = {name: value for name, value in given.items() if name in _SIZES and value}
+    sizes = {name: value for name, value in fields.items() if name in _SIZES and value}
     return bool(sizes) and sizes != {"n_nodes": 1}
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import html
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,8 +15,6 @@ if TYPE_CHECKING:
 __all__ = ["Elsewhere", "Results"]
 
 T = TypeVar("T")
-_HTML_ROWS = 16
-_HTML_CHARACTERS = 200
 
 
 @dataclass(frozen=True)
@@ -112,21 +109,6 @@ class Results(Sequence[T], Generic[T]):
                 return path.read_text(encoding="utf-8", errors="replace")
         return self._logs[rank] if self._logs else ""
 
-    def _repr_html_(self) -> str:
-        """Return a short table for notebooks."""
-        rows = "".join(
-            f"<tr><td>{rank}</td><td>{html.escape(host)}</td><td>{html.escape(_short(value))}</td></tr>"
-            for rank, (host, value) in enumerate(
-                zip(self.hosts[:_HTML_ROWS], self._values[:_HTML_ROWS], strict=False)
-            )
-        )
-        if len(self) > _HTML_ROWS:
-            rows += f"<tr><td colspan=3>... {len(self)} ranks in all</td></tr>"
-        ranks = f"{len(self)} rank{'s' if len(self) > 1 else ''}"
-        caption = f"{ranks} on {self.platform}, {self.wall_s:.3f} s"
-        head = "<tr><th>rank</th><th>host</th><th>value</th></tr>"
-        return f"<table><caption>{html.escape(caption)}</caption>{head}{rows}</table>"
-
     def __repr__(self) -> str:
         values = ", ".join(_text(value) for value in self._values[:4])
         more = f", ... {len(self)} in all" if len(self) > 4 else ""
@@ -135,8 +117,3 @@ class Results(Sequence[T], Generic[T]):
 
 def _text(value: object) -> str:
     return f"<{value.kind} on rank {value.rank}>" if isinstance(value, Elsewhere) else repr(value)
-
-
-def _short(value: object) -> str:
-    text = _text(value)
-    return text if len(text) <= _HTML_CHARACTERS else f"{text[:_HTML_CHARACTERS]}..."

@@ -36,7 +36,7 @@ _PREFIX = "UNISONO_"
 _READ_ELSEWHERE = frozenset(
     (
         *("ALGO", "BACKEND", "CHECK", "CORE", "DETECT"),
-        *("FORCE_ON", "FRAMES", "HOST_ID", "JOB_DIR", "KEY_FILE", "LOG_MB", "RANK_PID", "REQUIRE"),
+        *("FORCE_ON", "FRAMES", "HOST_ID", "JOB_DIR", "KEY_FILE", "RANK_PID", "REQUIRE"),
         *("RESTART", "RUN_ID", "SERVER_IDLE_S", "STDIN_RANK", "STRUCTURE_CHECK", "TEST_KILL"),
         *("TIMEOUT_S", "TRACE"),
     )
@@ -78,15 +78,15 @@ class Configuration:
         general = {n: s for n, s in self.settings.items() if n not in dropped}
         return replace(self, settings={**general, **profile})
 
-    def decisions(self, given: Collection[str]) -> str:
-        """Return a line on what the file decides, but for what the caller has `given`; or "".
+    def decisions(self, explicit: Collection[str]) -> str:
+        """Return a line on what the file decides beside what is `explicit` in the call; or "".
 
         Of a table only the names are shown: variables for the ranks may be secrets.
         """
         decided = [
             f"{name}={sorted(s.value) if isinstance(s.value, dict) else s.value!r}"
             for name, s in self.settings.items()
-            if name not in given
+            if name not in explicit
         ]
         return f"unisono: {self.path} decides: {', '.join(decided)}" if decided else ""
 
@@ -182,17 +182,17 @@ def _read_file(path: Path) -> tuple[dict[str, Any], dict[str, dict[str, Any]]]:
 
 
 def _table(
-    value: Any, where: str, known: Collection[str] | None = None, what: str = ""
+    value: Any, where: str, names: Collection[str] | None = None, what: str = ""
 ) -> dict[str, Any]:
     """Return a table whose keys, where these are not free, are known."""
     if not isinstance(value, dict):
         raise PlatformError.because(where, f"{value!r} where a table is expected")
     for key in value:
-        if known is not None and key not in known:
-            near = nearest(key, known)
+        if names is not None and key not in names:
+            near = nearest(key, names)
             raise PlatformError.because(
                 f"{key} in {where}",
-                f"{what} are {', '.join(sorted(known))}",
+                f"{what} are {', '.join(sorted(names))}",
                 hint=f"did you mean {near}?" if near else None,
             )
     return value
@@ -207,16 +207,12 @@ def _check_variables(env: Mapping[str, str]) -> None:
         if word in _READ_ELSEWHERE or word.startswith(_FAMILIES):
             continue
         name = word.lower()
-        if name == "config" or name in NAMES:
-            instead = f"{FILE_NAME} in the directory of your project, or one above"
-            if name != "config":
-                call = "run(..., {}=...)" if name in RUN_NAMES else "Platform({}=...)"
-                instead = f"{name} in [run] of {FILE_NAME}, or {call.format(name)}"
+        if name in NAMES:
             raise PlatformError.because(
                 f"{variable}={env[variable]}",
                 "settings are read from the file and from arguments, no longer from variables",
-                hint=f"unset {variable}; write {instead}",
+                hint=f"unset {variable}; write {name} in [run] of {FILE_NAME}",
             )
-        near = nearest(variable, [_PREFIX + known for known in sorted(_READ_ELSEWHERE)])
+        near = nearest(variable, [_PREFIX + name for name in sorted(_READ_ELSEWHERE)])
         hint = f"; did you mean {near}?" if near else ""
         warn(f"{variable} means nothing to unisono{hint}")

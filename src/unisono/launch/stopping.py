@@ -33,7 +33,7 @@ GIVE_UP_S = 5.0
 """Time that the main thread has to end after its deadline."""
 _ORDERS = (signal.SIGTERM, signal.SIGHUP)
 _ALARM = signal.SIGALRM
-_wanted = threading.Event()
+_requested = threading.Event()
 _interrupted = threading.Event()
 _listener: Callable[[], None] | None = None
 """Called in the launcher at the first Ctrl-C, instead of raising the exception."""
@@ -47,7 +47,7 @@ _agreement: Callable[[], bool] | None = None
 
 def note_request() -> None:
     """Remember that this rank is to stop."""
-    _wanted.set()
+    _requested.set()
 
 
 def note_interrupt(seconds: float) -> None:
@@ -57,7 +57,7 @@ def note_interrupt(seconds: float) -> None:
     not done so in half of the time.
     """
     _interrupted.set()
-    _wanted.set()
+    _requested.set()
     if _calls == 0:
         _interrupt_main()
     else:
@@ -96,13 +96,13 @@ def _interrupt_main() -> None:
 def forget_request() -> None:
     """Reset all flags, for another attempt in the same process."""
     global _calls, _agreed
-    _wanted.clear()
+    _requested.clear()
     _calls, _agreed = 0, False
 
 
 def is_wanted() -> bool:
     """Whether this rank was asked to stop, whatever the others know."""
-    return _wanted.is_set()
+    return _requested.is_set()
 
 
 def agree_by(ask: Callable[[], bool] | None) -> None:
@@ -132,7 +132,7 @@ def should_stop(*, every: int = 1) -> bool:
         from unisono.launch.in_process import world
 
         comm = world().with_device("cpu")
-        flag = torch.tensor([int(_wanted.is_set())])
+        flag = torch.tensor([int(_requested.is_set())])
         _agreed = bool(comm.all_reduce(flag, op="max").item())
     return _agreed
 
@@ -209,7 +209,7 @@ def signals_of_launcher() -> Iterator[None]:
     """Turn TERM and HUP into an exception inside the block, and obey them after it.
 
     The first Ctrl-C calls the listener, see `first_told_to`; it is a `KeyboardInterrupt`
-    where there is none, and the second is one always. Later ones change nothing: all ranks are
+    where no listener is, and the second is one always. Later ones change nothing: all ranks are
     being killed. Signals that the program handles itself are left alone, and so are all outside the
     main thread.
     """

@@ -47,7 +47,7 @@ class Policy:
     def start(self, ranks: Ranks) -> None:
         """Get to know the ranks, which are about to be started."""
 
-    def heard(self, rank: int, message: dict[str, Any]) -> None:
+    def receive(self, rank: int, message: dict[str, Any]) -> None:
         """Take what a rank says to the coordinator of an elastic training."""
 
     def look(self) -> None:
@@ -236,7 +236,7 @@ class Supervisor:
             self._bad_since = time.monotonic()
 
     def _seconds_left(self) -> float | None:
-        """Return the time to the next moment at which something must be done; None: there is none.
+        """Return the time until something must be done; None if that depends on the ranks alone.
 
         A failure and an interrupt are over as soon as all ranks have ended.
         """

@@ -411,7 +411,7 @@ class RankWorld:
         while pending and (remaining_s := deadline - time.monotonic()) > 0:
             monitor.wait(remaining_s)
             pending = [rank for rank in pending if rank.rank not in replies]
-            ended = {rank.rank: rank.known.exit_code for rank in pending}
+            ended = {rank.rank: rank.state.exit_code for rank in pending}
             died |= {number: code for number, code in ended.items() if code is not None}
             pending = [rank for rank in pending if rank.rank not in died]
             raised = {n: reply for n, reply in replies.items() if isinstance(reply, Raised)}

@@ -168,7 +168,7 @@ class World:
         if what == "receive":
             self.receive(number, self.orders[number].pop(0))
         elif what == "hear":
-            self.coordinator.told(number, self.messages[number].pop(0))
+            self.coordinator.receive(number, self.messages[number].pop(0))
         elif what == "work":
             self.work(number)
         elif what == "carry":
@@ -205,7 +205,7 @@ class World:
                 self.state = -1
         del self.followers[number]
         for message in self.messages.pop(number):
-            self.coordinator.told(number, message)
+            self.coordinator.receive(number, message)
         member = self.coordinator.members.get(number)
         known = [] if member is None else self.last_marks(number, member)
         self.coordinator.died(number, *known)
@@ -513,12 +513,12 @@ def test_resizing_happens_where_members_stand():
     coordinator = Coordinator(3)
     for number in range(3):
         coordinator.joined(number, rank=number, shards=4, step=5)
-    coordinator.told(0, {"kind": "donated", "bytes": 1})
+    coordinator.receive(0, {"kind": "donated", "bytes": 1})
     for number in (1, 2):
-        coordinator.told(number, {"kind": "loaded"})
+        coordinator.receive(number, {"kind": "loaded"})
     assert (coordinator.phase, len(coordinator.members)) == ("running", 3)
     coordinator.resize(1)
     for number, ahead in enumerate((2, 2, 1)):
-        coordinator.told(number, {"kind": "held", "step": 6 + ahead})
+        coordinator.receive(number, {"kind": "held", "step": 6 + ahead})
     assert (coordinator.phase, coordinator.step, list(coordinator.members)) == ("running", 8, [0])
     assert coordinator.retired == [2, 1]

@@ -9,13 +9,11 @@ import threading
 import pytest
 
 import unisono
-from unisono.compat import ddpw
 from unisono.environment import Environment
 from unisono.errors import MissingExtra, PlatformError
 from unisono.launch import Platform, dry_run
 from unisono.launch.places.rendezvous import candidates, meet
 from unisono.launch.places.slurm import cluster
-from unisono.launch.places.slurm.cluster import Partition
 from unisono.launch.places.slurm.submit import warning_s
 
 
@@ -123,43 +121,13 @@ def test_without_programs_or_submitit_nothing_is_written(no_cluster, monkeypatch
     assert list(no_cluster.iterdir()) == []
 
 
-KNOWN = [
-    Partition("debug", True, 2, "1:00:00", "n/a"),
-    Partition("long", False, 8, "infinite", "2-00:30:00"),
-]
-
-
-@pytest.fixture
-def two_partitions(monkeypatch):
-    monkeypatch.setattr(cluster, "check_programs", lambda _: None)
-    monkeypatch.setattr(cluster, "partitions", lambda: KNOWN)
-
-
-def test_what_the_cluster_does_not_have_is_refused(two_partitions, capsys):
-    def check(**fields):
-        return cluster.check_cluster(Platform(device="slurm", **fields))
-
-    with pytest.raises(PlatformError, match="debug, long") as caught:
-        check(partition="lomg")
-    assert "HINT: partition='long'" in str(caught.value)
-    with pytest.raises(PlatformError, match="3 nodes > 2"):
-        check(partition="debug", n_nodes=3)
-    assert check(partition="long") == ("long", 2 * 24 * 60 + 30)
-    assert check() == (None, 60)
-    asks_for_general = ddpw.Platform(device="slurm", timeout_min=7)
-    assert cluster.check_cluster(asks_for_general) == (None, 7)
-    assert "no partition 'general'; the default one is debug" in capsys.readouterr().err
-
-
 def test_answers_of_the_scheduler_are_read(monkeypatch):
     answers = {
-        "sinfo": "debug*|2|1:00:00|n/a\nlong|6|infinite|2-00:30:00\nlong|2|infinite|2-00:30:00\n",
         "squeue": "12|PENDING|Resources\n13|RUNNING|None\n",
         "scontrol": "JobId=14 JobName=a b UserId=root(0) JobState=TIMEOUT Reason=TimeLimit "
         "ExitCode=0:15 StdOut=/a b/slurm.log Power=\n",
     }
     monkeypatch.setattr(cluster, "call", lambda *words, **_: answers[words[0]])
-    assert cluster.partitions() == KNOWN
     queue = cluster.Queue()
     assert queue.look("12") == ("PENDING", "Resources")
     answers["squeue"] = ""

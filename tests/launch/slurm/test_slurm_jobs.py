@@ -434,12 +434,11 @@ def test_a_job_that_is_cancelled_by_hand_does_not_come_back(cluster, tmp_path):
 
 def test_a_request_the_cluster_cannot_serve_starts_nothing(cluster, tmp_path):
     for on, words in (
-        (platform(partition="debgu"), ["debug, urgent", "partition='debug'"]),
-        (platform(n_nodes=9), ["9 nodes > 2"]),
+        (platform(partition="debgu"), "invalid partition specified: debgu"),
+        (platform(n_nodes=9), "9 ranks"),
     ):
-        with pytest.raises(PlatformError) as caught:
+        with pytest.raises(PlatformError, match=words):
             unisono.run(print, on=on)
-        assert all(word in str(caught.value) for word in words)
     assert list(tmp_path.glob(".output")) == []
     with pytest.raises(PlatformError, match="node configuration is not available"):
         unisono.submit(print, on=platform(slurm_additional_parameters={"mem": "9999G"}))
@@ -546,12 +545,11 @@ def test_ctrl_c_lets_the_ranks_save_and_ends_the_job(cluster):
 
 
 def test_doctor_knows_the_cluster(cluster):
-    from unisono.cli.doctor import check_preemption, check_shared_directory, check_slurm
+    from unisono.cli.doctor import check_shared_directory, check_slurm
 
-    found = [check() for check in (check_slurm, check_preemption, check_shared_directory)]
-    assert [check.status for check in found] == ["ok"] * 3
-    assert "debug (default): 2 nodes" in found[0].found
-    assert found[1].found == "requeue allowed, pre-emption by USR2"
+    checks = check_slurm(), check_shared_directory()
+    assert [check.status for check in checks] == ["ok"] * 2
+    assert "debug*: 2 nodes" in checks[0].found
     assert not Path(".unisono").exists()
 
 

@@ -29,10 +29,7 @@ from unisono.errors import (
     RankFailed,
     UnisonoError,
 )
-from unisono.launch.api import execute
 from unisono.launch.elastic.policy import read_events
-from unisono.launch.elastic.settings import Chaos
-from unisono.launch.request import checked_request
 from unisono.train.exact.data import Shards
 from unisono.train.exact.shards import fresh, nodes_in, tree_sum
 
@@ -244,28 +241,18 @@ def test_metrics_and_a_gradient_scaler():
 # Whoever dies.
 
 
-def run_with_chaos(name: str, steps: int, chaos: Chaos, **more: object) -> list[str]:
-    request = checked_request(
-        train,
-        (name, steps),
-        more,
-        on="cpu",
-        ranks=4,
-        nodes=None,
-        timeout_s=100.0,
-        max_restarts=None,
-        logs=None,
-        elastic=True,
-        chaos=chaos,
-    )
-    return list(execute(request))
-
-
-def test_ranks_killed_and_stopped_at_random_moments_change_no_bit(capfd):
-    chaos = Chaos(seed=7, kills=8, every_s=0.25)
-    found = run_with_chaos("cnn", 60, chaos, pause_s=0.05)
-    assert set(found) == {train("cnn", 60)}
-    assert capfd.readouterr().err.count("unisono: chaos: SIG") >= 3
+def test_ranks_killed_and_stopped_at_random_moments_change_no_bit():
+    chance, ended = random.Random(7), set[int]()
+    job = unisono.submit(train, "cnn", 60, pause_s=0.05, ranks=4, elastic=True, timeout_s=100.0)
+    while not job.wait(chance.uniform(0.05, 0.4)):
+        supervisor = job._launch._supervisor
+        pids = [] if supervisor is None else [rank.pid for rank in supervisor.ranks._ranks]
+        if job.members() == 4 and len(ended) < 8 and len(set(pids) - ended) > 1:
+            ended.add(pid := chance.choice(sorted(set(pids) - ended)))
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, chance.choice([signal.SIGKILL, signal.SIGKILL, signal.SIGSTOP]))
+    assert len(ended) >= 3
+    assert set(job.result()) == {train("cnn", 60)}
 
 
 def kill_at(name: str, step_to_hit: int, flag: str) -> str:
@@ -671,8 +658,6 @@ def test_ranks_that_cannot_be_fewest_and_most_are_refused():
             unisono.run(train, "mlp", ranks=ranks)
     with pytest.raises(PlatformError, match="ranks of MPI end together"):
         unisono.run(train, "mlp", on="mpi", ranks=2, elastic=True)
-    with pytest.raises(PlatformError, match="--chaos"):
-        Chaos.read("kill=3")
 
 
 # The arithmetic.

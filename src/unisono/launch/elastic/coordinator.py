@@ -145,7 +145,7 @@ class Coordinator:
         self._newcomers[number] = rank, step, host, address
         self._go_on()
 
-    def told(self, number: int, message: Mapping[str, Any]) -> None:
+    def receive(self, number: int, message: Mapping[str, Any]) -> None:
         """A member or newcomer has said something; what the dead said comes before their death."""
         kind = message["kind"]
         if kind == "loaded" and number in self._loading:

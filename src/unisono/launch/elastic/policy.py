@@ -9,9 +9,6 @@ run as ever: it would be raised again by the next rank.
 from __future__ import annotations
 
 import json
-import os
-import random
-import signal
 import sys
 import time
 from abc import abstractmethod
@@ -23,7 +20,6 @@ from typing import TYPE_CHECKING, Any
 from unisono.errors import CollectiveMismatch, PlatformError
 from unisono.launch.channel import new_key
 from unisono.launch.elastic.coordinator import PHASES, Coordinator, mark_of
-from unisono.launch.elastic.settings import Chaos
 from unisono.launch.pool.monitor import RankMonitor
 from unisono.launch.pool.protocol import RankState
 from unisono.launch.supervisor import COLLECT_S, Policy, Ranks
@@ -100,7 +96,7 @@ class ReplacingPolicy(Policy):
         if self._is_settled:
             return
         self._check_returned()
-        self._bury()
+        self._forget_dead()
         self._end_retired()
         if any(state.is_bad for state in self._ranks.states):
             self.settle()  # the run ends
@@ -140,7 +136,7 @@ class ReplacingPolicy(Policy):
                     "function; elastic=False for all other trainings",
                 )
 
-    def _bury(self) -> None:
+    def _forget_dead(self) -> None:
         """Forget ranks that died, as long as a member is left; the last one ends the attempt."""
         for state in [state for state in self._ranks.states if state.state == "died"]:
             self.lost(state.rank)
@@ -203,7 +199,6 @@ class ElasticPolicy(ReplacingPolicy):
         stall_s: how long members may wait for another one before it is ended.
         job_dir: directory of the run, for the file of events.
         is_spread: whether members may be on several hosts.
-        chaos: which ranks to kill on purpose.
         guests: ranks of other launchers.
         shows: whether to tell people what happens.
 
@@ -220,7 +215,6 @@ class ElasticPolicy(ReplacingPolicy):
         stall_s: float,
         job_dir: Path,
         is_spread: bool = False,
-        chaos: Chaos | None = None,
         guests: Guests | None = None,
         shows: bool = False,
     ) -> None:
@@ -237,11 +231,6 @@ class ElasticPolicy(ReplacingPolicy):
         self.recovered_s: list[float] = []
         self.joined_s: list[float] = []
         self._seen_members: set[int] = set()
-        self._chaos = chaos
-        self._random = random.Random(chaos.seed if chaos else 0)
-        self.kills_left = chaos.kills if chaos else 0
-        self._next_kill: float | None = None
-        self._condemned: set[int] = set()
 
     def start(self, ranks: Ranks) -> None:
         super().start(ranks)
@@ -292,7 +281,7 @@ class ElasticPolicy(ReplacingPolicy):
 
     # What members say.
 
-    def heard(self, rank: int, message: dict[str, Any]) -> None:
+    def receive(self, rank: int, message: dict[str, Any]) -> None:
         """Take what a rank of this run says."""
         self.take(self._ranks.memory_of(rank), rank, message)
         if message["kind"] == "left":
@@ -330,7 +319,7 @@ class ElasticPolicy(ReplacingPolicy):
                 self.recovered_s += [self._news_at - at for at in self._died_at]
                 self._died_at.clear()
         else:
-            self.coordinator.told(seat.number, message)
+            self.coordinator.receive(seat.number, message)
         self._deliver()
 
     def lost(self, rank: int) -> None:
@@ -411,7 +400,6 @@ class ElasticPolicy(ReplacingPolicy):
         if self.coordinator.phase == "over":
             self._retire_late_newcomers()
         super().look()
-        self._make_chaos()
 
     def look_at_slow(self) -> None:
         super().look_at_slow()
@@ -462,32 +450,6 @@ class ElasticPolicy(ReplacingPolicy):
         for state in list(self._ranks.states):
             if state.rank not in seated | self._has_left and not state.is_over:
                 self.retire(state.rank)
-
-    def _make_chaos(self) -> None:
-        """Kill a rank if it is time to."""
-        chaos, now = self._chaos, time.monotonic()
-        if chaos is None or not self.kills_left or self.coordinator.phase == "over":
-            return
-        if self._next_kill is None:
-            self._next_kill = now + chaos.every_s * self._random.uniform(0.2, 1.8)
-        here = {number for number, seat in self._seats.items() if not seat.is_guest}
-        here -= self._condemned  # they may take a moment to die; one member has to stay
-        members = here & self.coordinator.members.keys()
-        victims = sorted(here if len(members) > 1 else here - members)
-        if now < self._next_kill or not victims:
-            return
-        victim = self._random.choice(victims)
-        self._condemned.add(victim)
-        # Another one may die at once, or while this death is made good.
-        fate = self._random.random()
-        soon_s = 0.0 if fate < 0.15 else self._random.uniform(0.0, 0.05)
-        self._next_kill = now + soon_s if fate < 0.3 else None
-        self.kills_left -= 1
-        seat = self._seats[victim]
-        number = signal.SIGSTOP if self._random.random() < 0.2 else signal.SIGKILL
-        self.say(f"chaos: {number.name} to rank {seat.rank} at step {self.step}")
-        with suppress(ProcessLookupError, PermissionError):
-            os.kill(seat.pid, number)
 
     def _note_event(self, what: str, rank: int) -> None:
         """Keep what happened to a member, for people and for the live page."""

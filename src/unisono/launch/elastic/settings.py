@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,41 +16,6 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Chaos:
-    """Ranks that are killed on purpose, so that the owner of a job sees it recover.
-
-    >>> Chaos.read("seed=7,kills=20")
-    Chaos(seed=7, kills=20, every_s=0.5)
-    """
-
-    seed: int = 0
-    """Whom, how and when; the steps at those moments still depend on the speed of the run."""
-    kills: int = 10
-    """How many."""
-    every_s: float = 0.5
-    """Mean time between two."""
-
-    @classmethod
-    def read(cls, text: str) -> Chaos:
-        """Read the words of `--chaos`."""
-        kinds: dict[str, Callable[[str], Any]] = {"seed": int, "kills": int, "every_s": float}
-        fields: dict[str, Any] = {}
-        try:
-            for word in filter(None, text.split(",")):
-                name, _, value = word.partition("=")
-                fields[name] = kinds[name](value)
-            chaos = cls(**fields)
-            if chaos.kills < 0 or chaos.every_s <= 0:
-                raise ValueError
-        except (KeyError, ValueError):
-            words = "seed=, kills= (0 or more), every_s= (more than 0)"
-            raise PlatformError.because(
-                f"--chaos {text}", f"known are {words}", None, "--chaos seed=7,kills=20"
-            ) from None
-        return chaos
-
-
-@dataclass(frozen=True, kw_only=True)
 class Elastic:
     """How a job may grow and shrink."""
 
@@ -59,8 +23,6 @@ class Elastic:
     """With fewer members no step begins."""
     most: int
     """Never more ranks than that."""
-    chaos: Chaos | None = None
-    """Whether to kill ranks."""
     invite: Path | None = None
     """Where to leave an invitation for other hosts."""
     join: Invitation | None = None
@@ -91,7 +53,6 @@ def checked(
     place: str,
     platform: Platform,
     least: int | None,
-    chaos: Chaos | None,
     invite: str | Path | None = None,
     join: str | Path | None = None,
     spelling: Spelling = PYTHON,
@@ -102,26 +63,18 @@ def checked(
     is how the caller writes options, in errors.
     """
     if least is None:
-        if chaos is not None:
-            raise PlatformError.because(
-                "ranks that are killed on purpose (chaos)",
-                "a world that ends with its first rank",
-                None,
-                f"{spelling.options(elastic=True)}, and unisono.train.elastic in the function",
-            )
         return None
     if place == "inline":
         return None
     call = spelling.run(on=place, elastic=True)
     by_hosts = "unisono run --elastic --invite FILE here and unisono run --join FILE on other hosts"
     if place in ("slurm", "ray"):
-        if chaos is not None or invite is not None or join is not None:
+        if invite is not None or join is not None:
             raise PlatformError.because(
-                f"{call} with --chaos, --invite or --join",
-                "the nodes of the job are all that its ranks come from, and its launcher has "
-                "no process of theirs to kill",
+                f"{call} with --invite or --join",
+                "the nodes of the job are all that its ranks come from",
                 None,
-                "kill -9 on a node; the options without on",
+                "these options without on",
             )
     elif place not in ("cpu", "gpu") or platform.n_nodes > 1:
         raise PlatformError.because(
@@ -138,7 +91,6 @@ def checked(
     return Elastic(
         least=least,
         most=platform.world_size,
-        chaos=chaos,
         invite=None if invite is None else Path(invite).absolute(),
         join=None if join is None else _invitation(Path(join)),
     )

@@ -96,7 +96,7 @@ class Line:
         self.is_lost = False
         self._invitation = invitation
         self._wake_read, self._wake_write = os.pipe()
-        self._found: list[Connection] = []
+        self._connections: list[Connection] = []
 
     def connect(self, timeout_s: float) -> None:
         """Connect for the first time; raises `PlatformError` without an answer."""
@@ -122,7 +122,7 @@ class Line:
         def look() -> None:
             connection = self._try_for(timeout_s)
             if connection is not None:
-                self._found.append(connection)
+                self._connections.append(connection)
             os.write(self._wake_write, b".")
 
         threading.Thread(target=look, name="unisono-reconnect", daemon=True).start()
@@ -130,8 +130,8 @@ class Line:
     def reconnected(self) -> bool:
         """Take the answer; return whether there is a connection again."""
         os.read(self._wake_read, 1)
-        if self._found:
-            self.channel.attach(self._found.pop())
+        if self._connections:
+            self.channel.attach(self._connections.pop())
         self.is_lost = not self.channel.is_connected
         return not self.is_lost
 
@@ -148,7 +148,7 @@ class Line:
         self.channel.detach()
 
     def _try_for(self, timeout_s: float) -> Connection | None:
-        """Return a connection; None if there is none in time, or no process listens any more."""
+        """Return a connection; None if no process answers in time, or listens any more."""
         end, refused_since = time.monotonic() + timeout_s, None
         invitation = self._invitation
         while True:
@@ -212,8 +212,8 @@ class Agent(RankMonitor):
         super().__init__(signal.Signals[self._plan.stack_signal])
         self.listen(self._channel.fileno(), self._hear)
         self.listen(line.fileno(), self._go_on_connected)
-        self._heeded = {signal.SIGTERM, signal.Signals[self._plan.stack_signal]}
-        self._heeded |= {signal.Signals[name] for name in self._plan.stop_signals}
+        self._forwarded = {signal.SIGTERM, signal.Signals[self._plan.stack_signal]}
+        self._forwarded |= {signal.Signals[name] for name in self._plan.stop_signals}
         self._take_signals()
         self._is_elastic = self._plan.elastic is not None
         # Its agent may have to start another rank, which must not see what this one has left.
@@ -272,7 +272,7 @@ class Agent(RankMonitor):
         plan, place = self._plan, self._place
         variables = common_variables(self._environment, threads=plan.cpus_per_rank, more=plan.env)
         variables |= rank_variables(place, plan.run_id, self._dir, self._attempt)
-        before = signal.pthread_sigmask(signal.SIG_BLOCK, self._heeded)
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, self._forwarded)
         try:
             rank = spawn_rank(
                 place.rank,
@@ -287,12 +287,12 @@ class Agent(RankMonitor):
             )
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
-        rank.known.pid, rank.known.pid_start = rank.pid, process_start(rank.pid)
+        rank.state.pid, rank.state.pid_start = rank.pid, process_start(rank.pid)
         self.watch(rank)
         self._tell(rank)
         return rank
 
-    def heard(self, rank: RankProcess, news: Any) -> None:
+    def take_news(self, rank: RankProcess, news: Any) -> None:
         if news.get("state") == "returned":
             self._channel.stream(chunks_of("value", rank.result))
         if "state" in news or "finishing_s" in news or "standing" in news:
@@ -307,7 +307,7 @@ class Agent(RankMonitor):
 
     def _tell(self, rank: RankProcess | None = None) -> None:
         """Tell the supervisor what is known of the rank."""
-        self._send({"state": (rank or self._rank).known})
+        self._send({"state": (rank or self._rank).state})
 
     def _send(self, message: dict[str, Any]) -> None:
         self._channel.send(message)
@@ -388,7 +388,7 @@ class Agent(RankMonitor):
         for fd in (read, write):
             os.set_blocking(fd, False)
         signal.set_wakeup_fd(write, warn_on_full_buffer=False)
-        for number in self._heeded:
+        for number in self._forwarded:
             signal.signal(number, lambda n, _frame: self._signals.append(n))
         self.listen(read, lambda: read_available(read) != b"")
 

@@ -17,6 +17,7 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import cached_property
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
@@ -163,7 +164,7 @@ class AgentRanks(Ranks):
         self._selector.register(self._wake_read, selectors.EVENT_READ)
         self._selector.register(self._listener, selectors.EVENT_READ)
 
-    @property
+    @cached_property
     def invitation(self) -> Invitation:
         """What an agent must know."""
         addresses = [self._listener.address]
@@ -175,9 +176,9 @@ class AgentRanks(Ranks):
 
     def start(self) -> None:
         self.policy.start(self)
-        self.start_agents(self.invitation)
+        self.start_agents()
 
-    def start_agents(self, invitation: Invitation) -> None:
+    def start_agents(self) -> None:
         """Start one agent for each rank."""
         if self._command is None:
             raise NotImplementedError
@@ -194,7 +195,7 @@ class AgentRanks(Ranks):
                 stderr=output,
                 start_new_session=True,
                 pass_fds=mpi_descriptors(env),
-                env={**env, INVITATION: str(invitation)},
+                env={**env, INVITATION: str(self.invitation)},
             )
         finally:
             os.close(output)
@@ -393,7 +394,7 @@ class AgentRanks(Ranks):
         elif "preempt" in message:
             self._seats[message["preempt"]].send({"signal": "SIGTERM"})
         elif "elastic" in message:
-            self.policy.heard(seat.state.rank, message["elastic"])
+            self.policy.receive(seat.state.rank, message["elastic"])
         elif "wants" in message and seat.channel is not None:
             fd = os.open(self._payload, os.O_RDONLY | os.O_NOFOLLOW)
             seat.channel.stream(_then_closed(chunks_of("payload", fd), fd))
@@ -467,8 +468,10 @@ class AgentRanks(Ranks):
         if seat.is_over and not self.start_agent(rank):
             return False
         self.forget_rank(rank)
-        known = seat.state
-        seat.state = RankState(rank=rank, attempt=self._attempt, host=known.host, node=known.node)
+        previous = seat.state
+        seat.state = RankState(
+            rank=rank, attempt=self._attempt, host=previous.host, node=previous.node
+        )
         self.states.append(seat.state)
         seat.value, seat.value_bytes = None, 0
         if seat.is_over:

@@ -205,7 +205,7 @@ class GuestPolicy(ReplacingPolicy):
     def is_alone(self) -> bool:
         return True
 
-    def heard(self, rank: int, message: dict[str, Any]) -> None:
+    def receive(self, rank: int, message: dict[str, Any]) -> None:
         """Pass on what a rank says."""
         if message["kind"] == "left":
             self._has_left.add(rank)

@@ -166,10 +166,10 @@ class LocalRanks(RankMonitor, Ranks):
             for stream in self._streams.values():  # which may raise: the pipe behind it is broken
                 stream.close()
 
-    def heard(self, rank: RankProcess, news: Any) -> None:
+    def take_news(self, rank: RankProcess, news: Any) -> None:
         """Pass on what is for others."""
         if "elastic" in news:
-            self.policy.heard(rank.rank, news["elastic"])
+            self.policy.receive(rank.rank, news["elastic"])
             return
         for other in self._ranks:
             if "address" in news and other is not rank:
@@ -193,7 +193,7 @@ class LocalRanks(RankMonitor, Ranks):
             if at_once:
                 process.signal_group(signal.SIGKILL)
             else:
-                self.states.remove(process.known)  # it ends as ordered
+                self.states.remove(process.state)  # it ends as ordered
                 process.order(stop=True)
                 process.signal_group(signal.SIGTERM)
 

@@ -33,8 +33,6 @@ FIRST_TRY_S = 2.0
 """How long the first try of an address may take; later ones get longer."""
 _POLL_S = 0.05
 _REACHED = "unisono/reached"
-_LISTENING = "0A"
-"""State of a socket that listens, as the kernel prints it."""
 
 
 def meet(
@@ -75,7 +73,7 @@ def host(
     *,
     nonce: str,
     timeout_s: float,
-    asked: tuple[str | None, int] = (None, 0),
+    requested: tuple[str | None, int] = (None, 0),
 ) -> tuple[dist.Store, list[str], int]:
     """Open the store of a world on rank 0; return it, addresses that may lead to it, and its port.
 
@@ -83,12 +81,12 @@ def host(
         environment: the place of this rank.
         nonce: word of this world.
         timeout_s: deadline.
-        asked: address and port, where the user wants particular ones.
+        requested: address and port, where the user wants particular ones.
     """
     from unisono.comm import machine as addresses
     from unisono.comm.lifecycle import open_store
 
-    addr, port = asked
+    addr, port = requested
     if addr is None and environment.nodes > 1:
         addr = addresses.of_job(candidates()) or None
     environment = replace(environment, kind="unisono", master=None)
@@ -190,28 +188,3 @@ def address_of_job() -> str:
     from unisono.comm import machine  # which loads torch
 
     return machine.of_job(candidates()) or candidates()[0]
-
-
-def owner_of_port(port: int) -> str:
-    """Return who listens at `port`, as `python (process 12)`; "" if that is unknown."""
-    inodes = _listening_inodes(port)
-    if not inodes:
-        return ""
-    links = {f"socket:[{inode}]" for inode in inodes}
-    for process in Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError):
-            if any(os.readlink(fd) in links for fd in (process / "fd").iterdir()):  # noqa: PTH115
-                name = (process / "comm").read_text().strip()
-                return f"{name} (process {process.name})"
-    return "a process of another user"
-
-
-def _listening_inodes(port: int) -> set[str]:
-    inodes: set[str] = set()
-    for table in ("tcp", "tcp6"):
-        with contextlib.suppress(OSError):
-            for line in Path("/proc/net", table).read_text().splitlines()[1:]:
-                words = line.split()
-                if words[3] == _LISTENING and int(words[1].rpartition(":")[2], 16) == port:
-                    inodes.add(words[9])
-    return inodes

@@ -122,7 +122,7 @@ class WarmServer:
     def fork(
         self,
         main: str,
-        own: Mapping[str, object],
+        data: Mapping[str, object],
         fds: Iterable[int] = (),
         *,
         streams: Mapping[int, int] | None = None,
@@ -132,8 +132,8 @@ class WarmServer:
         """Ask for a process, leader of a group of its own; raise `ServerGone` if it has ended.
 
         Args:
-            main: `module:function`, called as `function(own, *fds)`.
-            own: plain data for it.
+            main: `module:function`, called as `function(data, *fds)`.
+            data: plain data for it.
             fds: descriptors of this process that it gets.
             streams: its standard streams, as number in it -> descriptor of this process.
             linger_s: how long what it started may outlive it before that is killed; None: for ever.
@@ -142,7 +142,7 @@ class WarmServer:
         streams = streams or {}
         request = {
             "main": main,
-            "own": dict(own),
+            "data": dict(data),
             "streams": list(streams),
             "linger_s": linger_s,
             "preload": list(preload),
@@ -182,7 +182,7 @@ _lock = threading.Lock()
 
 
 def get_server() -> WarmServer:
-    """Return the server of this process; starts one if there is none that can be used."""
+    """Return the server of this process; starts one if none can be used."""
     global _server
     with _lock:
         if _server is not None and not (_server.is_alive and _server.key == _frozen_surroundings()):
@@ -327,7 +327,7 @@ class RankProcess:
         streams: its stdout and stderr, by number.
         process: its process, which is started inside the `with` block of the rank.
         is_running: whether its end has not been noted yet.
-        known: what it has said so far, and how it ended.
+        state: what it has said so far, and how it ended.
     """
 
     def __init__(self, rank: int, job_dir: Path, *, keeps_log: bool = True) -> None:
@@ -363,7 +363,7 @@ class RankProcess:
         self.theirs = their_report, their_control, self.result
         self.streams = {1: their_out, 2: their_err}
         self.is_running = True
-        self.known = RankState(rank=rank, host=socket.gethostname())
+        self.state = RankState(rank=rank, host=socket.gethostname())
         self.process = Process()
         self._received = bytearray()
         self._ours = self.report, self.control, self.result, out, err
@@ -392,7 +392,7 @@ class RankProcess:
 
     def value(self) -> Parcel | None:
         """Return what its function returned, if it has; good also after `close`."""
-        if self.known.state != "returned":
+        if self.state.state != "returned":
             return None
         return Parcel(os.dup(self.result), is_owner=True)
 
@@ -405,15 +405,15 @@ class RankProcess:
         messages = take_messages(self._received)
         for news in messages:
             if isinstance(news, dict):
-                self.known.take(news)
+                self.state.take(news)
         return messages
 
     def collect(self) -> None:
         """Wait for the end of the process, end its group, and keep its status."""
-        self.known.exit_code, self.known.peak_mb = self.process.wait()
+        self.state.exit_code, self.state.peak_mb = self.process.wait()
         self.is_running = False
-        if not self.known.is_over:
-            self.known.note("died")
+        if not self.state.is_over:
+            self.state.note("died")
 
     def order(self, **order: object) -> None:
         """Send the rank an order, which is short, so that the pipe takes it whole.
@@ -446,7 +446,7 @@ class RankProcess:
 
 
 def fork_ranks(
-    own: Sequence[Mapping[str, str]],
+    variables_of: Sequence[Mapping[str, str]],
     *,
     payload_fd: int,
     job_dir: Path,
@@ -456,8 +456,8 @@ def fork_ranks(
 ) -> list[RankProcess]:
     """Return ranks forked by the warm server; none if it cannot fork, or is not there to stay.
 
-    `own` are the variables that tell each rank its place, `shared_fds` are files that all of them
-    get, `preload` are modules that the server loads first.
+    `variables_of` tell each rank its place, `shared_fds` are files that all of them get, `preload`
+    are modules that the server loads first.
     """
     main = "unisono.launch.pool.rank:live_as_forked"
     for _ in range(2):  # a server may have left, idle, at this very moment
@@ -466,7 +466,7 @@ def fork_ranks(
         forked: list[ForkedProcess] = []
         is_good = False
         try:
-            for variables in own:
+            for variables in variables_of:
                 with RankProcess(int(variables["RANK"]), job_dir) as rank:
                     fds = (payload_fd, *rank.theirs, *shared_fds)
                     streams = rank.streams | ({0: 0} if rank.rank == stdin_rank else {})

@@ -33,7 +33,7 @@ DRAIN_S = 1.0
 """Longest time to read what ended ranks have left in their pipes."""
 
 _is_running = attrgetter("is_running")
-_finishing_s = attrgetter("known.finishing_s")
+_finishing_s = attrgetter("state.finishing_s")
 
 
 class RankMonitor:
@@ -53,14 +53,14 @@ class RankMonitor:
     def watch(self, rank: RankProcess) -> None:
         """Begin to listen to a rank that was just started."""
         self._ranks.append(rank)
-        self.states.append(rank.known)
+        self.states.append(rank.state)
         self.listen(rank.report, self.read_report, rank)
         for number, fd in enumerate(rank.outputs):
             self.listen(fd, self._read_output, rank, number, fd)
         if rank.process.end_fd is not None:
             self.listen(rank.process.end_fd, self._note_end, rank)
 
-    def heard(self, rank: RankProcess, news: Any) -> None:
+    def take_news(self, rank: RankProcess, news: Any) -> None:
         """Do what news of a rank ask for; they are noted already."""
 
     def printed(self, rank: RankProcess, number: int, data: bytes) -> None:
@@ -96,7 +96,7 @@ class RankMonitor:
 
     def raw_stacks(self, ranks: Iterable[RankProcess], limit_s: float) -> dict[int, str]:
         """Return the stacks of those `ranks` that answer the stack signal in time."""
-        queried = [rank for rank in ranks if rank.is_running and "running" in rank.known.at]
+        queried = [rank for rank in ranks if rank.is_running and "running" in rank.state.at]
         dumps = StackDumps({rank.rank: rank.stack_path for rank in queried})
         for rank in queried:
             rank.signal(self._stack_signal)
@@ -107,7 +107,7 @@ class RankMonitor:
         """Wait until these ranks have ended; longer for those that finish a save."""
         begin = time.monotonic()
         while running := list(filter(_is_running, ranks)):
-            longest = max(running, key=_finishing_s).known.finishing_s
+            longest = max(running, key=_finishing_s).state.finishing_s
             if (remaining_s := begin + limit_s + longest - time.monotonic()) <= 0:
                 break
             self.wait(remaining_s)
@@ -118,8 +118,8 @@ class RankMonitor:
             rank.order(finish=True)
         self.wait_for_end(self._ranks, LEAVE_S)
         for rank in self._ranks:
-            if rank.is_running and not rank.known.warning:
-                rank.known.warning = f"did not end within {LEAVE_S:g} s"
+            if rank.is_running and not rank.state.warning:
+                rank.state.warning = f"did not end within {LEAVE_S:g} s"
 
     def note_places(self, *, is_deadline: bool) -> None:
         """Note where ranks stand that have not come to an end, and that they were stopped there.
@@ -128,17 +128,17 @@ class RankMonitor:
         collective of each. That is asked for after the stacks: a thread that answers while they are
         written could bring the interpreter down.
         """
-        queried = [r for r in self._ranks if r.is_running and (is_deadline or not r.known.is_over)]
+        queried = [r for r in self._ranks if r.is_running and (is_deadline or not r.state.is_over)]
         for rank in queried:
-            if not rank.known.is_over:
-                rank.known.note("stopped")
+            if not rank.state.is_over:
+                rank.state.note("stopped")
         stacks = self.raw_stacks(queried, STACKS_S)
         for rank in queried:
-            rank.known.stack = stacks.get(rank.rank, "")
+            rank.state.stack = stacks.get(rank.rank, "")
         if is_deadline:
             for rank in queried:
                 rank.order(where=True)
-            self.step_until(lambda: all(rank.known.standing for rank in queried), STANDING_S)
+            self.step_until(lambda: all(rank.state.standing for rank in queried), STANDING_S)
 
     def end_all(self, grace_s: float | None) -> None:
         """Ask all ranks to stop, so that their `finally` blocks run, and kill them after `grace_s`.
@@ -167,7 +167,7 @@ class RankMonitor:
         stopped = [
             rank
             for rank in self._ranks
-            if rank.is_running and not rank.known.is_good and is_stopped(rank.pid, or_traced=False)
+            if rank.is_running and not rank.state.is_good and is_stopped(rank.pid, or_traced=False)
         ]
         for rank in stopped:
             rank.signal_group(signal.SIGKILL)
@@ -189,7 +189,7 @@ class RankMonitor:
         """Listen no more to a rank that has ended, and let its descriptors go."""
         self._ranks.remove(rank)
         with suppress(ValueError):
-            self.states.remove(rank.known)
+            self.states.remove(rank.state)
         for fd in rank.fds:
             with suppress(KeyError):
                 self._selector.unregister(fd)
@@ -215,7 +215,7 @@ class RankMonitor:
                     self._read_output(rank, number, fd)
                 if rank.log is not None:
                     rank.log.write(FAILED + news["failed"].traceback.encode(errors="replace"))
-            self.heard(rank, news)
+            self.take_news(rank, news)
         return messages
 
     def _read_output(self, rank: RankProcess, number: int, fd: int) -> bool:

@@ -55,7 +55,7 @@ _HEAD = struct.Struct("<2Q")
 _PART = struct.Struct("<?2Q")
 _MAX_DEPTH = 8
 _FINDERS = (importlib.machinery.PathFinder, importlib.machinery.FrozenImporter)
-_taken: Counter[str] = Counter()
+_by_value: Counter[str] = Counter()
 """Modules that are taken by value at present, and by how many."""
 _registering = threading.Lock()
 
@@ -421,20 +421,20 @@ def taken_by_value(modules: Iterable[types.ModuleType]) -> Iterator[None]:
     """
     ours: list[types.ModuleType] = []
     with _registering:
-        registered = cloudpickle.list_registry_pickle_by_value().difference(_taken)
+        registered = cloudpickle.list_registry_pickle_by_value().difference(_by_value)
         for module in modules:
             if module.__name__ not in registered:
                 cloudpickle.register_pickle_by_value(module)
-                _taken[module.__name__] += 1
+                _by_value[module.__name__] += 1
                 ours.append(module)
     try:
         yield
     finally:
         with _registering:
             for module in ours:
-                _taken[module.__name__] -= 1
-                if not _taken[module.__name__]:
-                    del _taken[module.__name__]
+                _by_value[module.__name__] -= 1
+                if not _by_value[module.__name__]:
+                    del _by_value[module.__name__]
                     cloudpickle.unregister_pickle_by_value(module)
 
 

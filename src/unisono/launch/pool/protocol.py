@@ -139,7 +139,7 @@ class RankJob:
     upon_finish: bytes | None = None
     """Function, pickled, that rank 0 calls when all have returned; else the launcher calls it."""
     is_script: bool = False
-    """Whether the function is a whole script, which may initialise torch.distributed by itself."""
+    """Whether the function is a whole script, which may initialise torch.distributed."""
     preload: Sequence[str] = ()
     """Modules that the warm server loads before it forks ranks."""
     secret: bytes = field(default_factory=partial(secrets.token_bytes, 32), repr=False)
@@ -189,7 +189,7 @@ def write_payload(job: RankJob, path: Path) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class Failed:
-    """What a rank tells of its function, or of its own start, that raised."""
+    """What a rank reports of its function, or of its own start, that raised."""
 
     summary: str
     """Type and text of the exception in one line."""

@@ -31,7 +31,6 @@ from unisono.environment import RANK_PID, Environment, detect, rank_mark
 from unisono.errors import CollectiveMismatch, Requeue
 from unisono.launch import logs, stopping
 from unisono.launch.context import Here, enter_world
-from unisono.launch.job_files import write_private
 from unisono.launch.pool.payload import dump_exception, dump_value
 from unisono.launch.pool.protocol import (
     Failed,
@@ -43,7 +42,6 @@ from unisono.launch.pool.protocol import (
     tell,
 )
 from unisono.launch.pool.stacks import format_error, site_of
-from unisono.processes import process_start
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -91,9 +89,9 @@ class Lifeline:
         """Orders for a member of an elastic job (`train/exact/link.py`)."""
         self._stop_ordered = threading.Event()
         self._leaving = False
-        self._taken = {signal.Signals[name] for name in ("SIGTERM", *signals)}
+        self._stop_signals = {signal.Signals[name] for name in ("SIGTERM", *signals)}
         threading.Thread(target=self._read_orders, name="unisono-lifeline", daemon=True).start()
-        for number in self._taken:
+        for number in self._stop_signals:
             signal.signal(number, self._on_term)
 
     def part_from_children(self, drop: Callable[[], None]) -> None:
@@ -106,14 +104,14 @@ class Lifeline:
 
         def hold() -> None:
             # A signal that comes before the child has its own handlers would be lost.
-            before = signal.pthread_sigmask(signal.SIG_BLOCK, self._taken)
+            before = signal.pthread_sigmask(signal.SIG_BLOCK, self._stop_signals)
             masks[threading.get_ident()] = before
 
         def release() -> None:
             signal.pthread_sigmask(signal.SIG_SETMASK, masks.pop(threading.get_ident()))
 
         def begin_anew() -> None:
-            for number in self._taken:
+            for number in self._stop_signals:
                 if signal.getsignal(number) == self._on_term:  # else the user has set another
                     signal.signal(number, signal.SIG_DFL)
             drop_descriptor(self._fd)
@@ -177,14 +175,14 @@ def main() -> NoReturn:
     _be(job, *fds)
 
 
-def live_as_forked(own: dict[str, str], payload_fd: int, *fds: int) -> NoReturn:
+def live_as_forked(variables: dict[str, str], payload_fd: int, *fds: int) -> NoReturn:
     """Be a rank in a fork of the warm server: take over what the launcher is now, then live."""
     from unisono.comm.health import check, trace
     from unisono.launch.pool.server import reseed
 
     sys.path[:], job = read_payload(payload_fd)
     importlib.invalidate_caches()
-    job.setting.apply(own)
+    job.setting.apply(variables)
     reseed()
     check.start_from_environment()
     trace.start_from_environment()
@@ -201,9 +199,6 @@ def _be(
     number = signal.Signals[job.platform.stack_signal]
     faulthandler.register(number, file=stack_file, all_threads=True)
     faulthandler.enable(file=stack_file, all_threads=True)  # where it stands if it crashes
-    # A handle that attaches to the job from elsewhere asks this process for its stacks.
-    identity = f"{os.getpid()} {process_start(os.getpid())} {number.name}"
-    write_private(stack_path.with_suffix(".pid"), identity.encode())
     lifeline = Lifeline(control_fd, report_fd, job.platform.stop_signals)
 
     def drop() -> None:
@@ -214,8 +209,8 @@ def _be(
 
     lifeline.part_from_children(drop)
     # An agent starts ranks with these blocked, so that none is lost before now.
-    heeded = {signal.SIGTERM, number, *(signal.Signals[n] for n in job.platform.stop_signals)}
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, heeded)
+    numbers = {signal.SIGTERM, number, *(signal.Signals[n] for n in job.platform.stop_signals)}
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, numbers)
     tell(report_fd, state="running")
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(encoding="utf-8", errors="backslashreplace", line_buffering=True)  # pyright: ignore[reportAttributeAccessIssue]
@@ -333,7 +328,9 @@ def _meet(
         return dist.FileStore(str(path), environment.size), None
     if environment.rank == 0:
         requested = platform.master_addr, platform.master_port or 0
-        store, names, port = host(environment, nonce=nonce, timeout_s=timeout_s, asked=requested)
+        store, names, port = host(
+            environment, nonce=nonce, timeout_s=timeout_s, requested=requested
+        )
         tell(report_fd, address=(names, port))
         return store, agreed_address(environment, store, (names[0], port))
     names, port = lifeline.wait_for("master", timeout_s=timeout_s)

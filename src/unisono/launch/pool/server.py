@@ -37,26 +37,26 @@ _PR_SET_CHILD_SUBREAPER = 36
 _ORDER = (signal.SIGTERM,)
 
 
-def serve(own: dict[str, Any], control_fd: int) -> NoReturn:
+def serve(data: dict[str, Any], control_fd: int) -> NoReturn:
     """Serve until the owner is gone; in a forked process, do what that is for.
 
     Its life begins here, at the bottom of the stack, so it ends as any interpreter does.
 
     Args:
-        own: `owner_pid`, the parent of this process, without which the server ends, `preload`, more
-            modules to load first (one that cannot be loaded is left out), and `idle_s`, how long
-            it stays without ranks.
+        data: `owner_pid`, the parent of this process, without which the server ends, `preload`,
+            more modules to load first (one that cannot be loaded is left out), and `idle_s`, how
+            long it stays without ranks.
         control_fd: socket on which requests come, see `WarmServer.fork`.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the owner decides what Ctrl-C means
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
     load((*PRELOAD, "unisono.launch.pool.rank"))
     importlib.import_module("torch").set_num_threads(1)
-    for name in ("unisono._core", *own["preload"]):
+    for name in ("unisono._core", *data["preload"]):
         with contextlib.suppress(Exception):  # then a rank that imports it says so
             load((name,))
-    later = () if own["preload"] else PRELOAD_WHEN_IDLE
-    main = Server(socket.socket(fileno=control_fd), own["owner_pid"], own["idle_s"], later).run()
+    later = () if data["preload"] else PRELOAD_WHEN_IDLE
+    main = Server(socket.socket(fileno=control_fd), data["owner_pid"], data["idle_s"], later).run()
     if main is not None:
         main()
     os._exit(0)
@@ -84,7 +84,7 @@ class _Child:
     """A process that was forked and has not ended."""
 
     def __init__(self, request: dict[str, Any], status_fd: int) -> None:
-        self.own: dict[str, str] = request["own"]
+        self.data: dict[str, str] = request["data"]
         self.linger_s: float | None = request["linger_s"]
         self.status_fd = status_fd
 
@@ -190,7 +190,7 @@ class Server:
             sys.stderr = sys.__stderr__ = open(2, "w", buffering=1, closefd=False)  # noqa: SIM115
         module, _, function = request["main"].partition(":")
         main = getattr(importlib.import_module(module), function)
-        return lambda: main(child.own, *fds[1 + len(streams) :])
+        return lambda: main(child.data, *fds[1 + len(streams) :])
 
     def _leave_to_the_parent(self) -> None:
         """In a forked process: drop all that belongs to the server."""
@@ -221,15 +221,15 @@ class Server:
             _, status, usage = os.wait4(pid, 0)
             if child is not None:
                 if child.linger_s is not None:
-                    self._end_orphans(child.own)
+                    self._end_orphans(child.data)
                 code = os.waitstatus_to_exitcode(status)
                 child.tell(f"ended {code} {usage.ru_maxrss / 1024:.1f}\n")
                 os.close(child.status_fd)
 
-    def _end_orphans(self, own: dict[str, str]) -> None:
+    def _end_orphans(self, data: dict[str, str]) -> None:
         """End what a rank that has ended started in other groups; such processes are ours now."""
-        if "UNISONO_RUN_ID" in own and set(_own_children()) - set(self._children):
-            end_processes_of(own["UNISONO_RUN_ID"], own["RANK"])
+        if "UNISONO_RUN_ID" in data and set(_own_children()) - set(self._children):
+            end_processes_of(data["UNISONO_RUN_ID"], data["RANK"])
         if not self._children:  # all that is left was started by ranks
             for pid in _own_children():
                 _kill(pid)

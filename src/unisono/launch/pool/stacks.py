@@ -167,8 +167,8 @@ class StackDumps:
 
     def texts(self) -> dict[int, str]:
         """Return what has come, by rank."""
-        found = {r: text_from(path, self._begin[r]) for r, path in self._paths.items()}
-        return {rank: text for rank, text in found.items() if text}
+        texts = {r: text_from(path, self._begin[r]) for r, path in self._paths.items()}
+        return {rank: text for rank, text in texts.items() if text}
 
 
 def crash_in(path: Path) -> str:
@@ -180,8 +180,8 @@ def crash_in(path: Path) -> str:
         text = path.read_text(encoding="utf-8", errors="replace")
     except OSError:
         return ""
-    _, found, dump = text.rpartition(_CRASH)
-    return user_threads(dump) if found else ""
+    _, mark, dump = text.rpartition(_CRASH)
+    return user_threads(dump) if mark else ""
 
 
 def user_line(dump: str) -> str:
@@ -210,14 +210,14 @@ def format_error(error: BaseException) -> str:
 
 
 def chain_of(
-    told: traceback.TracebackException, error: BaseException
+    formatted: traceback.TracebackException, error: BaseException
 ) -> Iterator[tuple[traceback.TracebackException, BaseException]]:
     """Yield an error that is about to be shown, and all that are shown with it as its causes."""
-    yield told, error
+    yield formatted, error
     for inner, cause in (
-        (told.__cause__, error.__cause__),
-        (told.__context__, error.__context__),
-        *zip(told.exceptions or (), getattr(error, "exceptions", ()), strict=False),
+        (formatted.__cause__, error.__cause__),
+        (formatted.__context__, error.__context__),
+        *zip(formatted.exceptions or (), getattr(error, "exceptions", ()), strict=False),
     ):
         if inner is not None and cause is not None:
             yield from chain_of(inner, cause)

@@ -136,10 +136,10 @@ class Surroundings:
             sources=sources,
         )
 
-    def apply(self, own: Mapping[str, str]) -> None:
-        """Take these surroundings over in this process, with `own` variables on top."""
+    def apply(self, variables: Mapping[str, str]) -> None:
+        """Take these surroundings over in this process, with these `variables` on top."""
         os.environ.clear()
-        os.environ.update({**self.environment, **own})
+        os.environ.update({**self.environment, **variables})
         os.umask(self.umask)
         if self.directory is not None:
             with suppress(OSError):

@@ -70,7 +70,7 @@ class Link:
 
     def tell(self, kind: str, **rest: Any) -> None:
         """Tell the coordinator something."""
-        self._coordinator.told(0, {"kind": kind, **rest})
+        self._coordinator.receive(0, {"kind": kind, **rest})
         self._listen(blocks=False)
 
     def order(self) -> dict[str, Any]:

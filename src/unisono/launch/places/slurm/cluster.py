@@ -1,25 +1,20 @@
-"""The cluster: SLURM's programs and what they print, and what it does not have of what is asked.
+"""The cluster: SLURM's programs, and what they print.
 
 Never `sacct`: many clusters keep no accounts.
 """
 
 from __future__ import annotations
 
-import difflib
 import os
 import re
 import shutil
 import subprocess
-import sys
 import threading
 import time
-from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 
 from unisono.errors import PYTHON, PlatformError, Spelling
-from unisono.launch.platform import Platform
 from unisono.launch.pool.protocol import RunPlan
 
 PROGRAMS = ("sbatch", "srun", "squeue", "scontrol", "scancel", "sinfo")
@@ -30,30 +25,6 @@ SHORTEST_S, LONGEST_S = 1.0, 10.0
 """Seconds between two questions: the longer nothing changes, the rarer they are."""
 _SPECIAL_STEPS = 0xFFFFFFFA
 """Steps from this number on are no steps of the user's, as the shell of `salloc`."""
-_TIME = re.compile(r"(?:(\d+)-)?(?:(\d+):)?(\d+):(\d+)")
-
-
-@dataclass(frozen=True)
-class Partition:
-    """A part of the cluster with nodes and limits of its own."""
-
-    name: str
-    is_default: bool
-    """Whether jobs without a partition go there."""
-    nodes: int
-    limit: str
-    """Longest time of a job, as SLURM writes it."""
-    usual: str = "n/a"
-    """Time limit of a job that asks for none; `n/a`: the longest."""
-
-    @property
-    def minutes(self) -> int:
-        """Time limit of a job that asks for none; 0 is none."""
-        match = _TIME.fullmatch(self.limit if self.usual == "n/a" else self.usual)
-        if match is None:  # infinite
-            return 0
-        days, hours, minutes = (int(number or 0) for number in match.groups()[:3])
-        return max(1, (days * 24 + hours) * 60 + minutes)
 
 
 def call(*words: str, text: str = "", check: bool = True, timeout_s: float = ANSWER_S) -> str:
@@ -132,17 +103,10 @@ def srun_options(plan: RunPlan) -> list[str]:
     ]
 
 
-def partitions(timeout_s: float = ANSWER_S) -> list[Partition]:
-    """Return the partitions of the cluster; `sinfo` has a line for each kind of node."""
-    by_name: dict[str, Partition] = {}
-    words = ("sinfo", "--noheader", "--format=%P|%D|%l|%L")
-    for line in call(*words, timeout_s=timeout_s).splitlines():
-        word, nodes, limit, usual = line.strip().split("|")
-        name, count = word.removesuffix("*"), int(nodes)
-        if name in by_name:
-            count += by_name[name].nodes
-        by_name[name] = Partition(name, name != word, count, limit, usual)
-    return list(by_name.values())
+def partitions(timeout_s: float = ANSWER_S) -> list[str]:
+    """Return a line for each partition of the cluster; a star marks the default one."""
+    words = ("sinfo", "--noheader", "--format=%P: %D nodes, %l")
+    return [line.strip() for line in call(*words, timeout_s=timeout_s).splitlines()]
 
 
 def show_job(job: str) -> dict[str, str]:
@@ -185,55 +149,6 @@ def _fields(text: str) -> dict[str, str]:
     """Read `Name=value Name=value`; a value may hold blanks but no second name."""
     pairs = re.findall(r"(?:^|\s)([A-Z][\w:/]*)=(.*?)(?=\s[A-Z][\w:/]*=|\s*$)", text.strip())
     return dict(pairs)
-
-
-def check_cluster(platform: Platform, spelling: Spelling = PYTHON) -> tuple[str | None, int | None]:
-    """Return partition and time limit of a job; raise `PlatformError` for a bad request.
-
-    Errors spell options as the caller does.
-    """
-    check_programs(spelling)
-    return choose_partition(platform, partitions(), spelling)
-
-
-def choose_partition(
-    platform: Platform, known: Sequence[Partition], spelling: Spelling = PYTHON
-) -> tuple[str | None, int | None]:
-    """Return the partition to name, if any, and the time limit in minutes, if one is known.
-
-    A partition that the caller named must exist. That of DDPW's default is left out on a cluster
-    that does not have it, with a line that says so.
-    """
-    names = [partition.name for partition in known]
-    name = platform.partition
-    if name is not None and not set(name.split(",")) <= set(names):
-        if platform.is_explicit("partition"):
-            near = difflib.get_close_matches(name, names, n=1)
-            raise PlatformError.because(
-                spelling.platform(partition=name),
-                f"partitions of this cluster are {', '.join(names) or 'none'}",
-                None,
-                spelling.options(partition=near[0])
-                if near
-                else "leave it out for the cluster's default",
-            )
-        default = next((partition.name for partition in known if partition.is_default), "none")
-        print(
-            f"unisono: this cluster has no partition {name!r}; the default one is {default}",
-            file=sys.stderr,
-        )
-        name = None
-    chosen = [p for p in known if (p.name in name.split(",") if name else p.is_default)]
-    most = max((partition.nodes for partition in chosen), default=None)
-    if most is not None and platform.n_nodes > most:
-        raise PlatformError.because(
-            f"{platform.n_nodes} nodes of partition {name or chosen[0].name!r}",
-            f"it has {most}",
-            f"{platform.n_nodes} nodes > {most}",
-            spelling.options(nodes=most),
-        )
-    usual = min((partition.minutes for partition in chosen), default=None)
-    return name, usual if platform.timeout_min is None else platform.timeout_min
 
 
 class Queue:

@@ -38,7 +38,7 @@ from unisono.launch.attempts import (
     telling,
 )
 from unisono.launch.job import ENDS, POLL_S, Job, JobState
-from unisono.launch.logs import LogReader
+from unisono.launch.logs import FAILED, LogReader
 from unisono.launch.places.agent import Invitation, visit
 from unisono.launch.places.agents import LEAVE_S, payload_path
 from unisono.launch.places.slurm import cluster
@@ -101,7 +101,7 @@ def _submit_jobs(requests: Sequence[RunRequest], *, is_array: bool = False) -> l
     request = requests[0]
     platform = request.platform
     _check_submitit(request.spelling)
-    chosen = cluster.check_cluster(platform, request.spelling)
+    cluster.check_programs(request.spelling)
     folder = job_files.make_directory(parent_of(request), platform.name)
     tasks: list[SlurmTask] = []
     try:
@@ -114,7 +114,7 @@ def _submit_jobs(requests: Sequence[RunRequest], *, is_array: bool = False) -> l
             write_payload(job, payload_path(directory, plan))
             shown = each.logs.shown(each.ranks)
             tasks.append(SlurmTask(directory, plan, shown, each.logs.prefix and each.ranks > 1))
-        ids = _submit(request, folder, tasks, *chosen)
+        ids = _submit(request, folder, tasks)
     except BaseException:
         shutil.rmtree(folder, ignore_errors=True)
         raise
@@ -124,13 +124,7 @@ def _submit_jobs(requests: Sequence[RunRequest], *, is_array: bool = False) -> l
     return [SlurmJob(task.directory) for task in tasks]
 
 
-def _submit(
-    request: RunRequest,
-    folder: Path,
-    tasks: Sequence[SlurmTask],
-    partition: str | None,
-    minutes: int | None,
-) -> list[str]:
+def _submit(request: RunRequest, folder: Path, tasks: Sequence[SlurmTask]) -> list[str]:
     """Submit tasks with submitit, several of them as an array; return the ids of their jobs."""
     import submitit
     from submitit.core.utils import FailedJobError, FailedSubmissionError
@@ -147,13 +141,13 @@ def _submit(
         )
     values: dict[str, Any] = {
         "job_name": platform.name,
-        "partition": partition,
+        "partition": platform.partition if platform.is_explicit("partition") else None,
         "nodes": platform.n_nodes,
         "ntasks_per_node": platform.ranks_per_node,
         "cpus_per_task": platform.cpus_per_rank,
         "gpus_per_node": platform.n_gpus_per_node or None,
         "mem": None if platform.mem_per_node is None else f"{platform.mem_per_node}G",
-        "time": minutes,
+        "time": platform.timeout_min,
         "array_parallelism": len(tasks),
         "wckey": None,
         "setup": None,
@@ -171,7 +165,7 @@ def _submit(
     try:
         executor.update_parameters(
             **values,
-            signal_delay_s=warning_s(minutes),
+            signal_delay_s=warning_s(platform.timeout_min),
             srun_args=cluster.srun_options(plan),
             additional_parameters={**options, "requeue": True},
         )
@@ -201,29 +195,20 @@ def script_text(request: RunRequest) -> str:
     _check_submitit(request.spelling)
     from submitit.core.utils import environment_variables
 
-    platform = request.platform
-    try:
-        partitions = cluster.partitions(timeout_s=10.0)
-    except PlatformError:  # no cluster here: what the caller said must do
-        partition = platform.partition if platform.is_explicit("partition") else None
-        chosen = partition, platform.timeout_min
-    else:
-        chosen = cluster.choose_partition(platform, partitions, request.spelling)
-    directory = parent_of(request) / f"{platform.name}-XXXXXXXX"
+    directory = parent_of(request) / f"{request.platform.name}-XXXXXXXX"
     task = SlurmTask(directory, plan_of(request), frozenset(), has_prefix=False)
     with tempfile.TemporaryDirectory(prefix="unisono-dry-") as folder:
         for name in ("sbatch", "srun"):
             Path(folder, name).write_text("#!/bin/sh\necho Submitted batch job 0\n")
             Path(folder, name).chmod(0o700)
         with environment_variables(PATH=f"{folder}:{os.environ.get('PATH', os.defpath)}"):
-            (job_id,) = _submit(request, Path(folder), [task], *chosen)
+            (job_id,) = _submit(request, Path(folder), [task])
         text = Path(folder, f"{job_id}_submission.sh").read_text(encoding="utf-8")
         return text.replace(folder, shlex.quote(str(directory)))
 
 
 def judge_script(request: RunRequest) -> str:
     """Have the scheduler judge the script without queueing it; return its words."""
-    cluster.check_cluster(request.platform, request.spelling)
     return cluster.call("sbatch", "--test-only", text=script_text(request)).strip()
 
 
@@ -234,16 +219,18 @@ def run_on_slurm(request: RunRequest) -> Results[Any]:
     with telling(platform), signals_of_launcher():
         job = submit_job(request)
         paths = (job.submitit.paths.stdout, sys.stdout), (job.submitit.paths.stderr, sys.stderr)
-        logs = [(LogReader(path, tracebacks=False), stream) for path, stream in paths if is_shown]
+        logs = [(LogReader(path), stream) for path, stream in paths if is_shown]
         is_over = was_told = False
         try:
             with first_told_to(lambda: interrupted.append(time.monotonic())):
                 while not is_over:
                     is_over = job.wait(POLL_S)
-                    for log, stream in logs:
-                        for data in log.new():
-                            stream.write(data.decode(errors="replace"))
-                            stream.flush()
+                    for log, stream in [*logs]:
+                        text, mark, _ = log.new().partition(FAILED)
+                        stream.write(text.decode(errors="replace"))
+                        stream.flush()
+                        if mark:  # behind it is the traceback of an error that is raised here
+                            logs.remove((log, stream))
                     if interrupted and not is_over and not was_told:
                         was_told = True
                         if is_shown:

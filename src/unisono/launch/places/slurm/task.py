@@ -18,6 +18,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -73,7 +74,7 @@ class SlurmRanks(AgentRanks):
         super().__init__(None, plan, attempt, **shown)
         self._obey = obey
 
-    @property
+    @cached_property
     def invitation(self) -> Invitation:
         """What an agent must know; found without torch, unlike the addresses of all interfaces."""
         node = os.environ.get("SLURMD_NODENAME", "")
@@ -81,10 +82,10 @@ class SlurmRanks(AgentRanks):
         addresses = list(dict.fromkeys(name for name in names if name))
         return Invitation(addresses=addresses, port=self._listener.port, key=self._key.hex())
 
-    def start_agents(self, invitation: Invitation) -> None:
-        entry = {"start": _start(), "attempt": self._attempt, "invitation": str(invitation)}
+    def start_agents(self) -> None:
+        entry = {"start": _start(), "attempt": self._attempt, "invitation": str(self.invitation)}
         job_files.write_private(self._dir / INVITATION, json.dumps(entry).encode())
-        super().start_agents(invitation)
+        super().start_agents()
 
     def starter_has_ended(self) -> bool:
         """Whether there will be no more agents; never, for each task starts its own."""
@@ -295,7 +296,7 @@ def _be_agent(directory: Path, plan: RunPlan) -> None:
 
 
 def _next_invitation(directory: Path, attempt: int, limit_s: float) -> dict[str, Any] | None:
-    """Return the invitation to the attempt after `attempt`; None if there is none."""
+    """Return the invitation to the attempt after `attempt`; None if there will be no other."""
     end, pause_s = time.monotonic() + limit_s, _POLL_S[0]
     while time.monotonic() < end:
         entry = job_files.read_json(directory / INVITATION)
