@@ -1,7 +1,6 @@
 """`unisono demo`: something to look at within two minutes, on the cores of this machine.
 
-Each is a program of `examples/`, which an installed package contains too, except for the batch
-script of a cluster.
+Each is a program of `examples/`, which an installed package contains too.
 """
 
 from __future__ import annotations
@@ -28,7 +27,6 @@ class Demo(NamedTuple):
 
 
 DIGITS = "digits"
-SLURM = "slurm"
 DEMOS = {
     DIGITS: Demo(
         "digits_compared.py",
@@ -39,7 +37,6 @@ DEMOS = {
     "error-bars": Demo("bayes_regression.py", "predictions with error bars, without sampling"),
     "elastic": Demo("elastic_digits.py", "a rank is killed every two seconds: the result is equal"),
     "daso": Demo("daso_two_nodes.py", "DASO against DDP over a slow network between nodes"),
-    SLURM: Demo("", "the batch script of a SLURM job, shown but not submitted"),
 }
 
 
@@ -72,8 +69,6 @@ def execute(args: argparse.Namespace) -> int:
     for option, value in (("--ranks", args.ranks), ("--epochs", args.epochs)):
         if value is not None:
             expect_int(option, value, 1, error=PlatformError)
-    if args.name == SLURM:
-        return _show_batch_script(args.ranks or 4)
     words = ["--ranks", str(args.ranks or 2)]
     if args.name == DIGITS:
         if args.ranks == 1:
@@ -92,7 +87,7 @@ def execute(args: argparse.Namespace) -> int:
         print("\ntry next:")
         for words, what in (
             (f"{command} report {latest.parent}", "opens the report"),
-            (f"{command} demo --list", "shows more: forces, flow, error bars, DASO, SLURM"),
+            (f"{command} demo --list", "shows more: forces, flow, error bars, DASO"),
             (f"{command} run --watch --ranks 2 train.py", "runs your script, shown in a browser"),
         ):
             print(f"  {words:<{34 + len(command)}} {what}")
@@ -102,15 +97,6 @@ def execute(args: argparse.Namespace) -> int:
 def example_path(script: str) -> Path:
     """Return the path of an example in a checkout or in the installed package."""
     return carried("examples", script) / script
-
-
-def _show_batch_script(ranks: int) -> int:
-    """Print what would be submitted to a cluster."""
-    from unisono.launch import dry_run
-
-    print(dry_run(print, on="slurm", nodes=2, ranks=ranks))
-    print("\nunisono run --on slurm --nodes 2 train.py submits such a job and waits for it")
-    return OK
 
 
 def _command() -> str:

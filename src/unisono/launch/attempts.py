@@ -1,7 +1,7 @@
 """A run as a series of attempts: a new one after a failure, or when the function asks for it.
 
-`Attempts` is that series wherever it is run: in the launcher (`LauncherAttempts`), or in task 0
-of a cluster's job (`places/slurm/task.py`). What came of it is in its `Progress`.
+`Attempts` runs the series: in the launcher (`LauncherAttempts`), or in task 0 of a job of a
+cluster (`places/slurm/task.py`). `Progress` records what came of it.
 """
 
 from __future__ import annotations
@@ -50,19 +50,19 @@ class Progress:
     state: str = "pending"
     """`running` or `requeued`."""
     requeues: int = 0
-    """How many attempts the function itself asked for."""
+    """Number of attempts that the function asked for."""
     causes: list[str] = field(default_factory=list)
     """One line for each attempt that failed."""
     announced: list[str] = field(default_factory=list)
-    """One line for each attempt that follows a failed one, for the process that waits to show."""
+    """One line for each attempt that follows a failed one, to be printed by the launcher."""
     ending: Ending | None = None
-    """How the last attempt ended; None as long as the run goes on."""
+    """How the last attempt ended; None while the run goes on."""
     message: str = ""
-    """What went wrong in the end, where the ranks do not tell it."""
+    """What went wrong at the end, if no rank reports it."""
 
     @classmethod
     def read(cls, directory: Path) -> Progress:
-        """Return how far the job in `directory` has got."""
+        """Return the progress of the job in `directory`."""
         fields = job_files.read_json(directory / PROGRESS)
         if not fields:
             return cls()
@@ -70,7 +70,7 @@ class Progress:
         return cls(**fields, ending=ending and Ending(**ending))
 
     def write(self, directory: Path) -> None:
-        """Keep it."""
+        """Write it to the directory of the job."""
         job_files.write_private(directory / PROGRESS, json.dumps(asdict(self)).encode())
 
 
@@ -80,17 +80,17 @@ class Attempts(ABC):
     Args:
         plan: how many there may be, and their deadlines.
         job_dir: directory of the run.
-        progress: how far it has got.
+        progress: of earlier attempts.
 
     Attributes:
-        progress: how far it has got.
+        progress: how far the run has got.
         states: how the ranks of the latest attempt ended.
     """
 
     announces = False
-    """Whether to say what the first Ctrl-C has begun."""
+    """Whether to print what the first Ctrl-C does."""
     size: int | None = None
-    """Number of ranks that an elastic run was resized to."""
+    """Number of ranks to which an elastic run was resized."""
 
     def __init__(self, plan: RunPlan, job_dir: Path, progress: Progress) -> None:
         self.progress = progress
@@ -101,7 +101,7 @@ class Attempts(ABC):
 
     @abstractmethod
     def ranks(self) -> Ranks:
-        """Return the ranks of the present attempt, which are about to be started."""
+        """Return the ranks of this attempt, which are about to be started."""
 
     @abstractmethod
     def is_cancelled(self) -> bool:
@@ -109,22 +109,22 @@ class Attempts(ABC):
 
     @abstractmethod
     def note(self, state: str) -> None:
-        """Note how it stands now, and tell others."""
+        """Record and publish the state of the run."""
 
     def is_taken_away(self, *, is_requeue: bool) -> bool:
-        """Whether the scheduler has decided what comes next."""
+        """Whether the scheduler decides what comes next."""
         del is_requeue
         return False
 
     def requeue(self) -> bool:
-        """Return whether it is for us to start the function again; else others were told to.
+        """Return whether to start the function again here; else the scheduler does.
 
-        Raises `PlatformError` if they do not.
+        Raises `PlatformError` if it refuses.
         """
         return True
 
     def run(self) -> Ending:
-        """Go on until there is an end, which is in `progress`, or others go on from here."""
+        """Make attempts until the run ends, or the scheduler continues it."""
         progress, plan = self.progress, self._plan
         while True:
             progress.attempt += 1
@@ -163,7 +163,7 @@ class Attempts(ABC):
                 return self._end(replace(ending, state="cancelled"))
 
     def _may_try_again(self, ending: Ending) -> bool:
-        """Note why an attempt failed, and wait for the time of the next one, if there is one."""
+        """Record why an attempt failed; wait for the next one, and return whether it may begin."""
         progress, plan = self.progress, self._plan
         line = verdict.headline(self.states, ending)
         progress.causes.append(f"attempt {ending.attempt}: {line}")
@@ -195,13 +195,13 @@ def pause_s(failures: int) -> float:
 
 
 class LauncherAttempts(Attempts):
-    """The attempts of a run whose launcher stays: what was asked, and how to reach it.
+    """The attempts of a run that its launcher supervises.
 
     Args:
-        request: what was asked.
+        request: the checked request.
         call: function and arguments.
         job_dir: directory of the run.
-        on_state: told of each change: `"running"`, `"requeued"`.
+        on_state: called with each new state: `"running"`, `"requeued"`.
     """
 
     def __init__(
@@ -266,13 +266,13 @@ class LauncherAttempts(Attempts):
             supervisor.ask(supervisor.cancel)
 
     def resize(self, ranks: int) -> None:
-        """Have another number of ranks, from any thread; for elastic runs."""
+        """Change the number of ranks of an elastic run, from any thread."""
         self.size = ranks
         if (supervisor := self._supervisor) is not None:
             supervisor.ask(functools.partial(supervisor.ranks.policy.resize, ranks))
 
     def stacks(self, timeout_s: float = 5.0) -> dict[int, str]:
-        """Return where all ranks stand, from any thread; nothing if no rank runs."""
+        """Return the stacks of all ranks, from any thread; nothing if no rank runs."""
         supervisor = self._supervisor
         answered = threading.Event()
         answer: dict[int, str] = {}
@@ -288,7 +288,7 @@ class LauncherAttempts(Attempts):
         return answer
 
     def ranks(self) -> Ranks:
-        """Return the ranks of the present attempt, which are about to be started."""
+        """Return the ranks of this attempt, which are about to be started."""
         kind, elastic = self.request.platform.kind, self.request.elastic
         if kind is Device.MPI:
             from unisono.launch.places.mpi import MpiRanks as start
@@ -330,7 +330,7 @@ class LauncherAttempts(Attempts):
         return self._cancelled.is_set()
 
     def note(self, state: str) -> None:
-        """Note how it stands now, and tell others."""
+        """Record and publish the state of the run."""
         self.progress.state = state
         if self.progress.ending is None and self._on_state is not None:
             self._on_state(state)
@@ -343,7 +343,7 @@ class LauncherAttempts(Attempts):
 def own_failure(
     states: Sequence[RankState], job_dir: Path, attempt: int
 ) -> RankFailed | RankTimeout | None:
-    """Return the error of an attempt that was interrupted, where a rank did more than end."""
+    """Return the error of an interrupted attempt, if a rank failed for another reason."""
     if not any(verdict.is_own(state) for state in states):
         return None
     return verdict.failure(states, job_dir, attempt)
@@ -359,16 +359,16 @@ def results_of(
     job_dir: Path,
     is_kept: bool,
 ) -> Results[Any]:
-    """Return what the ranks returned in the end, or raise what went wrong.
+    """Return what the ranks returned, or raise what went wrong.
 
     Args:
-        progress: how far they got.
-        states: how they ended.
-        value: what a rank returned, packed.
+        progress: of the run.
+        states: how the ranks ended.
+        value: returns the packed return value of a rank.
         place: where they ran, as `on` says it.
         threads: of each rank.
         job_dir: directory of the run.
-        is_kept: whether it stays.
+        is_kept: whether the directory stays.
     """
     ending = progress.ending
     if ending is None or progress.message:
@@ -414,7 +414,7 @@ def results_of(
 
 
 def plan_of(request: RunRequest) -> RunPlan:
-    """Return the plain facts of what was asked."""
+    """Return the plan of a checked request."""
     platform, elastic = request.platform, request.elastic
     return RunPlan.of(
         platform,
@@ -425,10 +425,10 @@ def plan_of(request: RunRequest) -> RunPlan:
 
 
 def rank_job(request: RunRequest, call: Parcel, variables: Mapping[str, str]) -> RankJob:
-    """Return the job of ranks; functions that belong to the launcher do not travel.
+    """Return the job of the ranks; functions that the launcher calls stay here.
 
     Args:
-        request: what was asked.
+        request: the checked request.
         call: function and arguments.
         variables: environment of the ranks.
     """
@@ -451,7 +451,7 @@ def rank_job(request: RunRequest, call: Parcel, variables: Mapping[str, str]) ->
 
 
 def parent_of(request: RunRequest) -> Path:
-    """Return where directories are that stay, or that hosts share: not in the temporary one."""
+    """Return the parent of directories that stay, or that hosts share."""
     return Path(request.logs.dir or request.platform.console_logs).absolute()
 
 
@@ -462,7 +462,7 @@ def is_kept(request: RunRequest) -> bool:
 
 @contextmanager
 def job_directory(request: RunRequest) -> Iterator[Path]:
-    """Yield the private directory of the run; one that is not kept stays after a failure."""
+    """Yield the private directory of the run; it is removed on success, unless it is kept."""
     if is_kept(request):
         yield job_files.make_directory(parent_of(request), request.name)
         return

@@ -32,11 +32,11 @@ from typing import Any
 MAGIC = b"unisono\x01"
 KEY_BYTES = 32
 WINDOW_BYTES = 8 << 20
-"""Most bytes on their way that the other side has not acknowledged."""
+"""Most bytes that may be sent without an acknowledgement."""
 GREETING_S = 10.0
 """Longest time a connection may take to prove that it knows the key."""
 GUESTS = 128
-"""Most connections that have not proved it yet; the oldest goes first."""
+"""Most connections without that proof; the oldest is dropped first."""
 _PIECE_BYTES = 1 << 20
 """Largest body of a frame; longer messages are several frames."""
 _READ_BYTES = 1 << 18
@@ -49,7 +49,7 @@ _COUNT = struct.Struct("<Q")
 _MORE, _LAST = b"\0", b"\1"
 _ANSWER_BYTES = _NONCE_BYTES + _IDENTITY_BYTES + _COUNT.size + _PROOF_BYTES
 _SILENT_MS = 10_000
-"""So long data may stay without an answer of the other host before the connection is broken."""
+"""Without an acknowledgement of sent data for so long, the connection breaks."""
 
 
 def new_key() -> bytes:
@@ -78,7 +78,7 @@ class Connection:
     send_key: bytes
     receive_key: bytes
     received: int
-    """How many frames the other end has received, over all connections of the channel."""
+    """Number of frames that the other end has received, over all connections of the channel."""
 
 
 def _proof(key: bytes, role: bytes, *parts: bytes) -> bytes:
@@ -93,15 +93,15 @@ def _digest(key: bytes, counter: int, head: bytes, body: bytes) -> bytes:
 
 
 class ControlChannel:
-    """Messages both ways, in order and each once, whatever happens to connections.
+    """Messages in both directions, in order and each once, over connections that may break.
 
-    The socket does not block: `receive` takes what has come, `flush` sends what the socket takes.
+    The socket does not block: `receive` reads what has arrived, `flush` sends what it takes.
     """
 
     def __init__(self) -> None:
         self.identity = secrets.token_bytes(_IDENTITY_BYTES)
         self.received = 0
-        """How many frames have come."""
+        """Number of frames received."""
         self._connection: Connection | None = None
         self._sent = 0
         self._queue: deque[Iterator[Any]] = deque()
@@ -123,7 +123,7 @@ class ControlChannel:
 
     @property
     def has_room(self) -> bool:
-        """Whether a message would leave soon; else the other side is slow, or away."""
+        """Whether a message would be sent soon; else the other side is slow or disconnected."""
         return not self._queue and self._kept_bytes < WINDOW_BYTES
 
     @property
@@ -133,7 +133,7 @@ class ControlChannel:
 
     @property
     def wants_write(self) -> bool:
-        """Whether `flush` has something left that the socket has not taken."""
+        """Whether `flush` has data left to send."""
         return bool(self._outgoing)
 
     def fileno(self) -> int:
@@ -143,7 +143,7 @@ class ControlChannel:
         return self._connection.socket.fileno()
 
     def attach(self, connection: Connection) -> None:
-        """Go on over a connection, in place of any other: send what has not arrived yet."""
+        """Continue over a new connection: send again what the other side has not received."""
         self.detach()
         self._connection, self._end = connection, None
         self._incoming.clear()
@@ -155,13 +155,13 @@ class ControlChannel:
         self.flush()
 
     def detach(self) -> None:
-        """Close the connection; what was not acknowledged waits for the next one."""
+        """Close the connection; frames without an acknowledgement wait for the next one."""
         if self._connection is not None:
             self._connection.socket.close()
             self._connection = None
 
     def release(self) -> socket.socket:
-        """Hand over the connection as a plain socket that blocks; the channel is at its end."""
+        """Return the connection as a plain blocking socket, and end the channel."""
         if self._connection is None:
             raise Broken("there is no connection")
         plain, self._connection = self._connection.socket, None
@@ -169,17 +169,17 @@ class ControlChannel:
         return plain
 
     def send(self, message: Any) -> None:
-        """Send a message after all others, as soon as there is room."""
+        """Queue a message; it is sent as soon as there is room."""
         self._queue.append(iter((message,)))
         self.flush()
 
     def stream(self, messages: Iterable[Any]) -> None:
-        """Send messages that are made one by one, each when there is room for it."""
+        """Queue messages that are made one by one, when there is room for each."""
         self._queue.append(iter(messages))
         self.flush()
 
     def flush(self) -> None:
-        """Send what the socket takes; a connection that breaks is noticed by `receive`."""
+        """Send what the socket takes; `receive` notices a broken connection."""
         connection = self._connection
         if connection is None:
             return
@@ -189,9 +189,9 @@ class ControlChannel:
                 del self._outgoing[:sent]
 
     def receive(self) -> list[Any]:
-        """Return the messages that have come; raise `Broken` when the connection has ended.
+        """Return new messages; raise `Broken` when the connection has ended.
 
-        What came before the end is returned first.
+        Messages from before the end are returned first.
         """
         connection = self._connection
         if connection is None:
@@ -222,7 +222,7 @@ class ControlChannel:
         self._take(connection)
 
     def _fill(self) -> bool:
-        """Move the next frame to what is sent, if there is one and room for it."""
+        """Pack the next frame, if there is one and room for it; return whether there is data."""
         body = self._next_body() if self._kept_bytes < WINDOW_BYTES else None
         if body is not None:
             self._sent += 1
@@ -234,7 +234,7 @@ class ControlChannel:
         return bool(self._outgoing)
 
     def _next_body(self) -> bytes | None:
-        """Return the next piece of a message; None if there is no message."""
+        """Return the next piece of a message, or None without one."""
         while True:
             for piece in self._pieces:
                 return piece
@@ -258,7 +258,7 @@ class ControlChannel:
             self._outgoing += part
 
     def _take(self, connection: Connection) -> None:
-        """Take the whole frames out of what has come, and keep the messages that they complete."""
+        """Decode complete frames, and collect the messages that they complete."""
         incoming, place = self._incoming, 0
         while len(incoming) - place >= _HEAD.size:
             length, number, received = _HEAD.unpack_from(incoming, place)
@@ -288,7 +288,7 @@ class ControlChannel:
         del incoming[:place]
 
     def _acknowledge(self, received: int) -> None:
-        """Forget the frames that the other side has."""
+        """Forget frames that the other side has received."""
         while self._kept and self._kept[0][0] <= received:
             self._kept_bytes -= len(self._kept.popleft()[1])
 
@@ -301,12 +301,12 @@ def _cut(data: bytes) -> Iterator[bytes]:
     yield _LAST + data[last:]
 
 
-# Who listens.
+# The side of the supervisor.
 
 
 @dataclass(eq=False)
 class _Guest:
-    """A connection that has not proved yet that it knows the key."""
+    """A connection that has not yet proved that it knows the key."""
 
     socket: socket.socket
     name: str
@@ -316,7 +316,7 @@ class _Guest:
 
 
 class Listener:
-    """The port of a supervisor. Its descriptor tells when there is something to do; then `turn`.
+    """The port of a supervisor. When its descriptor is readable, call `turn`.
 
     Args:
         key: of the run.
@@ -324,7 +324,7 @@ class Listener:
 
     Attributes:
         port: where it listens.
-        strangers: one line for each connection that was dropped, until they are taken.
+        strangers: one line for each connection that was dropped; the caller clears the list.
     """
 
     def __init__(self, key: bytes, address: str = "127.0.0.1") -> None:
@@ -341,15 +341,15 @@ class Listener:
         self._selector.register(self._door, selectors.EVENT_READ, None)
 
     def fileno(self) -> int:
-        """Return a descriptor that is readable when there is something to do."""
+        """Return a descriptor that is readable when `turn` has something to do."""
         return self._selector.fileno()
 
     def seconds_left(self) -> float | None:
-        """Return when `turn` must be called at the latest; None: not before something comes."""
+        """Return the seconds until `turn` must be called; None if only its descriptor tells."""
         return max(0.0, self._guests[0].until - time.monotonic()) if self._guests else None
 
     def turn(self) -> list[ControlChannel]:
-        """Answer those who have come; return channels that are new, or have a new connection."""
+        """Answer new connections; return channels that are new, or were reconnected."""
         arrived: list[ControlChannel] = []
         for key, _ in self._selector.select(0):
             if key.data is None:
@@ -361,11 +361,11 @@ class Listener:
         return arrived
 
     def forget(self, channel: ControlChannel) -> None:
-        """Take no new connection of a channel."""
+        """Accept no new connection of a channel."""
         self._channels.pop(channel.identity, None)
 
     def close(self) -> None:
-        """Listen no more; channels go on."""
+        """Stop listening; channels stay open."""
         for guest in self._guests:
             guest.socket.close()
         self._door.close()
@@ -437,13 +437,13 @@ class Listener:
         guest.socket.close()
 
 
-# Who comes.
+# The side of an agent.
 
 
 def dial(
     channel: ControlChannel, key: bytes, addresses: Sequence[str], port: int, timeout_s: float
 ) -> Connection:
-    """Return a connection for a channel, by the first address that answers; blocks.
+    """Connect a channel at the first address that answers; blocks.
 
     Raises:
         ConnectionRefusedError: at all addresses that answered, no process listens.
@@ -497,7 +497,7 @@ def _exactly(connection: socket.socket, size: int) -> bytes:
 
 
 def _watch_network(connection: socket.socket) -> None:
-    """Have the system notice that the other host is away, at no cost while it is there."""
+    """Let the system detect that the other host is gone, at no cost while it answers."""
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for name, value in (

@@ -1,4 +1,4 @@
-"""A process as a rank: what it knows of itself, how it enters its world, its random numbers."""
+"""The rank that this process is: its place, how it joins its world, its random numbers."""
 
 from __future__ import annotations
 
@@ -25,18 +25,18 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Here:
-    """A rank, seen from inside."""
+    """The rank that this process is."""
 
     rank: int
     """Its place in the world."""
     local_rank: int
     """Its place on its node."""
     platform: Platform
-    """What was asked for, with the address at which the ranks met."""
+    """The platform, with the address at which the ranks met."""
     device: torch.device
     """Where its tensors live."""
     group: dist.ProcessGroup | None
-    """Its process group; None where the platform wants none."""
+    """Its process group; None if the platform has none."""
     report_fd: int | None = None
     """The pipe to the launcher, if it has one."""
     shared_fds: tuple[int, ...] = ()
@@ -49,12 +49,12 @@ _here: Here | None = None
 
 
 def here() -> Here | None:
-    """Return what this process knows of itself; None if it is not a rank of a launcher of ours."""
+    """Return the rank that this process is; None if no launcher of ours started it."""
     return _here
 
 
 def set_here(value: Here | None) -> None:
-    """Remember what this process is."""
+    """Set the rank that this process is."""
     global _here
     _here = value
 
@@ -76,7 +76,7 @@ def enter_world(
 
     Args:
         environment: the place of this process.
-        platform: what was asked for, with `seed_per_rank` decided.
+        platform: the platform, with `seed_per_rank` decided.
         store: where the ranks meet.
         name: prefix of the keys of this world.
         report_fd: pipe to the launcher.
@@ -162,7 +162,7 @@ def checked(mode: bool | None) -> Iterator[None]:
 
 @contextmanager
 def seeded(seed: int | None, rank: int) -> Iterator[None]:
-    """Seed this rank's generators inside the block, and put them back behind it; None: nothing."""
+    """Seed the generators of this rank, and restore them on exit; None does nothing."""
     if seed is None:
         yield
         return

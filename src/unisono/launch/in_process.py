@@ -116,7 +116,7 @@ def _start_in_step(environment: Environment) -> None:
 
 
 def _show_own_errors_only() -> None:
-    """Have a rank that stops because of another say so in a line; that one shows its traceback."""
+    """Print one line in a rank that stops because of another, which shows its traceback."""
     from unisono.comm import communicator
 
     before = sys.excepthook
@@ -232,7 +232,7 @@ def setup(
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    """Be the given rank of `platform` in this process and run `target`; return what it returns.
+    """Run `target` in this process as the given rank of `platform`; return what it returns.
 
     Collective over all ranks of the platform: for more than one, `master_addr` and `master_port`
     say where they meet.
@@ -292,7 +292,7 @@ def _as_rank(platform: Platform, *, rank: int, local_rank: int, node: int) -> It
 
 
 def _unused(request: RunRequest, comm: Communicator) -> list[str]:
-    """Return what was asked for and is not so in this world."""
+    """Return the options that this world does not follow."""
     platform, nodes = request.platform, request.platform.n_nodes
     kinds = [platform.accelerator or comm.device.type] if is_accelerator(comm.device) else []
     words: list[str] = []
@@ -306,7 +306,7 @@ def _unused(request: RunRequest, comm: Communicator) -> list[str]:
 
 
 def _place(comm: Communicator, request: RunRequest) -> Here:
-    """Return what the task gets to know of this rank: from our launcher, else from the world.
+    """Return this rank for the task: from our launcher, else from the world.
 
     Collective over the world where groups of the platform are made.
     """
@@ -326,7 +326,7 @@ def _place(comm: Communicator, request: RunRequest) -> Here:
 
 
 def pack(value: object) -> bytes:
-    """Write a value with its type name in front; a value that torch cannot write stays here."""
+    """Serialise a value behind the name of its type; one that torch cannot save stays here."""
     import torch
 
     buffer = io.BytesIO()
@@ -339,7 +339,7 @@ def pack(value: object) -> bytes:
 
 
 def unpack(data: bytes, rank: int) -> Any:
-    """Read a value of `rank` if it is plain data, numpy arrays or tensors; else say where it is."""
+    """Return a value of `rank` if it is plain data, arrays or tensors, else an `Elsewhere`."""
     import numpy as np
     import torch
 

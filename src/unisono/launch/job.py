@@ -1,7 +1,7 @@
 """`Job`: the handle on a run in the background.
 
-`LocalJob` is that of a run which a thread of this process supervises, wherever its ranks are; that
-of a scheduler's job is in `places/slurm/`.
+`LocalJob` is a run that a thread of this process supervises, wherever its ranks are;
+`places/slurm/` has the handle on a job of a scheduler.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ from unisono.launch.results import Results
 __all__ = ["Job"]
 
 ENDS = ("done", "failed", "timeout", "cancelled")
-"""States that do not change any more."""
+"""Final states."""
 POLL_S = 0.1
 """Seconds between two looks at a log."""
 
 
 class JobState(NamedTuple):
-    """How a job stands."""
+    """The state of a job."""
 
     name: str
     attempt: int
@@ -56,7 +56,7 @@ class Job(ABC):
 
     @staticmethod
     def attach(id_or_dir: str | Path) -> Job:
-        """Return the handle on a job of SLURM again, in whatever process.
+        """Return the handle on a job of SLURM, from any process.
 
         Args:
             id_or_dir: its number, or its directory.
@@ -67,7 +67,7 @@ class Job(ABC):
 
     @property
     def attempt(self) -> int:
-        """Number of the present attempt."""
+        """Number of the current attempt."""
         return self._look().attempt
 
     @property
@@ -80,12 +80,12 @@ class Job(ABC):
         return self._look().name
 
     def done(self) -> bool:
-        """Whether it has ended, in whatever way."""
+        """Whether it has ended, well or not."""
         return self.status() in ENDS
 
     @abstractmethod
     def wait(self, timeout_s: float | None = None) -> bool:
-        """Wait for the end, whatever it is; return whether it has come in time."""
+        """Wait for the end of the job; return whether it came in time."""
 
     def result(self, timeout_s: float | None = None) -> Results[Any]:
         """Wait, and return the results or raise what went wrong (`TimeoutError`: not yet)."""
@@ -96,10 +96,10 @@ class Job(ABC):
 
     @abstractmethod
     def cancel(self) -> None:
-        """End all ranks, and stay until they have. Safe to repeat."""
+        """End all ranks and wait until they have ended. Safe to repeat."""
 
     def resize(self, ranks: int) -> None:
-        """Have another number of ranks, from the next step on; for jobs with `elastic=True`."""
+        """Change the number of ranks from the next step on; for jobs with `elastic=True`."""
         raise PlatformError.because(
             f"job {self.id} with {ranks} ranks",
             "it is not elastic, or on SLURM, which gives a job its nodes once",
@@ -108,7 +108,7 @@ class Job(ABC):
         )
 
     def members(self) -> int:
-        """Return how many ranks share the steps of an elastic job now; 0 before the first one."""
+        """Return how many ranks train in an elastic job now; 0 before the first step."""
         from unisono.launch.elastic.policy import read_events
 
         events = read_events(self.dir)
@@ -116,7 +116,7 @@ class Job(ABC):
 
     @abstractmethod
     def stacks(self) -> dict[int, str]:
-        """Return where every rank stands; nothing if none runs."""
+        """Return the stacks of all ranks; nothing if none runs."""
 
     @overload
     def logs(self, rank: int = 0, *, tail: int | None = None) -> str: ...
@@ -125,7 +125,7 @@ class Job(ABC):
     def logs(
         self, rank: int = 0, *, follow: bool = False, tail: int | None = None
     ) -> str | Iterator[str]:
-        """Return what a rank has printed, or its lines as they come until the job has ended.
+        """Return what a rank has printed, or yield its lines until the job has ended.
 
         Args:
             rank: which rank.
@@ -155,7 +155,7 @@ class Job(ABC):
 
     @abstractmethod
     def _look(self) -> JobState:
-        """Return how it stands."""
+        """Return the current state."""
 
     @abstractmethod
     def _results(self) -> Results[Any]:
@@ -184,7 +184,7 @@ class LocalJob(Job):
         threading.Thread(target=self._run, name=f"unisono-job-{self.id}", daemon=True).start()
 
     def wait(self, timeout_s: float | None = None) -> bool:
-        """Wait for the end, whatever it is; return whether it has come in time."""
+        """Wait for the end of the job; return whether it came in time."""
         return self._ended.wait(timeout_s)
 
     def cancel(self) -> None:
@@ -194,7 +194,7 @@ class LocalJob(Job):
             self._ended.wait()
 
     def resize(self, ranks: int) -> None:
-        """Have another number of ranks, from the next step on; for jobs with `elastic=True`."""
+        """Change the number of ranks from the next step on; for jobs with `elastic=True`."""
         elastic = self._launch.request.elastic
         if elastic is None:
             super().resize(ranks)
@@ -205,7 +205,7 @@ class LocalJob(Job):
         self._launch.resize(ranks)
 
     def stacks(self) -> dict[int, str]:
-        """Return where every rank stands."""
+        """Return the stacks of all ranks."""
         return {} if self._ended.is_set() else self._launch.stacks()
 
     def _look(self) -> JobState:
@@ -249,7 +249,7 @@ _running: weakref.WeakSet[LocalJob] = weakref.WeakSet()
 
 
 def _end_running_jobs() -> None:
-    """The ranks of local jobs end with this process."""
+    """End the ranks of local jobs with this process."""
     for job in list(_running):
         job.cancel()
 

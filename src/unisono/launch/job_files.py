@@ -13,8 +13,6 @@ from typing import Any
 
 from unisono.errors import PlatformError
 
-STATE = "job.json"
-
 
 def make_directory(parent: Path, name: str) -> Path:
     """Make a private directory of that name, with a word of its own added, below `parent`."""
@@ -52,17 +50,6 @@ def write_private(path: Path, data: bytes) -> None:
         fd = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
         with open(fd, "wb") as file:  # noqa: PTH123
             file.write(data)
-
-
-def write_state(directory: Path, state: dict[str, Any]) -> None:
-    """Write what is known of a job."""
-    write_private(directory / STATE, json.dumps(state).encode())
-
-
-def read_state(directory: Path) -> dict[str, Any]:
-    """Return what is known of a job, after a look at who wrote it."""
-    check_ours(directory / STATE)
-    return json.loads((directory / STATE).read_text(encoding="utf-8"))
 
 
 def check_ours(path: Path) -> None:

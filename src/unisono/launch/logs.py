@@ -1,12 +1,12 @@
-"""What ranks print: whole lines on one console, each with its rank in front, and a log of each.
+"""Output of ranks: whole lines on one console, each with its rank in front, and a log of each.
 
 Lines are never mixed. A progress bar (text that ends in a carriage return, or has no end yet and
 began with one) is shown from rank 0 on a terminal or in a notebook, and redrawn below lines of
 other ranks; elsewhere only its last state appears, as a line.
 
 One rank may have the terminal: `UNISONO_STDIN_RANK=0` gives rank 0 the launcher's standard input.
-So `breakpoint()` works in that rank, and the others pass over theirs. Ranks without a terminal read
-nothing.
+So `breakpoint()` works in that rank, and the others skip theirs. Ranks without a terminal have an
+empty standard input.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ __all__ = ["IO", "Logs", "checked_logs"]
 SHOW_ALL_UP_TO = 8
 """Largest world of which the console `auto` shows every rank."""
 FAILED = b"--- failed, with this traceback:\n"
-"""Line of a log after which comes no output of the rank, but how it failed."""
+"""The line of a log after which the traceback of the rank follows."""
 STDIN_VARIABLE = "UNISONO_STDIN_RANK"
 _STDIN = 0
 _PACKAGE = str(Path(__file__).resolve().parents[1])
@@ -41,7 +41,7 @@ _CLEAR_LINE = "\r\x1b[K"
 
 @dataclass(frozen=True, kw_only=True)
 class Logs:
-    """What happens to the output of the ranks."""
+    """What to do with the output of the ranks."""
 
     dir: str | Path | None = None
     """Parent of the run's directory, which is then kept. None: a private temporary directory that
@@ -122,16 +122,16 @@ class Console:
         return RankStream(self, rank, self._files[number], is_raw=rank == self.raw_rank)
 
     def shows(self, rank: int) -> bool:
-        """Whether anything of `rank` appears here."""
+        """Whether output of `rank` appears here."""
         return rank in self._shown or rank == self.raw_rank
 
     @property
     def shows_any(self) -> bool:
-        """Whether anything of any rank appears here."""
+        """Whether output of any rank appears here."""
         return bool(self._shown) or self.raw_rank is not None
 
     def write(self, text: str, file: TextIO | None) -> None:
-        """Write text as it is, with signs in the place of what the file cannot hold."""
+        """Write text; characters that the encoding of the file lacks are replaced."""
         if file is None:  # as a process without streams has it: `print` does nothing, too
             return
         encoding = getattr(file, "encoding", None) or "utf-8"
@@ -139,7 +139,7 @@ class Console:
         file.flush()
 
     def width(self) -> int | None:
-        """Return how many columns a progress bar may take; None where there is no terminal."""
+        """Return how many columns a progress bar may take; None without a terminal."""
         file = self._files[1]
         if not _is_terminal(file):
             return None
@@ -168,7 +168,7 @@ class Console:
         self.write(cleared + text, file)
 
     def _cleared(self, file: TextIO) -> str:
-        """Return what takes the bar off: notebooks know the carriage return alone."""
+        """Return the characters that clear the bar: notebooks know the carriage return only."""
         if not _is_notebook(file):
             return _CLEAR_LINE
         return f"\r{' ' * len(self._bar)}\r" if self._bar else "\r"
@@ -178,7 +178,7 @@ class Console:
 
 
 class RankStream:
-    """Cuts one output of one rank into lines."""
+    """Splits one output of one rank into lines."""
 
     def __init__(self, console: Console, rank: int, file: TextIO, *, is_raw: bool = False) -> None:
         self._console = console
@@ -189,7 +189,7 @@ class RankStream:
         self._rest = ""
 
     def feed(self, data: bytes) -> None:
-        """Take bytes as they come."""
+        """Process new bytes."""
         if not self._console.shows(self._rank):
             return
         if self._is_raw:
@@ -231,10 +231,7 @@ def _is_notebook(file: TextIO) -> bool:
 
 
 class RankLog:
-    """The log of one rank, to which bytes are added as they come.
-
-    It never ends the run: where the disk takes no more, the output goes on without it.
-    """
+    """The log of one rank. A full disk does not end the run: the rest of the log is lost."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -262,11 +259,11 @@ class RankLog:
 
 
 class LogReader:
-    """Reads what has been added to a log since the last look.
+    """Reads what is new in a log.
 
     Args:
         path: the log, which need not be there yet.
-        tail: number of lines of what is there already; None reads all of them.
+        tail: number of existing lines to read; None reads all of them.
     """
 
     def __init__(self, path: Path, *, tail: int | None = None) -> None:
@@ -277,7 +274,7 @@ class LogReader:
             self._place = sum(map(len, lines[: max(0, len(lines) - tail)]))
 
     def new(self) -> bytes:
-        """Return what has come."""
+        """Return the bytes that are new."""
         with suppress(FileNotFoundError), self._path.open("rb") as file:
             file.seek(self._place)
             data = file.read()
@@ -329,7 +326,7 @@ def stdin_rank(environment: Mapping[str, str], ranks: int) -> int | None:
 
 @contextmanager
 def lent_to(pid: int | None) -> Iterator[None]:
-    """Let the process group `pid` read from our terminal, where there is one, inside the block."""
+    """Let the process group `pid` read from our terminal, if there is one, inside the block."""
     if pid is None or not os.isatty(_STDIN):
         yield
         return
@@ -341,7 +338,7 @@ def lent_to(pid: int | None) -> Iterator[None]:
 
 
 def _set_foreground(group: int) -> None:
-    """Make `group` the one that the terminal listens to; a background process may not, else."""
+    """Make `group` the foreground group of the terminal, also from the background."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTTOU})
     try:
         with suppress(OSError):
@@ -351,7 +348,7 @@ def _set_foreground(group: int) -> None:
 
 
 def settle(rank: int) -> None:
-    """In a rank: read the standard input if it is ours, else say so where a debugger would."""
+    """Set up standard input and `breakpoint` in a rank, by who has the terminal."""
     if os.environ.get(STDIN_VARIABLE) == str(rank):
         sys.stdin = sys.__stdin__ = open(_STDIN, closefd=False)  # noqa: SIM115
     elif os.environ.get(STDIN_VARIABLE):
@@ -361,7 +358,7 @@ def settle(rank: int) -> None:
 
 
 def _pass_breakpoint(*_args: object, **_kwargs: object) -> None:
-    """Go on: the terminal, and the user's look, are with another rank."""
+    """Skip a breakpoint: another rank has the terminal."""
 
 
 def _refuse_breakpoint(*_args: object, **_kwargs: object) -> NoReturn:
@@ -378,7 +375,7 @@ class IO:
     """Prints if `verbose` says so, which can be switched off for a whole program.
 
     Attributes:
-        verbose: what `print` does when it is not told; `Wrapper` sets it from its platform.
+        verbose: default of `print`; `Wrapper` sets it from its platform.
     """
 
     verbose: bool = True

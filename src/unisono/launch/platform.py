@@ -217,7 +217,7 @@ class Platform:
     @property
     def kind(self) -> Device:
         """The kind of place."""
-        return Device.from_str(self.device)
+        return Device(self.device)
 
     def is_explicit(self, name: str) -> bool:
         """Whether a field says something else than its default."""

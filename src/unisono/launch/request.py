@@ -1,10 +1,9 @@
-"""What a caller of `run` asks for, checked before any process starts.
+"""The request of a caller of `run`, checked before any process starts.
 
-First the function: whether it can be called as asked, and how ranks call it, plainly or with what
-DDPW's releases hand to a task. That is decided once, in the launcher, from the signature.
+First the function: whether it can be called with these arguments, and how ranks call it, plainly or
+with the arguments that DDPW passes to a task. The launcher decides that once, from the signature.
 
-Then the place: `on` becomes a checked platform; it may be a word, a profile, a `Device` or a
-`Platform`.
+Then the place: `on`, a word, a profile, a `Device` or a `Platform`, becomes a checked platform.
 """
 
 from __future__ import annotations
@@ -86,8 +85,8 @@ def choose_convention(
 
     Args:
         fn: the task.
-        args: what the user gave for it.
-        kwargs: the same, by keyword.
+        args: its positional arguments.
+        kwargs: its keyword arguments.
         kind: `"seed"`, `"ddpw6"` or `"plain"`; `"auto"` looks at the signature.
         is_decorated: whether `fn` was called like a function, through the decorator.
     """
@@ -241,13 +240,13 @@ def check_call(
 
 
 def _option_like(word: str) -> str | None:
-    """Return the option of `run` that a keyword is very like, if there is one."""
+    """Return the option of `run` that a keyword resembles closely, if any."""
     options = [option for option in RESERVED if option != "on"]  # which is like too many words
     return next(iter(difflib.get_close_matches(word, options, n=1, cutoff=0.8)), None)
 
 
 def _like_options(kwargs: Mapping[str, object], signature: inspect.Signature) -> dict[str, object]:
-    """Return options of `run` that keywords are like, but for those that the function names."""
+    """Return options of `run` that unknown keywords of the function resemble."""
     free = {word: value for word, value in kwargs.items() if word not in signature.parameters}
     near = {_option_like(word): value for word, value in free.items()}
     return {option: value for option, value in near.items() if option is not None}
@@ -286,7 +285,7 @@ class RunRequest:
     kwargs: Mapping[str, object]
     """Its keyword arguments."""
     place: str
-    """Where it runs, as `on` says it."""
+    """Where it runs, as `on` spells it."""
     platform: Platform
     """The same with all its details; a copy of the caller's."""
     ranks: int
@@ -302,15 +301,15 @@ class RunRequest:
     is_explicit: bool
     """Whether the caller named a place or a number of ranks."""
     name: str
-    """What is run: the function, or the script."""
+    """Name of the function or the script."""
     is_script: bool = False
     """Whether it is a whole script, which may initialise torch.distributed."""
     seed: int | None = None
-    """What the caller wants ranks to be seeded with, rank r with `seed + r`."""
+    """Seed of the ranks, rank r gets `seed + r`."""
     check: bool | None = None
     """Whether ranks look for silent mistakes; None: as `UNISONO_CHECK` says."""
     elastic: Elastic | None = None
-    """How the job may grow and shrink; None: its first death ends it."""
+    """How the job may grow and shrink; None: the death of a rank ends it."""
     convention: Convention = field(default_factory=Convention)
     """How ranks call the function."""
     preload: tuple[str, ...] = ()

@@ -1,8 +1,8 @@
 """`ResidentRanks`: ranks that stay and answer, for a caller that is not a rank.
 
-They are a submitted job: supervised, ended with this process, one error if any of them fails. Each
-holds a connection to the caller, over a socket that only this user can reach, with a shared key; it
-waits there, in no collective, until there is a question. The end of the connection is its end.
+They are a submitted job: supervised, ended with this process, with one error if any of them fails.
+Each has an authenticated connection to the caller, over a socket that only this user can reach. It
+waits there, in no collective, for the next question, and ends when the connection closes.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ from unisono.launch.api import submit
 from unisono.launch.job import Job
 
 LEAVE_S = 10.0
-"""Longest wait for ranks that were told to end; then they are made to."""
+"""Longest wait for ranks to end by themselves before they are cancelled."""
 LOOK_S = 0.2
-"""Seconds between two looks at whether the job still runs."""
+"""Seconds between two checks whether the job still runs."""
 
 
 class ResidentRanks:
-    """Ranks that each make an answering function once, and then call it for each question.
+    """Ranks that each make a function once, and then call it for each question.
 
     Args:
-        make: called as `make(*args)` on each rank; what it returns answers questions.
+        make: called as `make(*args)` on each rank; returns the function that answers.
         args: its arguments.
         ranks: number of ranks, on this host.
 
@@ -65,7 +65,7 @@ class ResidentRanks:
 
     @property
     def is_closed(self) -> bool:
-        """Whether the ranks have been let go, or have failed."""
+        """Whether the ranks were released, or have failed."""
         return not self._end.alive
 
     def ask(self, question: Any) -> list[Any]:
@@ -92,7 +92,7 @@ class ResidentRanks:
         return [answers[line] for line in self._lines]
 
     def close(self) -> None:
-        """End the ranks, and wait until they have. Safe to repeat."""
+        """End the ranks and wait until they have ended. Safe to repeat."""
         if hasattr(self, "_end"):
             self._end()
 
@@ -108,7 +108,7 @@ class ResidentRanks:
         self.close()
 
     def _welcome(self, door: socket.socket, key: bytes) -> None:
-        """Take in the next rank; the order of lines is that of ranks."""
+        """Accept the connection of the next rank; the last one sorts them by rank."""
         try:
             caller, _ = door.accept()
         except TimeoutError:
@@ -123,11 +123,11 @@ class ResidentRanks:
             if len(self._lines) == self._job.ranks:
                 places = {line: line.recv() for line in self._lines}
                 self._lines.sort(key=places.__getitem__)
-        except (EOFError, OSError):  # it has ended, and why is the job's to tell
+        except (EOFError, OSError):  # it has ended, and the job knows why
             self._fail()
 
     def _fail(self) -> NoReturn:
-        """Raise what ended the ranks."""
+        """Raise the error that ended the ranks."""
         try:
             self._job.result(LEAVE_S)
         except TimeoutError:
@@ -147,7 +147,7 @@ def _let_go(job: Job, lines: list[Connection]) -> None:
 def _stay(
     make: Callable[..., Callable[[Any], Any]], args: tuple[Any, ...], path: str, key: bytes
 ) -> None:
-    """Answer on a rank until the caller hangs up."""
+    """Answer questions on a rank until the caller closes the connection."""
     answer = make(*args)
     with Client(path, "AF_UNIX", authkey=key) as line:
         line.send(int(os.environ["RANK"]))

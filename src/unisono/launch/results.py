@@ -1,4 +1,4 @@
-"""What a run gives back: the return values of all ranks, in rank order, and a few facts."""
+"""Results of a run: the return values of all ranks, in rank order, and a few facts."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Elsewhere:
-    """Stands for a value that stayed on its own rank because only plain data is passed around."""
+    """Placeholder for a value that stayed on its rank, because only plain data is shared."""
 
     rank: int
     """Where the value is."""

@@ -4,8 +4,8 @@ In a rank, a signal only sets a flag. `should_stop` asks all ranks whether one o
 function then saves and calls `requeue`. Ctrl-C in the launcher sets it, too; a function that does
 not ask gets a `KeyboardInterrupt`, as it would in a process on its own.
 
-In the launcher, the first Ctrl-C asks the supervisor of the ranks to let them save and end; the
-second ends them at once. TERM and HUP end them as an error does.
+In the launcher, the first Ctrl-C makes the supervisor ask the ranks to save and end; the second
+kills them. TERM and HUP end them as an error does.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from unisono.launch.pool.protocol import tell
 __all__ = ["job_dir", "requeue", "restart_count", "should_stop", "simulate_preemption"]
 
 EXIT_CODE = 124
-"""Of a process that had to be ended at its deadline, as `timeout` and the command line have it."""
+"""Exit code of a process that is ended at its deadline, as that of `timeout`."""
 GIVE_UP_S = 5.0
 """Time that the main thread has to end after its deadline."""
 _ORDERS = (signal.SIGTERM, signal.SIGHUP)
@@ -36,25 +36,25 @@ _ALARM = signal.SIGALRM
 _requested = threading.Event()
 _interrupted = threading.Event()
 _listener: Callable[[], None] | None = None
-"""Called in the launcher at the first Ctrl-C, instead of raising the exception."""
+"""Called in the launcher at the first Ctrl-C, which then raises nothing."""
 _is_working = False
-"""Whether the function runs, which alone an interrupt is for."""
+"""Whether the function runs: only then may an interrupt be raised."""
 _calls = 0
 _agreed = False
 _agreement: Callable[[], bool] | None = None
-"""Who knows whether all ranks are to stop, where it is not a collective of the world."""
+"""Answers `should_stop`, where that is not a collective of the world."""
 
 
 def note_request() -> None:
-    """Remember that this rank is to stop."""
+    """Record that this rank is to stop."""
     _requested.set()
 
 
 def note_interrupt(seconds: float) -> None:
-    """Note that the launcher was interrupted: end within `seconds`. From any thread.
+    """Record that the launcher was interrupted: end within `seconds`. From any thread.
 
-    A function that has asked `should_stop` before will ask again: it is interrupted only if it has
-    not done so in half of the time.
+    A function that has called `should_stop` before will call it again: it is interrupted only if it
+    has not done so in half of the time.
     """
     _interrupted.set()
     _requested.set()
@@ -73,7 +73,7 @@ def was_interrupted() -> bool:
 
 @contextmanager
 def interruptible() -> Iterator[None]:
-    """Let interrupts reach the main thread inside the block: the function of the rank runs."""
+    """Allow interrupts of the main thread inside the block, where the function of the rank runs."""
     global _is_working
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # from a shell's background job
         signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -106,13 +106,13 @@ def is_wanted() -> bool:
 
 
 def agree_by(ask: Callable[[], bool] | None) -> None:
-    """Have `should_stop` call `ask` instead of asking the world; None: the world again."""
+    """Make `should_stop` call `ask` instead of asking the world; None restores that."""
     global _agreement
     _agreement = ask
 
 
 def should_stop(*, every: int = 1) -> bool:
-    """Tell whether any rank was asked to stop; the same answer on all ranks.
+    """Return whether any rank was asked to stop; the same answer on all ranks.
 
     Collective over the world at every `every`-th call, so all ranks must call it equally often;
     between two of them it repeats the last answer.
@@ -138,7 +138,7 @@ def should_stop(*, every: int = 1) -> bool:
 
 
 def requeue() -> None:
-    """Say on all ranks: what is needed is saved, start me again. Collective; raises `Requeue`."""
+    """Ask for another start, after a save; raises `Requeue`. Collective."""
     from unisono.launch.in_process import world
 
     world().with_device("cpu").barrier()
@@ -206,12 +206,11 @@ class _Terminated(BaseException):
 
 @contextmanager
 def signals_of_launcher() -> Iterator[None]:
-    """Turn TERM and HUP into an exception inside the block, and obey them after it.
+    """Turn TERM and HUP into an exception inside the block, and raise the signal again after it.
 
-    The first Ctrl-C calls the listener, see `first_told_to`; it is a `KeyboardInterrupt`
-    where no listener is, and the second is one always. Later ones change nothing: all ranks are
-    being killed. Signals that the program handles itself are left alone, and so are all outside the
-    main thread.
+    The first Ctrl-C calls the listener of `first_told_to`, or is a `KeyboardInterrupt` without one;
+    the second always is. Later ones are ignored: all ranks are being killed. Signals that the
+    program handles are left alone; outside the main thread all are.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -253,9 +252,9 @@ def signals_of_launcher() -> Iterator[None]:
 
 @contextmanager
 def first_told_to(listener: Callable[[], None]) -> Iterator[None]:
-    """Have `listener` called at the first Ctrl-C inside the block, in the midst of whatever runs.
+    """Call `listener` at the first Ctrl-C inside the block, in its signal handler.
 
-    Only for the main thread: others do not get signals.
+    Only in the main thread: others do not get signals.
     """
     global _listener
     if threading.current_thread() is not threading.main_thread():
@@ -269,7 +268,7 @@ def first_told_to(listener: Callable[[], None]) -> Iterator[None]:
 
 
 def announce(seconds: float) -> None:
-    """Say what the first Ctrl-C has begun."""
+    """Print what the first Ctrl-C does."""
     print(
         f"\nunisono: interrupted; the ranks have {seconds:g} s to save and end "
         "(Ctrl-C again kills them)",
@@ -282,9 +281,9 @@ def announce(seconds: float) -> None:
 def deadline(timeout_s: float | None, *, rank: int, size: int) -> Iterator[None]:
     """Raise `RankTimeout` in the block if it has not ended after `timeout_s`; None is never.
 
-    For a function in a world of another launcher, without a supervisor outside. A thread
-    waits for the deadline, collects the stacks of all ranks that answer, and interrupts the main
-    thread; if that does not come back, the process ends.
+    For a function in a world of another launcher, without a supervisor. A thread waits for the
+    deadline, collects the stacks of all ranks that answer, and interrupts the main thread; if that
+    does not react, the process ends.
 
     Outside the main thread nothing can be interrupted, and the process ends with code 124.
     """
@@ -342,7 +341,7 @@ def _timeout(timeout_s: float, rank: int, size: int) -> RankTimeout:
 
 
 def _end_process(error: RankTimeout) -> None:
-    """End this process, whose main thread does not answer; the others learn why."""
+    """End this process, whose main thread does not react; tell the other ranks why."""
     from unisono.comm.health.failures import post_failure
 
     print(f"unisono: {error}", file=sys.stderr, flush=True)

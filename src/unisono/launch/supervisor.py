@@ -1,8 +1,8 @@
-"""The one way in which a run is watched: until all ranks have returned, or one thing ends them all.
+"""The one loop that watches a run until all ranks have returned, or something ends them all.
 
-`Ranks` is what differs from place to place: how news of the ranks come, and how orders reach them.
-Processes of this host speak through pipes (`places/local.py`), those of agents, here or elsewhere,
-through channels (`places/agents.py`).
+`Ranks` is what differs from place to place: how news of the ranks arrives, and how orders reach
+them. Ranks of this host use pipes (`places/local.py`); ranks with agents, here or elsewhere, use
+channels (`places/agents.py`).
 """
 
 from __future__ import annotations
@@ -24,55 +24,55 @@ _IS_READY, _IS_GOOD, _IS_BAD, _IS_OVER = map(
     attrgetter, ("is_ready", "is_good", "is_bad", "is_over")
 )
 COLLECT_S = 0.25
-"""After the first bad news: time in which others may report, before all are stopped."""
+"""Time from the first failure until all ranks are stopped: others may report meanwhile."""
 CAUSE_S = 1.0
-"""The same as long as ranks only report that another one has gone: the end of that one is late."""
+"""The same while ranks only report that another one has gone, whose end is noticed late."""
 
 
 class Policy:
-    """What follows from the end of a rank: here, the end of all.
+    """What the end of a rank means: here, the end of all.
 
-    Where ranks may die and join (`launch/elastic/policy.py`), others take their places.
+    Where ranks may die and join (`launch/elastic/policy.py`), others replace them.
     """
 
     look_s: float | None = None
-    """Longest time between two calls of `look`; None: there is nothing to look at."""
+    """Longest time between two calls of `look`; None if `look` does nothing."""
     preload: Sequence[str] = ()
     """Modules that the warm server loads before it forks ranks."""
     replaces = False
-    """Whether other ranks take the places of those that die."""
+    """Whether ranks that die are replaced."""
     remark = ""
-    """What the error of a rank should add."""
+    """A note for the error of a rank."""
 
     def start(self, ranks: Ranks) -> None:
-        """Get to know the ranks, which are about to be started."""
+        """Remember the ranks, which are about to be started."""
 
     def receive(self, rank: int, message: dict[str, Any]) -> None:
-        """Take what a rank says to the coordinator of an elastic training."""
+        """Handle a message from a rank to the coordinator of an elastic training."""
 
     def look(self) -> None:
-        """See to ranks that have died, stand still or are missing."""
+        """Handle ranks that have died, are stopped or are missing."""
 
     def settle(self) -> None:
-        """Start no more ranks: all are about to end."""
+        """Stop replacing ranks: all are about to end."""
 
     def resize(self, ranks: int) -> None:
-        """Have another number of ranks."""
+        """Change the number of ranks."""
         raise NotImplementedError(ranks)
 
     def close(self) -> None:
-        """Let everything go."""
+        """Release all resources."""
 
 
 class Ranks(ABC):
-    """The ranks of one attempt, as their launcher knows and reaches them."""
+    """The ranks of one attempt, as seen by their supervisor."""
 
     policy: Policy = Policy()
-    """What follows from the end of one."""
+    """What the end of one means."""
     states: list[RankState]
     """What is known of each."""
     has_left = False
-    """Whether no process is left that could report on the ranks."""
+    """Whether no process is left that could report about the ranks."""
     exit_code: int | None = None
     """That of the program which started the ranks, if one did."""
 
@@ -82,39 +82,39 @@ class Ranks(ABC):
 
     @abstractmethod
     def wait(self, timeout_s: float | None) -> bool:
-        """Wait for news at most so long, and take all that has come; say whether there was any."""
+        """Wait for news at most `timeout_s` and handle all of it; return whether there was any."""
 
     @abstractmethod
     def wake(self) -> None:
-        """Have `wait` return soon, from any thread."""
+        """Make `wait` return soon; from any thread."""
 
     @abstractmethod
     def interrupt(self, seconds: float) -> None:
-        """Ask all to save and end within `seconds`."""
+        """Ask all ranks to save and end within `seconds`."""
 
     @abstractmethod
     def finish(self) -> None:
-        """Let all leave, which have returned, and stay until they have."""
+        """Release the ranks that returned; wait until they exit."""
 
     @abstractmethod
     def stop(self, reason: str) -> None:
-        """Note where those stand that have not come to an end, and end all."""
+        """Record where unfinished ranks are, and end all ranks."""
 
     @abstractmethod
     def stacks(self) -> dict[int, str]:
-        """Return where those stand that answer."""
+        """Return the stacks of the ranks that answer."""
 
     @abstractmethod
     def value(self, rank: int) -> Parcel:
-        """Return what a rank has returned."""
+        """Return the packed return value of a rank."""
 
     @abstractmethod
     def close(self, *, at_once: bool | None) -> None:
-        """Leave nothing behind.
+        """End what is left of the ranks, and release all resources.
 
         Args:
-            at_once: after an error, whether to kill all without giving them time; None: they have
-                ended as they should.
+            at_once: after an error, whether to kill ranks without a grace period; None if they
+                have ended.
         """
 
     # Where ranks may die and join.
@@ -124,11 +124,11 @@ class Ranks(ABC):
         raise NotImplementedError
 
     def start_rank(self, rank: int) -> bool:
-        """Start another process in the place of a rank that has ended; say whether that works."""
+        """Start a replacement for a rank that has ended; return whether that is possible."""
         raise NotImplementedError
 
     def end_rank(self, rank: int, *, at_once: bool) -> None:
-        """End a rank that does not count any more; `at_once` kills it."""
+        """End a rank that is no longer needed; `at_once` kills it."""
         raise NotImplementedError
 
     def forget_rank(self, rank: int) -> None:
@@ -136,26 +136,26 @@ class Ranks(ABC):
         raise NotImplementedError
 
     def memory_of(self, rank: int) -> str:
-        """Return a name for the memory of a rank; ranks with the same name share theirs."""
+        """Return a name for the memory of a rank; ranks with equal names share memory."""
         raise NotImplementedError
 
     def is_good(self) -> bool:
-        """Whether they have come to a good end."""
+        """Whether all have ended well."""
         return bool(self.states) and all(map(_IS_GOOD, self.states))
 
     def is_bad(self) -> bool:
-        """Whether something has happened to one that ends all."""
+        """Whether something happened to a rank that ends all."""
         return any(map(_IS_BAD, self.states))
 
 
 class Supervisor:
-    """Watches one attempt from its start to its end.
+    """Watches one attempt from start to end.
 
     Args:
-        ranks: whom.
+        ranks: the ranks to watch.
         plan: the deadlines.
         attempt: number of the attempt.
-        announces: whether to say what the first Ctrl-C has begun.
+        announces: whether to print what the first Ctrl-C does.
     """
 
     def __init__(
@@ -175,12 +175,12 @@ class Supervisor:
         """Whether the ranks were asked to end."""
 
     def ask(self, question: Callable[[], None]) -> None:
-        """Have `question` called by the thread that supervises, soon. From any thread."""
+        """Call `question` soon in the supervising thread; from any thread."""
         self._questions.append(question)
         self.ranks.wake()
 
     def interrupt(self) -> None:
-        """Ask all ranks to save and end, as Ctrl-C does; only in the thread that supervises."""
+        """Ask all ranks to save and end, as Ctrl-C does; only in the supervising thread."""
         if self._interrupted_until is not None:
             return
         self.ranks.wait(0)  # the last may be ready by now
@@ -194,11 +194,11 @@ class Supervisor:
             self.ranks.interrupt(self._plan.interrupt_s)
 
     def cancel(self) -> None:
-        """Stop all ranks; only in the thread that supervises."""
+        """Stop all ranks; only in the supervising thread."""
         self._reason = self._reason or "cancelled"
 
     def run(self) -> Ending:
-        """Start the ranks and stay until they have ended; nothing of them is left then."""
+        """Start the ranks and return when all have ended and nothing of them is left."""
         try:
             if not self._reason:
                 self.ranks.start()
@@ -215,7 +215,7 @@ class Supervisor:
         return self._ending()
 
     def _watch(self) -> None:
-        """Follow the ranks until they have returned or left, or there is a reason to stop them."""
+        """Watch the ranks until they have returned or left, or must be stopped."""
         while (remaining_s := self._seconds_left()) != 0.0:
             self.ranks.wait(remaining_s)
             while self._questions:
@@ -228,7 +228,7 @@ class Supervisor:
             self._reason = "interrupted"
 
     def _look(self) -> None:
-        """Note what has become true of all ranks together."""
+        """Note when all ranks are ready, and when the first one failed."""
         if self._ready_at is None and all(map(_IS_READY, self.ranks.states)):
             self._ready_at = time.monotonic()
         if self._bad_since is None and self.ranks.is_bad():

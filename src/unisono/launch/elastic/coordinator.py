@@ -1,9 +1,9 @@
 """Which ranks train, which shards each computes, and the step at which all resume after a change.
 
-Two pure state machines, without processes, connections or tensors. The `Coordinator` gets what
-members say and which have died, and answers with orders. A `Follower` is one member: it decides by
-the marks of the others and these orders what to do next. As long as no member comes or goes,
-members need no orders: they wait for each other's marks.
+Two pure state machines, without processes, connections or tensors. The `Coordinator` receives
+messages and deaths of members, and answers with orders. A `Follower` is one member: it decides by
+the marks of the others and these orders what to do next. While no member comes or goes, members
+need no orders: they wait for the marks of each other.
 
     running    members run; a death, a newcomer or a surplus member ends this phase
     holding    each member stops and says which step it is at: at once after a death, because the
@@ -59,7 +59,7 @@ def mark_of(epoch: int, step: int) -> int:
 
 @dataclass
 class ElasticMember:
-    """What the coordinator knows of one process that trains."""
+    """A process that trains, for the coordinator."""
 
     rank: int
     """Its number, for people."""
@@ -77,7 +77,7 @@ class Coordinator:
     """Decides for one training. Members are known by numbers that are never used again.
 
     Args:
-        target: how many members there shall be; the first step waits for as many.
+        target: number of members to reach; the first step waits for all of them.
         least: with fewer, no new step begins.
     """
 
@@ -95,7 +95,7 @@ class Coordinator:
         """`boundary`, `running`, `holding`, `over` (all have left), or `lost` (all have died)."""
         self.members: dict[int, ElasticMember] = {}
         self.error: str | None = None
-        """What members have done that cannot be right."""
+        """A mistake of the program, found by its members."""
         self.retired: list[int] = []
         """Members and newcomers that are surplus; the caller ends them."""
         self._shards = 0
@@ -114,10 +114,9 @@ class Coordinator:
         return orders
 
     def late(self, marks: Mapping[int, int]) -> list[int]:
-        """Return those for whom others wait, given the marks of members.
+        """Return the members that others wait for, given the marks of members.
 
-        None does if no member has come further than another: then the program may be at
-        something else.
+        None if no member is further than another: then the program may do something else.
         """
         if self.phase == "boundary":
             waiting = [number for number, has_it in self._loading.items() if not has_it]
@@ -137,7 +136,7 @@ class Coordinator:
         host: str = "",
         address: Any = None,
     ) -> None:
-        """A process wants to train; `step` is where its own state is."""
+        """Handle a process that asks to train; its state is at `step`."""
         self._shards = shards
         if self.phase in ("over", "lost") or self._has_leavers():
             self.retired.append(number)
@@ -146,7 +145,7 @@ class Coordinator:
         self._go_on()
 
     def receive(self, number: int, message: Mapping[str, Any]) -> None:
-        """A member or newcomer has said something; what the dead said comes before their death."""
+        """Handle a message of a member or newcomer; those of the dead come before their death."""
         kind = message["kind"]
         if kind == "loaded" and number in self._loading:
             self._loading[number] = True
@@ -182,7 +181,7 @@ class Coordinator:
             self._leave(number, message["step"])
 
     def died(self, number: int, mark: int = 0) -> None:
-        """A process is gone, and `mark` is the last that is known of it. Safe to repeat."""
+        """Handle the death of a process, whose last known mark is `mark`. Safe to repeat."""
         self._newcomers.pop(number, None)
         self._loading.pop(number, None)
         if number in self.retired:
@@ -199,12 +198,12 @@ class Coordinator:
             self._go_on()
 
     def resize(self, target: int) -> None:
-        """Have another number of members."""
+        """Change the number of members."""
         self.target = target
         self._go_on()
 
     def _go_on(self) -> None:
-        """Do what the state of things asks for."""
+        """Change the phase if the members allow it, and order what follows."""
         if self.members and all(member.has_left for member in self.members.values()):
             self.phase = "over"
         if self.phase == "over" or self._has_leavers():
@@ -223,13 +222,13 @@ class Coordinator:
             self._at_boundary()
 
     def _hold(self, at: int) -> None:
-        """Have members stop at a step, or where they are if that is further."""
+        """Order members to stop at a step, or where they are if that is further."""
         self.phase = "holding"
         for number in self.members.keys() - self._stands_at.keys():
             self._order(number, "hold", step=self.step, at=at)
 
     def _part(self, why: str) -> None:
-        """Members that cannot reach each other try again, in another epoch; but not for ever."""
+        """Let members that cannot reach each other try again in another epoch, a few times."""
         if self.phase != "running" or self._has_leavers():
             return
         self._parted = self._parted + 1 if self.step == self._parted_at else 1
@@ -242,7 +241,7 @@ class Coordinator:
     # Boundary.
 
     def _at_boundary(self) -> None:
-        """Bring members to the wanted number, then let them run."""
+        """Bring the number of members to the target, then let them run."""
         if not self.members:
             if self.step > self._first:
                 self.phase = "lost"
@@ -267,7 +266,7 @@ class Coordinator:
             self._run()
 
     def _admit(self) -> None:
-        """Make members of newcomers that have the state."""
+        """Make newcomers that have loaded the state members."""
         for number in self._loading:
             rank, _, host, address = self._newcomers.pop(number)
             self.members[number] = ElasticMember(rank, host, address)
@@ -305,7 +304,7 @@ class Coordinator:
         return any(member.has_left for member in self.members.values())
 
     def _leave(self, number: int, step: int) -> None:
-        """A loop has ended. All others end theirs at the same step, or say that they do not."""
+        """Handle the end of a loop: all others must end theirs at the same step."""
         self.members[number].has_left = True
         self._donor = None
         self._retire_newcomers()
@@ -319,20 +318,20 @@ class Coordinator:
 
 
 class Follower:
-    """One member: what it does next.
+    """The decisions of one member.
 
     Attributes:
         step: where it is.
         order: who does what in this epoch; empty before the first one.
-        mark: how far it has come, for others to see.
-        is_held: whether it has to stay where it is.
-        stops_at: the step before which it shall stop, if any.
-        orders: those that it has not obeyed yet.
+        mark: its progress, for others to see.
+        is_held: whether it has to wait for an order.
+        stops_at: the step before which to stop, if any.
+        orders: orders that are still to be carried out.
         mistake: what is wrong, if others have left.
     """
 
     FEW = 2
-    """Up to this number of sums, each member adds up all: that is as quick as to read a result."""
+    """With this number of sums or fewer, each member adds up all of them: that is as quick."""
 
     def __init__(self) -> None:
         self.step = 0
@@ -345,12 +344,12 @@ class Follower:
 
     @property
     def adds_up_alone(self) -> bool:
-        """Whether there is no result that members make together."""
+        """Whether each member adds up all sums for itself."""
         return sum(end > first for first, end in self.order["runs"]) <= self.FEW
 
     @property
     def is_spread(self) -> bool:
-        """Whether members are on several hosts: then what they leave has to travel."""
+        """Whether members are on several hosts: then sums have to travel."""
         return len(set(self.order["hosts"])) > 1
 
     def due(self, marks: Callable[[], Sequence[int]]) -> str:
@@ -392,11 +391,11 @@ class Follower:
         return {1: "reduce", 2: "confirm"}.get(phase, "commit")
 
     def is_in_vain(self) -> bool:
-        """Whether an order has come that ends what this member is at."""
+        """Whether an order makes the current work of this member useless."""
         return any(order["kind"] != "hold" or order["at"] <= self.step for order in self.orders)
 
     def has_done(self, what: str) -> None:
-        """Come further: `compute`, `reduce` or `confirm` is done. Then others may see the mark."""
+        """Advance the mark after `compute`, `reduce` or `confirm`; then others may see it."""
         phase = {"compute": 1, "reduce": 2, "confirm": PHASES}[what]
         if phase == 1 and self.adds_up_alone:
             phase = 2

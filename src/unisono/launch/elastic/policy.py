@@ -1,9 +1,8 @@
-"""The policy of a run whose ranks may die and join: others take the places of those that die.
+"""The policy of a run whose ranks may die and join: ranks that die are replaced.
 
-`ReplacingPolicy` sees to the processes of this run, `ElasticPolicy` to the members of a training
-besides: it carries words and orders between them and the coordinator. Both get what ranks say,
-wherever these run, by the `Ranks` that they belong to. An exception in a rank's function ends the
-run as ever: it would be raised again by the next rank.
+`ReplacingPolicy` replaces processes of this run; `ElasticPolicy` also carries messages and orders
+between the members of a training and their coordinator. An exception in the function of a rank ends
+the run, as in any other: the next rank would raise it again.
 """
 
 from __future__ import annotations
@@ -28,19 +27,19 @@ if TYPE_CHECKING:
     from unisono.launch.places.guests import Guests
 
 LOOK_S = 0.1
-"""Seconds between two looks at ranks for which others wait."""
+"""Seconds between two checks of ranks that others wait for."""
 RETIRE_S = 5.0
-"""Time that a surplus rank has to end before it is killed."""
+"""Time for a surplus rank to end before it is killed."""
 EVENTS = "members.jsonl"
 """File of a job with one line for each member that joined, died or was retired."""
 
 
 class ReplacingPolicy(Policy):
-    """Starts other ranks in the places of those that died, and retires surplus ones.
+    """Replaces ranks that die, and retires surplus ones.
 
     Args:
         most: largest number of ranks.
-        shows: whether to tell people what happens.
+        shows: whether to print what happens.
     """
 
     look_s = LOOK_S
@@ -53,7 +52,7 @@ class ReplacingPolicy(Policy):
         self._ranks: Ranks
         self._is_settled = False
         self._retired: dict[int, tuple[RankState, float]] = {}
-        """Ranks that were told to end, and when they are killed."""
+        """Ranks that were asked to end, and when they are killed."""
         self._has_left: set[int] = set()
         """Ranks whose loops have ended."""
         self._deaths_in_a_row = 0
@@ -63,36 +62,36 @@ class ReplacingPolicy(Policy):
     @property
     @abstractmethod
     def is_over(self) -> bool:
-        """Whether the training needs no more ranks."""
+        """Whether the training has ended."""
 
     @property
     @abstractmethod
     def target(self) -> int:
-        """How many ranks this run shall have."""
+        """The number of ranks that this run should have."""
 
     @property
     @abstractmethod
     def step(self) -> int:
-        """The step that the first of the members is at, as far as is known."""
+        """The step of the furthest member, as far as is known."""
 
     @abstractmethod
     def lost(self, rank: int) -> None:
-        """Tell the coordinator that a rank of this run has ended."""
+        """Report the end of a rank of this run to the coordinator."""
 
     @abstractmethod
     def is_alone(self) -> bool:
-        """Whether no member is left but the ranks of this run."""
+        """Whether all members are ranks of this run."""
 
     def start(self, ranks: Ranks) -> None:
-        """Get to know the ranks, which are about to be started."""
+        """Remember the ranks, which are about to be started."""
         self._ranks = ranks
 
     def settle(self) -> None:
-        """Start no more ranks: all are about to end."""
+        """Stop replacing ranks: all are about to end."""
         self._is_settled, self.look_s = True, None
 
     def look(self) -> None:
-        """See to ranks that have died, stand still or are missing."""
+        """Handle ranks that have died, are stopped or are missing."""
         if self._is_settled:
             return
         self._check_returned()
@@ -107,13 +106,13 @@ class ReplacingPolicy(Policy):
             self.look_at_slow()
 
     def look_at_slow(self) -> None:
-        """See to ranks that stand still, now and then."""
+        """Handle ranks that are stopped; called every `LOOK_S`."""
         if isinstance(self._ranks, RankMonitor):
             for rank in self._ranks.kill_stopped():
                 self.say(f"rank {rank.rank} is ended: it was stopped by a signal")
 
     def retire(self, rank: int) -> None:
-        """Have a surplus rank end."""
+        """Ask a surplus rank to end."""
         for state in self._ranks.states:
             if state.rank == rank and rank not in self._retired and not state.is_over:
                 self._retired[rank] = state, time.monotonic() + RETIRE_S
@@ -121,7 +120,7 @@ class ReplacingPolicy(Policy):
                 return
 
     def say(self, text: str) -> None:
-        """Tell people something."""
+        """Print a line about the run."""
         if self._shows:
             print(f"unisono: {text}", file=sys.stderr, flush=True)
 
@@ -137,7 +136,7 @@ class ReplacingPolicy(Policy):
                 )
 
     def _forget_dead(self) -> None:
-        """Forget ranks that died, as long as a member is left; the last one ends the attempt."""
+        """Forget ranks that died; the death of the last member ends the attempt."""
         for state in [state for state in self._ranks.states if state.state == "died"]:
             self.lost(state.rank)
             if not self.is_over:
@@ -160,7 +159,7 @@ class ReplacingPolicy(Policy):
                 self._ranks.end_rank(rank, at_once=True)
 
     def _bring_to_size(self) -> None:
-        """Start ranks for those that are missing."""
+        """Start the ranks that are missing."""
         states = self._ranks.states
         if self.is_over or any(state.is_good for state in states):
             return
@@ -174,18 +173,18 @@ class ReplacingPolicy(Policy):
 
 @dataclass(eq=False)
 class Candidate:
-    """A process that wants to train, or does."""
+    """A process that trains, or asks to."""
 
     number: int
     memory: str
-    """Those with the same share their memory."""
+    """Processes with equal names share memory."""
     rank: int
     pid: int
     host: str
     is_guest: bool
     """Whether it is a rank of another launcher."""
     mark: int = 0
-    """The last that it has told; others may have seen a later one."""
+    """Its last reported mark; other members may have seen a later one."""
     since: float = field(default_factory=time.monotonic)
     has_entered: bool = False
 
@@ -196,11 +195,11 @@ class ElasticPolicy(ReplacingPolicy):
     Args:
         most: largest number of ranks of this run.
         least: with fewer members no step begins.
-        stall_s: how long members may wait for another one before it is ended.
+        stall_s: longest wait of members for another one before that is ended.
         job_dir: directory of the run, for the file of events.
         is_spread: whether members may be on several hosts.
         guests: ranks of other launchers.
-        shows: whether to tell people what happens.
+        shows: whether to print what happens.
 
     Attributes:
         recovered_s: from each death to the end of the step that it hit.
@@ -263,7 +262,7 @@ class ElasticPolicy(ReplacingPolicy):
         return sum(seat.is_guest for seat in self._seats.values() if seat.has_entered)
 
     def resize(self, ranks: int) -> None:
-        """Have another number of ranks from the next step on; only in the supervising thread."""
+        """Change the number of ranks from the next step on; only in the supervising thread."""
         ranks = max(self._least, min(ranks, self._most))
         self.coordinator.reached = self.step
         self.coordinator.resize(ranks + self._guest_count())
@@ -279,10 +278,10 @@ class ElasticPolicy(ReplacingPolicy):
                 "from a checkpoint if the function restores one"
             )
 
-    # What members say.
+    # Messages of members.
 
     def receive(self, rank: int, message: dict[str, Any]) -> None:
-        """Take what a rank of this run says."""
+        """Handle a message of a rank of this run."""
         self.take(self._ranks.memory_of(rank), rank, message)
         if message["kind"] == "left":
             self._has_left.add(rank)
@@ -290,7 +289,7 @@ class ElasticPolicy(ReplacingPolicy):
     def take(
         self, memory: str, rank: int, message: dict[str, Any], *, is_guest: bool = False
     ) -> None:
-        """Take what a rank says, of whatever launcher."""
+        """Handle a message of a rank of this run or, as `is_guest`, of another launcher."""
         self._news_at = time.monotonic()
         kind, seat = message["kind"], self._seat_of(memory, rank)
         if kind == "join":
@@ -323,11 +322,11 @@ class ElasticPolicy(ReplacingPolicy):
         self._deliver()
 
     def lost(self, rank: int) -> None:
-        """A rank of this run has ended."""
+        """Handle the end of a rank of this run."""
         self.take_end(self._ranks.memory_of(rank), rank)
 
     def take_end(self, memory: str, rank: int) -> None:
-        """A rank has ended, of whatever launcher."""
+        """Handle the end of a rank of any launcher."""
         if (seat := self._seat_of(memory, rank)) is not None:
             self._leave_seat(seat)
             self._deliver()
@@ -337,7 +336,7 @@ class ElasticPolicy(ReplacingPolicy):
         return next((s for s in seats if (s.memory, s.rank) == (memory, rank)), None)
 
     def _welcome(self, memory: str, rank: int, message: dict[str, Any], *, is_guest: bool) -> None:
-        """Take a newcomer in, unless its results would have other bits."""
+        """Accept a newcomer, unless its results would differ in their bits."""
         facts: dict[str, Any] = message["facts"]
         others = self._facts = self._facts or facts
         pid, host = message["pid"], message["host"]
@@ -355,7 +354,7 @@ class ElasticPolicy(ReplacingPolicy):
         self._send(seat, {"kind": "welcome", "host": memory, "key": self._key})
 
     def _leave_seat(self, seat: Candidate) -> None:
-        """Let others do what a process had to do that is gone."""
+        """Report the end of a process to the coordinator, which reassigns its work."""
         del self._seats[seat.number]
         member = self.coordinator.members.get(seat.number)
         if member is not None and member.has_left:
@@ -369,7 +368,7 @@ class ElasticPolicy(ReplacingPolicy):
         self.coordinator.died(seat.number, seat.mark)
 
     def _deliver(self) -> None:
-        """Send what the coordinator orders, and note what has come of it."""
+        """Send the orders of the coordinator, and record new members."""
         coordinator = self.coordinator
         for number, order in coordinator.take_orders():
             if (seat := self._seats.get(number)) is not None:
@@ -387,10 +386,10 @@ class ElasticPolicy(ReplacingPolicy):
         else:
             self._ranks.order_rank(seat.rank, elastic=order)
 
-    # What follows.
+    # Deaths, stalls and surplus members.
 
     def look(self) -> None:
-        """See to members that have died, stand still, are missing or are surplus."""
+        """Handle members that have died, are stopped, are missing or are surplus."""
         if self._is_settled:
             return
         if self.coordinator.error is not None:
@@ -432,7 +431,7 @@ class ElasticPolicy(ReplacingPolicy):
             )
 
     def _end(self, number: int, *, at_once: bool) -> None:
-        """End a member, or a newcomer that is not needed."""
+        """End a member, or a surplus newcomer."""
         seat = self._seats.get(number)
         if seat is None:
             return
@@ -445,14 +444,14 @@ class ElasticPolicy(ReplacingPolicy):
             self.retire(seat.rank)
 
     def _retire_late_newcomers(self) -> None:
-        """The training is over: ranks that have not begun it are not needed."""
+        """Retire ranks that have not begun the training, which is over."""
         seated = {seat.rank for seat in self._seats.values() if not seat.is_guest}
         for state in list(self._ranks.states):
             if state.rank not in seated | self._has_left and not state.is_over:
                 self.retire(state.rank)
 
     def _note_event(self, what: str, rank: int) -> None:
-        """Keep what happened to a member, for people and for the live page."""
+        """Record what happened to a member, for users and for the live page."""
         members = sum(number in self._seats for number in self.coordinator.members)
         event = {"what": what, "rank": rank, "step": self.step, "members": members}
         with suppress(OSError), (self._job_dir / EVENTS).open("a", encoding="utf-8") as file:
@@ -462,7 +461,7 @@ class ElasticPolicy(ReplacingPolicy):
 
 
 def read_events(job_dir: Path) -> list[dict[str, Any]]:
-    """Return what happened to the members of a job, the latest last."""
+    """Return the events of the members of a job, the latest last."""
     with suppress(OSError):
         lines = (job_dir / EVENTS).read_text(encoding="utf-8").splitlines()
         return [json.loads(line) for line in lines if line.endswith("}")]

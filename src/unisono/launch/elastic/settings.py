@@ -1,4 +1,4 @@
-"""What a caller of `run` says about ranks that may die and join, checked."""
+"""Options of `run` for ranks that may die and join, checked."""
 
 from __future__ import annotations
 

@@ -2,10 +2,10 @@
 
     UNISONO_AGENT=INVITATION python -m unisono.launch.places.agent
 
-It connects to the supervisor (`agents.py`), gets the rank to start, and passes on what the rank
-says and prints and how it ends, SIGKILL included. Orders and signals go the other way. It unpickles
-nothing of the user's. While the connection is broken the rank goes on; a rank that prints more than
-the network takes has to wait.
+It connects to the supervisor (`agents.py`), starts the rank, and forwards its messages, its output
+and how it ended, SIGKILL included. Orders and signals go the other way. It never unpickles objects
+of the user. While the connection is broken the rank goes on; a rank that prints faster than the
+network has to wait.
 """
 
 from __future__ import annotations
@@ -41,22 +41,22 @@ from unisono.processes import process_start
 INVITATION = "UNISONO_AGENT"
 """Variable with an `Invitation`; ranks do not inherit it."""
 _OF_OTHERS = (*MISLEADING, "RANK", "UNISONO_RUN_ID")
-"""What may be left from another launcher: the starter's own variables tell our place."""
+"""Variables that another launcher may have left; the starter sets its own."""
 _CHUNK = (1 << 20) - 4096  # with what pickle adds, one frame
 _DIAL_S = 5.0
-"""Longest try of one address."""
+"""Longest attempt to connect to one address."""
 _PAUSE_S = 0.2
-"""Seconds between two tries to reach the supervisor."""
+"""Seconds between two attempts to reach the supervisor."""
 CONNECT_S = 60.0
 """Longest wait for a supervisor that has just started this agent."""
 LOOK_S = 0.2
-"""Seconds between two looks whether a rank that others wait for was stopped by a signal."""
+"""Seconds between two checks whether a signal has stopped the rank of an elastic run."""
 _LINGER_S = 1.0
-"""Longest wait for the other side to take the last messages."""
+"""Longest wait until the other side has received the last messages."""
 GONE = "the supervisor is gone"
-"""Why an agent stops of itself."""
+"""Why an agent stops without an order."""
 _REFUSED_S = 1.0
-"""So long its host says that no process listens at its port: then the supervisor is gone."""
+"""If its host refuses connections for so long, the supervisor is gone."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,14 +81,14 @@ class Invitation:
 
 
 class Line:
-    """The channel of an agent, and how it is connected: again and again, until it is hopeless.
+    """The channel of an agent, and its reconnection.
 
     Args:
         invitation: where the supervisor is.
 
     Attributes:
         channel: the channel.
-        is_lost: whether the supervisor is gone, or was away for too long.
+        is_lost: whether the supervisor is gone, or could not be reached for too long.
     """
 
     def __init__(self, invitation: Invitation) -> None:
@@ -99,7 +99,7 @@ class Line:
         self._connections: list[Connection] = []
 
     def connect(self, timeout_s: float) -> None:
-        """Connect for the first time; raises `PlatformError` without an answer."""
+        """Connect for the first time; raise `PlatformError` if no supervisor answers."""
         connection = self._try_for(timeout_s)
         if connection is None:
             at = ", ".join(f"{name}:{self._invitation.port}" for name in self._invitation.addresses)
@@ -116,7 +116,7 @@ class Line:
         return self._wake_read
 
     def reconnect(self, timeout_s: float) -> None:
-        """Look for the supervisor in the background, at most so long."""
+        """Try to reach the supervisor in the background, for at most `timeout_s`."""
         self.channel.detach()
 
         def look() -> None:
@@ -128,7 +128,7 @@ class Line:
         threading.Thread(target=look, name="unisono-reconnect", daemon=True).start()
 
     def reconnected(self) -> bool:
-        """Take the answer; return whether there is a connection again."""
+        """Finish `reconnect`; return whether the channel is connected again."""
         os.read(self._wake_read, 1)
         if self._connections:
             self.channel.attach(self._connections.pop())
@@ -136,7 +136,7 @@ class Line:
         return not self.is_lost
 
     def close(self) -> None:
-        """Close the connection, as soon as the other side has all messages, or after a moment."""
+        """Close the connection once the other side has all messages, or after a short wait."""
         end = time.monotonic() + _LINGER_S
         while not self.channel.is_drained and time.monotonic() < end:
             self.channel.flush()
@@ -173,12 +173,12 @@ class Line:
 
 
 class Agent(RankMonitor):
-    """Watches over one rank from its start to its end.
+    """The parent of one rank, from start to end.
 
     Args:
         line: the connection to the supervisor.
         place: of the rank, among all.
-        node: what users call this host; "" if they call it by its own name.
+        node: name of this host for users; "" if that is its host name.
         environment: variables that the rank inherits.
     """
 
@@ -222,7 +222,7 @@ class Agent(RankMonitor):
         self._rank = self._start()
 
     def run(self) -> str:
-        """Stay until the supervisor lets the rank go; return why it was stopped if it was."""
+        """Supervise the rank to its end; return why it was stopped, "" if it was released."""
         try:
             while not self._is_finished and not self._stop_reason:
                 self._turn(LOOK_S if self._is_elastic else None)
@@ -238,7 +238,7 @@ class Agent(RankMonitor):
         return self._stop_reason
 
     def _wait_for(self, word: str) -> dict[str, Any]:
-        """Return the next message that has this word, before the rank is started."""
+        """Return the next message with this word; for messages before the start of the rank."""
         with selectors.DefaultSelector() as selector:
             selector.register(self._channel, selectors.EVENT_READ)
             while True:
@@ -255,7 +255,7 @@ class Agent(RankMonitor):
                     raise PlatformError(f"the supervisor hung up: {error}") from None
 
     def _payload(self, path: Path) -> int:
-        """Return the file with the job of the rank: that of the supervisor, or a copy of it."""
+        """Return the file with the job of the rank: the one of the supervisor, or a copy."""
         with suppress(OSError, PlatformError):
             check_ours(path)
             self._dir = path.parent
@@ -306,14 +306,14 @@ class Agent(RankMonitor):
         self._send({"output": data, "stream": number})
 
     def _tell(self, rank: RankProcess | None = None) -> None:
-        """Tell the supervisor what is known of the rank."""
+        """Report the state of the rank to the supervisor."""
         self._send({"state": (rank or self._rank).state})
 
     def _send(self, message: dict[str, Any]) -> None:
         self._channel.send(message)
 
     def _turn(self, timeout_s: float | None) -> None:
-        """Take what comes from the rank, from the supervisor and from signals."""
+        """Handle news of the rank, orders of the supervisor, and signals."""
         was_running = self._rank.is_running
         self._listen_for_room()
         self.wait(timeout_s)
@@ -325,7 +325,7 @@ class Agent(RankMonitor):
             self._obey(self._orders.pop(0))
 
     def wait(self, timeout_s: float | None) -> bool:
-        """Wait for news at most so long, and take all that has come; send what has to be sent."""
+        """Wait for news at most `timeout_s` and handle all of it; send what is queued."""
         if self._channel.is_connected:
             events = selectors.EVENT_READ | selectors.EVENT_WRITE * self._channel.wants_write
             key = self._selector.get_key(self._channel.fileno())
@@ -334,7 +334,7 @@ class Agent(RankMonitor):
         return super().wait(timeout_s)
 
     def _listen_for_room(self, *, to_the_end: bool = False) -> None:
-        """Read what the rank prints as long as it can be passed on; else the rank waits."""
+        """Read the output of the rank only while it can be forwarded; else the rank waits."""
         has_room = to_the_end or self._channel.has_room
         if has_room == self._hears_outputs:
             return
@@ -367,7 +367,7 @@ class Agent(RankMonitor):
             self._rank.order(**order)
 
     def _hear(self) -> bool:
-        """Take the orders that have come; a connection that has ended is made again."""
+        """Receive orders; reconnect if the connection has ended."""
         self._channel.flush()
         try:
             self._orders += self._channel.receive()
@@ -393,7 +393,7 @@ class Agent(RankMonitor):
         self.listen(read, lambda: read_available(read) != b"")
 
     def _end(self) -> None:
-        """Stop the rank if it still runs, pass its last words on, and leave nothing here."""
+        """Stop the rank if it runs, forward its last messages, and clean up."""
         try:
             self._listen_for_room(to_the_end=True)
             self.end_all(self._plan.grace_s)
@@ -417,7 +417,7 @@ class Agent(RankMonitor):
 
 
 def chunks_of(word: str, fd: int) -> Iterator[dict[str, bytes]]:
-    """Yield the bytes of a file as messages; the last one is empty."""
+    """Yield the content of a file as messages; the last one is empty."""
     place = 0
     while data := os.pread(fd, _CHUNK, place):
         place += len(data)
@@ -426,7 +426,7 @@ def chunks_of(word: str, fd: int) -> Iterator[dict[str, bytes]]:
 
 
 def mpi_descriptors(environment: Mapping[str, str]) -> tuple[int, ...]:
-    """Return the descriptors by which an MPI library in a rank talks to who started it."""
+    """Return the descriptors by which an MPI library in a rank talks to its starter."""
     with suppress(KeyError, ValueError, OSError):  # of a step around this one, it is closed
         fd = int(environment["PMI_FD"])
         os.fstat(fd)
@@ -435,10 +435,10 @@ def mpi_descriptors(environment: Mapping[str, str]) -> tuple[int, ...]:
 
 
 def attend(invitation: Invitation, environment: Mapping[str, str]) -> str:
-    """Be the agent of the rank that `environment` describes, to its end.
+    """Run the agent of the rank that `environment` describes.
 
     Returns:
-        Why it was stopped; "" if its rank was let go.
+        Why it was stopped; "" if its rank was released.
     """
     place = detect({n: value for n, value in environment.items() if n not in _OF_OTHERS})
     line = Line(invitation)
@@ -447,15 +447,15 @@ def attend(invitation: Invitation, environment: Mapping[str, str]) -> str:
 
 
 def visit(invitation: Invitation, order: str, timeout_s: float) -> dict[str, Any] | None:
-    """Give a supervisor an order from outside of its run; return its answer.
+    """Send a supervisor an order from outside of its run; return its answer.
 
     Args:
         invitation: where it is.
-        order: what it is to do.
-        timeout_s: how long to wait for the answer; without one in time the result is {}.
+        order: what to do.
+        timeout_s: longest wait for the answer.
 
     Returns:
-        None if it cannot be reached.
+        {} without an answer in time, None if the supervisor cannot be reached.
     """
     channel, key = ControlChannel(), bytes.fromhex(invitation.key)
     try:
@@ -474,7 +474,7 @@ def visit(invitation: Invitation, order: str, timeout_s: float) -> dict[str, Any
 
 
 def main() -> int:
-    """Be the agent that the environment describes."""
+    """Run the agent that the environment describes."""
     if Path.cwd() == Path("/"):  # where mpiexec starts agents of other hosts
         with suppress(OSError, RuntimeError):
             os.chdir(Path.home())

@@ -1,8 +1,8 @@
-"""Ranks whose parents are agents, here or on other hosts: heard and ordered over the channel.
+"""Ranks that have agents as parents, here or on other hosts, supervised over the control channel.
 
-A place says how agents are started: a program such as mpiexec, srun, Ray's actors. All else is the
-same everywhere. An agent whose connection breaks has `lost_after_s` to come back, and its rank goes
-on meanwhile; one that hangs up, or is killed, is given up at once.
+A place says how agents are started: by mpiexec, by srun, as actors of Ray. All else is the same
+everywhere. An agent whose connection breaks has `lost_after_s` to reconnect, and its rank goes on
+meanwhile; an agent that closes its connection, or is killed, is lost at once.
 """
 
 from __future__ import annotations
@@ -45,39 +45,39 @@ from unisono.processes import process_start
 LEAVE_S = 15.0
 """Longest time from an order to the end of all agents."""
 HUNG_UP_S = 0.25, 1.0
-"""How long an agent of this host, or of another one, may take to come back after its connection was
-closed: that is what happens when it ends, but a gateway may also close what it thinks is idle."""
+"""How long an agent of this host, or of another one, may take to reconnect after its connection was
+closed: that happens when it ends, but a gateway may also close a connection that seems idle."""
 ALL_INTERFACES = "0.0.0.0"
 
 
 def payload_path(job_dir: Path, plan: RunPlan) -> Path:
-    """Return where a run keeps the job of its ranks."""
+    """Return the path of the file with the job of the ranks."""
     return job_dir / f"payload-{plan.run_id}"
 
 
 @dataclass(eq=False)
 class Seat:
-    """What the supervisor holds for one rank."""
+    """What the supervisor knows of one rank and its agent."""
 
     state: RankState
     log: RankLog
     streams: list[RankStream]
     channel: ControlChannel | None = None
     value: Parcel | None = None
-    """What the rank returns, as it comes."""
+    """The return value, as far as it has arrived."""
     value_bytes: int = 0
     stack: str | None = None
-    """The answer to the latest question where the rank stands."""
+    """The latest stack of the rank; None while the question is open."""
     lost_at: float | None = None
-    """When it is given up, unless its agent comes back."""
+    """When it is given up, unless its agent reconnects."""
     left_at: float = 0.0
     """When its connection ended, by the clock of this host."""
     why_lost: str = ""
     is_over: bool = False
-    """Whether its agent has said its last word, or was given up."""
+    """Whether its agent has sent its last message, or was given up."""
 
     def send(self, message: dict[str, Any]) -> None:
-        """Send the agent a message, if it is still there."""
+        """Send the agent a message, unless it has left."""
         if self.channel is not None and not self.is_over:
             self.channel.send(message)
 
@@ -86,19 +86,19 @@ class AgentRanks(Ranks):
     """The ranks of one attempt, each with an agent.
 
     Args:
-        job: that of the ranks; None if the directory has the payload already.
-        plan: the plain facts of the run.
+        job: of the ranks; None if the directory has the payload already.
+        plan: of the run.
         attempt: number of the attempt.
         console: where output is shown.
         job_dir: directory of the run.
-        command: a program that starts all agents and ends when they have; None: `start_agents`
-            does something else.
-        env: its variables; None are those of this process.
-        address: where agents find this process; None is this host alone.
+        command: a program that starts all agents and ends with the last one; None where
+            `start_agents` is overridden.
+        env: its variables; None: those of this process.
+        address: where agents find this process; None: on this host only.
     """
 
     hint = "the host may be out of memory, or gone"
-    """What to try where an agent is lost."""
+    """What to check when an agent is lost."""
 
     def __init__(
         self,
@@ -204,7 +204,7 @@ class AgentRanks(Ranks):
             self._selector.register(self._end_fd, selectors.EVENT_READ)
 
     def end_agents(self) -> None:
-        """End what has started the agents, and the agents with it."""
+        """End the program that started the agents, and the agents with it."""
         for number in (signal.SIGTERM, signal.SIGKILL):
             if self._process is not None and self._process.poll() is None:
                 with suppress(ProcessLookupError):
@@ -213,7 +213,7 @@ class AgentRanks(Ranks):
                     self._process.wait(2.0)
 
     def starter_has_ended(self) -> bool:
-        """Whether what starts agents has ended; then there will be no more of them."""
+        """Whether the program that starts agents has ended, so that no more will come."""
         if self._process is not None and self.exit_code is None:
             self.exit_code = self._process.poll()
         return self.exit_code is not None
@@ -301,7 +301,7 @@ class AgentRanks(Ranks):
                 for stream in seat.streams:
                     stream.close()
 
-    # What comes.
+    # Messages of agents.
 
     def _welcome(self) -> None:
         for channel in self._listener.turn():
@@ -339,11 +339,11 @@ class AgentRanks(Ranks):
                 self._take(seat, message)
 
     def visited(self, channel: ControlChannel, order: str) -> None:
-        """Answer a process that knows the key but is no agent, such as the handle on a job."""
+        """Answer a process that has the key but is no agent, such as the handle on a job."""
         channel.send({"refused": order})
 
     def _seat(self, channel: ControlChannel, hello: dict[str, Any]) -> None:
-        """Take in a new agent."""
+        """Give a new agent its rank."""
         seat = self._seats[hello["rank"]]
         self._channels[channel] = seat
         seat.channel = channel
@@ -374,7 +374,7 @@ class AgentRanks(Ranks):
             seat.send({"master": self._master})
 
     def _take(self, seat: Seat, message: dict[str, Any]) -> None:
-        """Take what an agent says."""
+        """Handle a message of an agent."""
         if "output" in message:
             seat.log.write(message["output"])
             seat.streams[message["stream"]].feed(message["output"])
@@ -406,9 +406,9 @@ class AgentRanks(Ranks):
             seat.is_over = True
 
     def _note(self, seat: Seat, reported: RankState) -> None:
-        """Note how a rank stands; times are by the clock of this host.
+        """Update the state of a rank, with times by the clock of this host.
 
-        One that is killed after another has failed is not to blame: starters clean up that way.
+        A rank that is killed after another has failed is not the cause: starters clean up that way.
         """
         state = seat.state
         is_killed = reported.exit_code in (-signal.SIGKILL, -signal.SIGTERM)
@@ -427,9 +427,9 @@ class AgentRanks(Ranks):
             at.setdefault(word, now - (latest - when))
 
     def _fail(self, seat: Seat, summary: str, *, traceback: str = "", hint: str = "") -> None:
-        """Note that a rank has failed which cannot say so itself.
+        """Record the failure of a rank that cannot report it.
 
-        Of agents that are lost one after the other, the first is to blame: starters end the others.
+        Of agents that are lost one after the other the first is the cause: starters end the others.
         """
         failed = Failed(
             summary=summary,
@@ -450,7 +450,7 @@ class AgentRanks(Ranks):
                 self.lost(seat)
 
     def lost(self, seat: Seat) -> None:
-        """Note that an agent has gone, and its rank with it."""
+        """Record that an agent is lost, and its rank with it."""
         if seat.state.is_over:
             return
         if self.policy.replaces:
@@ -481,7 +481,7 @@ class AgentRanks(Ranks):
         return True
 
     def start_agent(self, rank: int) -> bool:
-        """Start another agent for a rank whose agent is lost; say whether this place can."""
+        """Replace a lost agent; return whether this place can do that."""
         del rank
         return False
 
@@ -505,7 +505,7 @@ class AgentRanks(Ranks):
         return seat.lost_at is not None
 
     def _register(self, channel: ControlChannel) -> None:
-        """Listen to a channel, and for room to write where it needs some."""
+        """Watch a channel for messages, and for room if it has something to send."""
         if not channel.is_connected:
             return
         events = selectors.EVENT_READ | selectors.EVENT_WRITE * channel.wants_write
@@ -520,14 +520,14 @@ class AgentRanks(Ranks):
         if (fd := self._fds.pop(channel, None)) is not None:
             self._selector.unregister(fd)
 
-    # What goes.
+    # Orders to agents.
 
     def _order(self, **order: Any) -> None:
         for seat in self._seats:
             seat.send(order)
 
     def _wait_for_agents(self, limit_s: float | None = None) -> None:
-        """Wait for the last word of all agents; longer where a rank finishes a save."""
+        """Wait for the last message of all agents; longer where a rank finishes a save."""
         begin = time.monotonic()
         if limit_s is None:
             limit_s = self._plan.grace_s + LEAVE_S
@@ -541,7 +541,7 @@ class AgentRanks(Ranks):
                 self.exit_code = self._process.wait(max(0.5, begin + limit_s - time.monotonic()))
 
     def _end_ranks_here(self) -> None:
-        """Kill ranks of this host that outlived their agents, if they still are what they were."""
+        """Kill ranks of this host that outlived their agents; a reused process id is left alone."""
         for state in self.states:
             is_here = state.pid and state.host == socket.gethostname()
             if is_here and process_start(state.pid) == state.pid_start:

@@ -1,8 +1,8 @@
 """Elastic trainings over several launchers: one invites, others join with ranks of their own.
 
-The launcher that joins is the parent of its ranks, as an agent is: it passes on what they say to
-the coordinator, and orders the other way, over one channel to the launcher that invited it. Their
-function, output and results are its own affair.
+The launcher that joins is the parent of its ranks, as an agent is: it forwards their messages to
+the coordinator, and orders the other way, over one channel to the launcher that invited it. It
+handles their function, output and results itself.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Guests:
     Args:
         invitation_path: where to leave the invitation.
         address: where other hosts find this process.
-        lost_after_s: how long a connection may be away.
+        lost_after_s: how long a connection may be broken.
     """
 
     def __init__(self, invitation_path: Path, address: str, lost_after_s: float) -> None:
@@ -41,7 +41,7 @@ class Guests:
         self._lost_after_s = lost_after_s
         self._policy: ElasticPolicy
         self._names: dict[ControlChannel, str] = {}
-        """What tells the memory of a launcher from that of others; "" before its first word."""
+        """A name for the memory of each launcher; "" before its first message."""
         self._ranks: dict[str, set[int]] = {}
         self._lost_at: dict[ControlChannel, float] = {}
         self._fds: dict[ControlChannel, int] = {}
@@ -49,16 +49,16 @@ class Guests:
         self._selector.register(self._listener, selectors.EVENT_READ)
 
     def start(self, policy: ElasticPolicy) -> None:
-        """Begin to listen, pass what comes to the policy, and leave the invitation."""
+        """Write the invitation, and forward messages to the policy from now on."""
         self._policy = policy
         self._invitation.write(self._path)
 
     def fileno(self) -> int:
-        """Return a descriptor that is readable when there is something to do."""
+        """Return a descriptor that is readable when `turn` has something to do."""
         return self._selector.fileno()
 
     def turn(self) -> bool:
-        """Take what has come."""
+        """Handle new connections and messages."""
         for key, _ in self._selector.select(0):
             if key.data is None:
                 self._welcome()
@@ -69,7 +69,7 @@ class Guests:
         return True
 
     def look(self) -> None:
-        """Give up launchers that were away for too long."""
+        """Give up launchers whose connection was broken for too long."""
         for channel, lost_at in list(self._lost_at.items()):
             if time.monotonic() > lost_at:
                 self._forget(channel)
@@ -82,7 +82,7 @@ class Guests:
                 self._register(channel)
 
     def close(self) -> None:
-        """Tell all that it is over, as far as they listen, and let everything go."""
+        """Tell all launchers that the training is over, and release all resources."""
         for channel in self._names:
             channel.send({"over": True})
             channel.detach()
@@ -130,7 +130,7 @@ class Guests:
             self._forget(channel)
 
     def _forget(self, channel: ControlChannel) -> None:
-        """A launcher is gone, and its ranks with it."""
+        """Handle the end of a launcher, and of its ranks with it."""
         self._lost_at.pop(channel, None)
         self._unregister(channel)
         channel.detach()
@@ -161,8 +161,8 @@ class GuestPolicy(ReplacingPolicy):
     Args:
         invitation: where that launcher is.
         most: number of ranks.
-        lost_after_s: how long the connection may be away.
-        shows: whether to tell people what happens.
+        lost_after_s: how long the connection may be broken.
+        shows: whether to print what happens.
     """
 
     def __init__(
@@ -206,7 +206,7 @@ class GuestPolicy(ReplacingPolicy):
         return True
 
     def receive(self, rank: int, message: dict[str, Any]) -> None:
-        """Pass on what a rank says."""
+        """Forward a message of a rank."""
         if message["kind"] == "left":
             self._has_left.add(rank)
         self._channel.send({"rank": rank, "elastic": message})
@@ -215,7 +215,7 @@ class GuestPolicy(ReplacingPolicy):
         self._channel.send({"ended": rank})
 
     def look(self) -> None:
-        """See to ranks that died, and to what the other launcher says."""
+        """Handle ranks that died, and messages of the other launcher."""
         if self._is_settled:
             return
         self._channel.flush()

@@ -32,11 +32,11 @@ class LocalRanks(RankMonitor, Ranks):
 
     Args:
         job: their function, arguments and surroundings.
-        plan: its plain facts.
+        plan: of the run.
         attempt: number of the attempt.
         console: where their output is shown.
         job_dir: directory of the run.
-        policy: what follows from the end of one.
+        policy: what the end of one means.
     """
 
     def __init__(
@@ -70,14 +70,14 @@ class LocalRanks(RankMonitor, Ranks):
         self.listen(self._wake_read, self._drain)
 
     def start(self) -> None:
-        """Start all; one may read our standard input."""
+        """Start all ranks; one may read our standard input."""
         self.policy.start(self)
         self.start_some(range(self._plan.ranks))
         if self._stdin_rank is not None:
             self._at_end.enter_context(lent_to(self._ranks[self._stdin_rank].pid))
 
     def start_some(self, numbers: Sequence[int]) -> None:
-        """Start these ranks, and watch them."""
+        """Start these ranks and watch them."""
         size, job, ranks = self._plan.ranks, self._job, list[RankProcess]()
         variables_of: list[dict[str, str]] = []
         for n in numbers:
@@ -109,7 +109,7 @@ class LocalRanks(RankMonitor, Ranks):
             )
 
     def wait(self, timeout_s: float | None) -> bool:
-        """Wait for news at most so long, take all that has come, and see to those who died."""
+        """Wait for news at most `timeout_s` and handle all of it, also deaths."""
         if (look_s := self.policy.look_s) is not None:
             timeout_s = look_s if timeout_s is None else min(timeout_s, look_s)
         is_news = super().wait(timeout_s)
@@ -167,7 +167,7 @@ class LocalRanks(RankMonitor, Ranks):
                 stream.close()
 
     def take_news(self, rank: RankProcess, news: Any) -> None:
-        """Pass on what is for others."""
+        """Forward news that are for other ranks."""
         if "elastic" in news:
             self.policy.receive(rank.rank, news["elastic"])
             return

@@ -1,7 +1,7 @@
-"""What a run may leave behind when something dies: processes of ranks, temporary directories.
+"""What a run may leave behind when a process dies: processes of ranks, temporary directories.
 
-A process that a rank started in a session of its own is in no group that we could end; but it has
-the rank's variables, by which it is found (on Linux).
+A process that a rank started in a session of its own is in no group of ours, but it has the
+variables of the rank, by which it is found (on Linux).
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ KEPT = "kept"
 KEEP_S = 7 * 24 * 3600.0
 """How long such a directory stays."""
 KEEP_COUNT = 20
-"""How many of them stay, the latest ones."""
+"""Number of them that stay, the latest ones."""
 _GIVE_UP_S = 2.0
 
 
 def end_processes_of(run_id: str, rank: str) -> None:
-    """Kill all processes that the rank of that run started, directly or not."""
+    """Kill all processes that this rank of this run started, directly or not."""
     marks = {f"UNISONO_RUN_ID={run_id}".encode(), f"RANK={rank}".encode()}
     end = time.monotonic() + _GIVE_UP_S
     is_any_left = True
@@ -48,14 +48,14 @@ def end_processes_of(run_id: str, rank: str) -> None:
 
 
 def end_group(leader: int, members: Callable[[], Iterable[int]], linger_s: float = 0.0) -> None:
-    """End the process group of a process that has ended, and is a zombie still.
+    """End the process group of a process that has ended but was not collected.
 
-    A resource tracker, which ignores signals but for this one, removes shared memory once all
-    others are gone; it gets the time for that.
+    A resource tracker removes shared memory once the other processes have ended; it gets the time
+    for that.
 
     Args:
         leader: the process.
-        members: who may be in the group.
+        members: returns processes that may be in the group.
         linger_s: how long all may go on.
     """
     begin = time.monotonic()
@@ -70,7 +70,7 @@ def end_group(leader: int, members: Callable[[], Iterable[int]], linger_s: float
         if not is_any_left:
             break
         time.sleep(0.002)
-    # While the leader is a zombie its number is not given away: the group is still ours.
+    # The id of a zombie is not reused: the group is still ours.
     with suppress(ProcessLookupError, PermissionError):
         os.killpg(leader, signal.SIGKILL)
 
@@ -80,7 +80,7 @@ def _is_tracker(pid: int) -> bool:
 
 
 def all_processes() -> list[int]:
-    """Return the numbers of all processes of this host; nothing where the system does not tell."""
+    """Return the ids of all processes of this host; none without /proc."""
     return [int(path.name) for path in Path("/proc").glob("[0-9]*")]
 
 
@@ -101,7 +101,7 @@ def unused_memory(segments: Iterable[Path]) -> list[Path]:
 
 
 def make_temporary_directory(parent: Path | None) -> Path:
-    """Make a private directory that ends with its launcher; clear away what others have left."""
+    """Make a private directory for this launcher; remove those of launchers that were killed."""
     remove_left_directories(parent)
     path = Path(tempfile.mkdtemp(prefix="unisono-", dir=parent))
     owner = f"{os.getpid()} {process_start(os.getpid())} {socket.gethostname()}"
@@ -110,7 +110,7 @@ def make_temporary_directory(parent: Path | None) -> Path:
 
 
 def keep_directory(path: Path) -> None:
-    """Let a temporary directory outlive its launcher, for a time."""
+    """Mark a temporary directory as one to keep for some days."""
     try:
         write_private(path / MARK, KEPT.encode())
     except OSError:  # a full disk: it stays, without an end
@@ -118,10 +118,10 @@ def keep_directory(path: Path) -> None:
 
 
 def remove_left_directories(parent: Path | None) -> None:
-    """Remove temporary directories whose launchers, of this host, have been killed.
+    """Remove temporary directories of launchers of this host that were killed.
 
-    Of those that failed runs have left, all that are older than `KEEP_S`, and all but `KEEP_COUNT`.
-    Only private directories of this user, with a mark that he alone could write.
+    Also directories of failed runs that are older than `KEEP_S`, and all but the latest
+    `KEEP_COUNT` of them. Only private directories with a private mark of this user are touched.
     """
     kept: list[tuple[float, Path]] = []
     for mark in (parent or Path(tempfile.gettempdir())).glob(f"unisono-*/{MARK}"):

@@ -1,8 +1,8 @@
-"""The launcher's side of the pool: its warm server, and one rank as the launcher holds it.
+"""The launcher's side of the pool: the warm server, and the parent's end of one rank.
 
-A rank is forked by the warm server, which tells how it ended, or is a fresh interpreter, a child of
-ours. There is one server for each launcher process, started by exec at the first need and ended
-with the process; what runs inside it is in `server.py`.
+A rank is forked by the warm server, which reports how it ended, or is a fresh interpreter, a child
+of this process. Each launcher process has one server, started by exec when it is first needed and
+ended with the process; `server.py` is what runs inside.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from unisono.launch.pool.protocol import RankState, read_available, take_message
 IDLE_S = 300.0
 """Without ranks for so long, the server leaves; `UNISONO_SERVER_IDLE_S` sets it."""
 ANSWER_S = 120.0
-"""Longest wait for the warm server, which may have to load torch first."""
+"""Longest wait for the warm server, which may still be loading torch."""
 _LEAVE_S = 10.0
 _PIPE_BYTES = 1 << 20
 """Size of the pipes for output, where the system allows it."""
@@ -55,7 +55,7 @@ _RANK_BOOTSTRAP = (
     "from unisono.launch.pool.rank import main; main()"
 )
 _FROZEN = ("LD_", "PYTHON", "MALLOC_", "GLIBC_", "TORCH_CPP_")
-"""Starts of names of variables that only a new process takes in."""
+"""Prefixes of variables that take effect only in a new process."""
 _SINGLE_THREAD = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
 _OF_RUNS = ("UNISONO_TRACE", "UNISONO_CHECK", "RANK", "WORLD_SIZE", "LOCAL_RANK")
 
@@ -214,13 +214,13 @@ def why_not(spawn_method: str) -> str | None:
 
 
 def _frozen_surroundings() -> tuple[object, ...]:
-    """Return what a server cannot take over after its start."""
+    """Return the settings that a running server cannot change."""
     variables = [(k, v) for k, v in os.environ.items() if k.startswith(_FROZEN)]
     return sys.executable, sorted(variables)
 
 
 def _renew_lock() -> None:
-    """In a fork of the launcher: another thread may have held the lock at that moment."""
+    """Replace the lock in a fork of the launcher: another thread may have held it."""
     global _lock
     _lock = threading.Lock()
 
@@ -230,11 +230,11 @@ os.register_at_fork(after_in_child=_renew_lock)
 
 
 class Process:
-    """The process of a rank, which may have to be started yet.
+    """The process of a rank, which may not have been started yet.
 
     Attributes:
         pid: its number.
-        end_fd: becomes readable when it has ended, where the system has such a thing.
+        end_fd: becomes readable when it has ended, where the system supports that.
     """
 
     pid = 0
@@ -246,7 +246,7 @@ class Process:
 
 
 class ForkedProcess(Process):
-    """A process that the warm server has forked; news of it come on a pipe of its own."""
+    """A process that the warm server has forked; a pipe reports its start and its end."""
 
     def __init__(self, status_fd: int) -> None:
         self.end_fd = self._status_fd = status_fd
@@ -255,7 +255,7 @@ class ForkedProcess(Process):
         self._rest = b""
 
     def confirm(self, timeout_s: float) -> str | None:
-        """Wait until the server has forked it; return why, if it refuses."""
+        """Wait until the server has forked it; return the reason if it refuses."""
         line = self._next_line(timeout_s)
         if line is None:
             raise ServerGone
@@ -266,14 +266,14 @@ class ForkedProcess(Process):
         return " ".join(rest)
 
     def wait(self, timeout_s: float | None = None) -> tuple[int, float | None]:
-        """Wait until the server has told of the end of the process, whose group it ends."""
+        """Wait until the server reports the end of the process, whose group it ends."""
         line = self._next_line(timeout_s)
         if line is None:  # the server is gone, and what it forked with it
             return -signal.SIGKILL, None
         return int(line[1]), float(line[2])
 
     def _next_line(self, timeout_s: float | None) -> list[str] | None:
-        """Return the words of the next line of news; None at the end, or when it takes too long."""
+        """Return the words of the next line; None at the end of the pipe, or after `timeout_s`."""
         end = None if timeout_s is None else time.monotonic() + timeout_s
         while b"\n" not in self._rest:
             remaining_s = None if end is None else max(0.0, end - time.monotonic())
@@ -312,22 +312,22 @@ class SpawnedProcess(Process):
 
 
 class RankProcess:
-    """A rank of this host: its pipes and files, its process, and what is known of it.
+    """A rank of this host: its pipes and files, its process and its state.
 
     Attributes:
         rank: its place in the world.
-        log: what it prints; None where that is kept elsewhere.
-        log_path: where that is.
+        log: log of its output; None where another process keeps it.
+        log_path: its path.
         stack_path: where it writes its stacks.
         report: our end of the pipe for messages.
         control: our end of the pipe for orders.
-        result: a nameless file for what it returns; both sides have it open.
+        result: a nameless file for its return value; both sides have it open.
         outputs: our ends of its stdout and stderr.
         theirs: the rank's ends, but for its streams: report, control, result.
         streams: its stdout and stderr, by number.
         process: its process, which is started inside the `with` block of the rank.
-        is_running: whether its end has not been noted yet.
-        state: what it has said so far, and how it ended.
+        is_running: whether it has not been collected yet.
+        state: what it has reported, and how it ended.
     """
 
     def __init__(self, rank: int, job_dir: Path, *, keeps_log: bool = True) -> None:
@@ -372,7 +372,7 @@ class RankProcess:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        """Close the rank's ends, so that its end can be noticed; ours, too, if it did not start."""
+        """Close the rank's ends of the pipes, and ours, too, if it did not start."""
         for fd in (*self.theirs[:2], *self.streams.values()):
             os.close(fd)
         if kind is not None:
@@ -391,13 +391,13 @@ class RankProcess:
         return *self._ours, *logs, *ends
 
     def value(self) -> Parcel | None:
-        """Return what its function returned, if it has; good also after `close`."""
+        """Return the packed return value, if there is one; it stays valid after `close`."""
         if self.state.state != "returned":
             return None
         return Parcel(os.dup(self.result), is_owner=True)
 
     def receive(self) -> list[Any] | None:
-        """Note and return the messages that have come; None when the rank can send no more."""
+        """Return new messages, after an update of the state; None at the end of the pipe."""
         data = read_available(self.report)
         if data == b"":
             return None
@@ -409,16 +409,16 @@ class RankProcess:
         return messages
 
     def collect(self) -> None:
-        """Wait for the end of the process, end its group, and keep its status."""
+        """Wait for the end of the process, end its group, and record its status."""
         self.state.exit_code, self.state.peak_mb = self.process.wait()
         self.is_running = False
         if not self.state.is_over:
             self.state.note("died")
 
     def order(self, **order: object) -> None:
-        """Send the rank an order, which is short, so that the pipe takes it whole.
+        """Send the rank an order; orders are short enough for the pipe to take them whole.
 
-        If the rank has gone, its exit status tells more than an error here could.
+        If the rank has ended, its exit status tells more than an error here could.
         """
         with suppress(OSError):
             os.write(self.control, json.dumps(order).encode() + b"\n")
@@ -430,7 +430,7 @@ class RankProcess:
                 os.kill(self.pid, number)
 
     def signal_group(self, number: signal.Signals) -> None:
-        """Send a signal to the rank and all it started in its process group."""
+        """Send a signal to the process group of the rank."""
         if self.is_running:
             with suppress(ProcessLookupError, PermissionError):
                 os.killpg(self.pid, number)
@@ -454,7 +454,7 @@ def fork_ranks(
     shared_fds: Sequence[int] = (),
     preload: Sequence[str] = (),
 ) -> list[RankProcess]:
-    """Return ranks forked by the warm server; none if it cannot fork, or is not there to stay.
+    """Return ranks forked by the warm server; none if it cannot fork.
 
     `variables_of` tell each rank its place, `shared_fds` are files that all of them get, `preload`
     are modules that the server loads first.

@@ -1,7 +1,7 @@
-"""News of ranks of this host, over their pipes: what they say and print, and how they end.
+"""News of ranks of this host over their pipes: messages, output, and how they end.
 
-Each parent of ranks has a `RankMonitor`: the launcher for all of its own, an agent on another host
-for its one, the pytest plugin for those of its pool. What follows from the news is theirs.
+Each parent of ranks is a `RankMonitor`: the launcher, an agent on another host, the pytest plugin.
+Subclasses decide what follows from the news.
 """
 
 from __future__ import annotations
@@ -37,21 +37,21 @@ _finishing_s = attrgetter("state.finishing_s")
 
 
 class RankMonitor:
-    """Reads what ranks say and print, and notes how they end; subclasses may do more.
+    """Reads messages and output of ranks, and records how they end; subclasses may do more.
 
     Args:
-        stack_signal: makes a rank write its stacks.
+        stack_signal: the signal at which a rank writes its stacks.
     """
 
     def __init__(self, stack_signal: int) -> None:
         self._ranks: list[RankProcess] = []
         self.states: list[RankState] = []
-        """What is known of each rank."""
+        """The state of each rank."""
         self._stack_signal = stack_signal
         self._selector = selectors.DefaultSelector()
 
     def watch(self, rank: RankProcess) -> None:
-        """Begin to listen to a rank that was just started."""
+        """Watch a rank that was just started."""
         self._ranks.append(rank)
         self.states.append(rank.state)
         self.listen(rank.report, self.read_report, rank)
@@ -61,18 +61,18 @@ class RankMonitor:
             self.listen(rank.process.end_fd, self._note_end, rank)
 
     def take_news(self, rank: RankProcess, news: Any) -> None:
-        """Do what news of a rank ask for; they are noted already."""
+        """Handle a message of a rank; its state is updated already."""
 
     def printed(self, rank: RankProcess, number: int, data: bytes) -> None:
-        """Show what a rank has printed on its stdout (0) or stderr (1); it is in its log."""
+        """Show output of a rank on its stdout (0) or stderr (1); its log has it already."""
 
     def listen(self, fd: int, callback: Callable[..., bool], *args: object) -> None:
-        """Have `callback` called when `fd` has something; it says whether there is more to come."""
+        """Call `callback` when `fd` is readable; it returns whether more may come."""
         os.set_blocking(fd, False)
         self._selector.register(fd, selectors.EVENT_READ, (callback, args))
 
     def wait(self, timeout_s: float | None) -> bool:
-        """Wait for news at most `timeout_s`, take all that has come, say whether there was any."""
+        """Wait for news at most `timeout_s` and handle all of it; return whether there was any."""
         # The system counts milliseconds in 31 bits; a longer wait asks again.
         events = self._selector.select(None if timeout_s is None else min(timeout_s, LONGEST_S))
         for key, _ in events:
@@ -82,13 +82,13 @@ class RankMonitor:
         return bool(events)
 
     def step_until(self, condition: Callable[[], bool], limit_s: float) -> None:
-        """Go on until `condition` holds, at most `limit_s`."""
+        """Handle news until `condition` holds, for at most `limit_s`."""
         end = time.monotonic() + limit_s
         while not condition() and (remaining := end - time.monotonic()) > 0:
             self.wait(min(remaining, 0.02))
 
     def read_report(self, rank: RankProcess) -> bool:
-        """Take the messages of a rank that have come; say whether there may be more."""
+        """Handle the messages of a rank; return whether more may come."""
         messages = self._news(rank)
         if messages is None and rank.process.end_fd is None:
             self._note_end(rank)  # where the system cannot tell us of an exit in another way
@@ -113,7 +113,7 @@ class RankMonitor:
             self.wait(remaining_s)
 
     def finish(self) -> None:
-        """Let all ranks leave, which have returned; what is strange about it is noted."""
+        """Release the ranks that returned, and wait until they exit; record what goes wrong."""
         for rank in self._ranks:
             rank.order(finish=True)
         self.wait_for_end(self._ranks, LEAVE_S)
@@ -122,11 +122,11 @@ class RankMonitor:
                 rank.state.warning = f"did not end within {LEAVE_S:g} s"
 
     def note_places(self, *, is_deadline: bool) -> None:
-        """Note where ranks stand that have not come to an end, and that they were stopped there.
+        """Record the stacks of unfinished ranks, which are about to be stopped.
 
-        At a deadline those are of interest, too, that wait for others to return; and the latest
-        collective of each. That is asked for after the stacks: a thread that answers while they are
-        written could bring the interpreter down.
+        At a deadline also those of ranks that have returned and wait for others, and the latest
+        collective of each. That question comes after the stacks: a thread that answers while they
+        are written could crash the interpreter.
         """
         queried = [r for r in self._ranks if r.is_running and (is_deadline or not r.state.is_over)]
         for rank in queried:
@@ -143,7 +143,7 @@ class RankMonitor:
     def end_all(self, grace_s: float | None) -> None:
         """Ask all ranks to stop, so that their `finally` blocks run, and kill them after `grace_s`.
 
-        None kills them at once. What they have left in their pipes is read.
+        None kills them at once. The rest of their output is read.
         """
         running = list(filter(_is_running, self._ranks))
         try:
@@ -163,7 +163,7 @@ class RankMonitor:
                 pass
 
     def kill_stopped(self) -> list[RankProcess]:
-        """Kill ranks that a signal has stopped, and return them: others would wait for ever."""
+        """Kill and return the ranks that a signal has stopped: others would wait for ever."""
         stopped = [
             rank
             for rank in self._ranks
@@ -174,7 +174,7 @@ class RankMonitor:
         return stopped
 
     def let_go(self, rank: RankProcess) -> None:
-        """End a rank that is of no more use, read its last output, and forget it."""
+        """End a rank that is no longer needed, read its last output, and forget it."""
         if rank.is_running:
             rank.signal_group(signal.SIGKILL)
             rank.collect()
@@ -186,7 +186,7 @@ class RankMonitor:
         self.drop(rank)
 
     def drop(self, rank: RankProcess) -> None:
-        """Listen no more to a rank that has ended, and let its descriptors go."""
+        """Stop watching a rank that has ended, and close its descriptors."""
         self._ranks.remove(rank)
         with suppress(ValueError):
             self.states.remove(rank.state)
@@ -196,21 +196,21 @@ class RankMonitor:
         rank.close()
 
     def fileno(self) -> int:
-        """Return the descriptor that all this listening takes."""
+        """Return the descriptor of the selector."""
         return self._selector.fileno()
 
     def close(self) -> None:
-        """Let all descriptors go."""
+        """Close all descriptors."""
         for rank in self._ranks:
             rank.close()
         self._selector.close()
 
     def _news(self, rank: RankProcess) -> list[Any] | None:
-        """Take and return the messages of a rank that have come; see `RankProcess.receive`."""
+        """Handle and return the new messages of a rank; see `RankProcess.receive`."""
         messages = rank.receive()
         for news in messages or ():
             if isinstance(news, dict) and "failed" in news:
-                # One read takes all that a pipe holds: what was printed before stands before.
+                # One read empties a pipe: output from before the failure precedes it in the log.
                 for number, fd in enumerate(rank.outputs):
                     self._read_output(rank, number, fd)
                 if rank.log is not None:
@@ -227,7 +227,7 @@ class RankMonitor:
         return data != b""
 
     def _note_end(self, rank: RankProcess) -> bool:
-        """A rank's process has ended: take its last words and its status."""
+        """Handle the end of a process: read its last messages, and collect its status."""
         if rank.is_running:
             while self._news(rank):
                 pass

@@ -1,11 +1,11 @@
-"""Functions, arguments and return values on their way between processes.
+"""Functions, arguments and return values, packed for other processes.
 
 Functions of `__main__`, of notebooks and closures travel by value, importable ones by reference.
 What cannot be pickled is named by its path inside the object.
 
-What large tensors and arrays hold is not pickled but copied once into a file, and there once into
-memory of the process that unpickles. The file has no name (`memfd`): it is gone when the last
-process that has it open is, however that ends. Between hosts the same bytes are a file with a name.
+The content of large tensors and arrays is not pickled: it is copied once into a file, and once from
+there into memory of the process that unpickles. The file has no name (`memfd`): it disappears with
+the last process that has it open. Between hosts the same bytes are a file with a name.
 
     count, length of the pickle, then kind, offset and length of each large part; pickle; parts
 """
@@ -43,11 +43,11 @@ if TYPE_CHECKING:
     import torch
 
 LARGE_BYTES = 64 << 20
-"""A call larger than this is worth a warning."""
+"""A larger call causes a warning."""
 APART_BYTES = 1 << 16
-"""Parts from this length on travel beside the pickle."""
+"""Parts of at least this size travel beside the pickle."""
 ROOM = 64
-"""Bytes at the beginning of a nameless file that are left to its user."""
+"""Bytes at the beginning of a nameless file that are reserved for its user."""
 _ALIGN = 64
 _CHUNK = 1 << 30
 _COPIED_BYTES = 8 << 20
@@ -56,12 +56,12 @@ _PART = struct.Struct("<?2Q")
 _MAX_DEPTH = 8
 _FINDERS = (importlib.machinery.PathFinder, importlib.machinery.FrozenImporter)
 _by_value: Counter[str] = Counter()
-"""Modules that are taken by value at present, and by how many."""
+"""Modules that are pickled by value at the moment, and by how many threads."""
 _registering = threading.Lock()
 
 
 class Pickler(cloudpickle.Pickler):
-    """Puts the bytes of large tensors and arrays aside, in `parts`."""
+    """Collects the bytes of large tensors and arrays in `parts`."""
 
     has_parts = True
     """False pickles everything as usual."""
@@ -74,7 +74,7 @@ class Pickler(cloudpickle.Pickler):
         super().__init__(file, buffer_callback=self._put_aside if self.has_parts else None)
 
     def _put_aside(self, buffer: pickle.PickleBuffer) -> bool:
-        """Take a part; true if it had better be pickled as usual."""
+        """Collect a part; return whether to pickle it in place instead."""
         raw = buffer.raw()
         if raw.nbytes < APART_BYTES:
             return True
@@ -82,7 +82,7 @@ class Pickler(cloudpickle.Pickler):
         return False
 
     def reducer_override(self, obj: Any) -> Any:
-        """Say how an object travels; cloudpickle decides about all that is not named here."""
+        """Return how to pickle an object; cloudpickle decides about all others."""
         is_special = isinstance(obj, types.ModuleType) and type(obj) is not types.ModuleType
         if is_special and sys.modules.get(obj.__name__) is obj:  # such as torch.backends.cudnn
             return importlib.import_module, (obj.__name__,)
@@ -98,13 +98,13 @@ class Pickler(cloudpickle.Pickler):
 
 
 class PlainPickler(Pickler):
-    """Puts nothing aside."""
+    """Pickles everything in place."""
 
     has_parts = False
 
 
 class _ValuePickler(Pickler):
-    """Moves tensors to the CPU on their way."""
+    """Pickles tensors of devices as tensors of the CPU."""
 
     def reducer_override(self, obj: Any) -> Any:
         torch = sys.modules.get("torch")
@@ -154,12 +154,12 @@ def _same(storage: Any) -> Any:
 
 
 class Parcel:
-    """A value, packed. It can be unpacked any number of times, here or where it was copied to.
+    """A packed value. It can be unpacked any number of times, also from a copy of its file.
 
     Args:
         fd: the file that holds it.
         offset: where it begins in the file.
-        is_owner: whether to close the file when this parcel is let go.
+        is_owner: whether to close the file with this parcel.
 
     Attributes:
         fd: the file that holds it.
@@ -205,7 +205,7 @@ class Parcel:
         return cls(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC), is_owner=True)
 
     def save(self, path: Path) -> None:
-        """Write its file, to the end, to a private one, which appears whole."""
+        """Copy its file, to the end, to a private one, which appears whole."""
         with appearing_whole(path) as draft:
             target = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
             try:
@@ -227,7 +227,7 @@ class Parcel:
             self._close()
 
     def _part(self, entry: tuple[Any, ...]) -> Any:
-        """Return a large part when the unpickler asks for it, in memory of its own."""
+        """Read a large part into memory of its own, when the unpickler asks for it."""
         is_torch, place, length = entry
         if is_torch:
             import torch
@@ -266,7 +266,7 @@ def packed_bytes(value: object, pickler: type[Pickler] = Pickler) -> int:
 
 
 def nameless_file() -> int:
-    """Return a new file, in memory where the system has such a thing, that no directory knows."""
+    """Return a new file without a name, in memory if the system supports that."""
     if hasattr(os, "memfd_create"):
         return os.memfd_create("unisono", os.MFD_CLOEXEC)
     with tempfile.TemporaryFile() as file:
@@ -274,7 +274,7 @@ def nameless_file() -> int:
 
 
 def copy_file(source: int, begin: int, end: int, target: int) -> None:
-    """Copy a stretch of a file to the beginning of another one."""
+    """Copy a range of a file to the beginning of another one."""
     place = 0
     while begin + place < end:
         data = os.pread(source, min(_COPIED_BYTES, end - begin - place), begin + place)
@@ -294,7 +294,7 @@ def _write(fd: int, raw: memoryview, offset: int) -> None:
 def dump_call(
     fn: Callable[..., object], args: Sequence[object], kwargs: Mapping[str, object]
 ) -> Parcel:
-    """Pack a call for the ranks, or raise `PlatformError` naming what cannot travel."""
+    """Pack a call for the ranks, or raise `PlatformError` naming what cannot be pickled."""
     inner = fn
     while isinstance(inner, functools.partial):
         inner = inner.func
@@ -326,14 +326,14 @@ def dump_call(
 def _parts_of_call(
     fn: Callable[..., object], args: Sequence[object], kwargs: Mapping[str, object]
 ) -> dict[str, object]:
-    """Return what is sent, by the names that errors show; the function comes first."""
+    """Return the parts of a call by the names that errors show, the function first."""
     name = getattr(fn, "__qualname__", None) or type(fn).__qualname__
     parts = {name: fn, **{f"args[{i}]": value for i, value in enumerate(args)}}
     return parts | {f"kwargs[{key!r}]": value for key, value in kwargs.items()}
 
 
 def dump_value(value: object, file: int | None = None) -> Parcel:
-    """Pack a return value, into `file` if given; tensors of other devices travel as CPU tensors.
+    """Pack a return value, into `file` if there is one; tensors of devices become CPU tensors.
 
     Raises `TypeError` that names the path of the part that cannot be pickled.
     """
@@ -350,7 +350,7 @@ def dump_value(value: object, file: int | None = None) -> Parcel:
 
 
 def dump_exception(error: BaseException) -> bytes | None:
-    """Pickle an exception; None if it does not survive the journey there and back."""
+    """Pickle an exception; return None if it cannot be unpickled again."""
     try:
         data = dumps(error)
         pickle.loads(data)
@@ -360,7 +360,7 @@ def dump_exception(error: BaseException) -> bytes | None:
 
 
 def load_exception(data: bytes | None) -> BaseException | None:
-    """Undo `dump_exception`; None if this process cannot build the exception."""
+    """Undo `dump_exception`; return None if that fails here."""
     if data is None:
         return None
     try:
@@ -415,9 +415,9 @@ def _children(path: str, value: object) -> Iterator[tuple[str, object]]:
 
 @contextlib.contextmanager
 def taken_by_value(modules: Iterable[types.ModuleType]) -> Iterator[None]:
-    """Let cloudpickle take what is defined in these modules as code and not as a name.
+    """Pickle what is defined in these modules by value inside the block.
 
-    Several threads may want that at the same time: the last one ends it.
+    Several threads may do that at the same time: the last one ends it.
     """
     ours: list[types.ModuleType] = []
     with _registering:

@@ -1,9 +1,9 @@
-"""What launcher and rank say to each other: the job, news of the rank, orders of the launcher.
+"""The protocol between launcher and rank: the job, news of the rank, orders of the launcher.
 
-The job is in a file that all ranks read. A rank tells on its own pipe, pickled, what has changed of
-its `RankState`; and, for others, `address` (where rank 0 hosts the store) and `preempt` (who shall
-get a stop signal, to rehearse one). Orders come as one JSON object a line. Both pipes are inherited
-by exactly one process, so only our own children are ever unpickled.
+All ranks read the job from one file. On its own pipe a rank sends pickled changes of its
+`RankState` and, for others, `address` (where rank 0 hosts the store) and `preempt` (which rank is
+to get a stop signal, as a rehearsal). Orders are JSON objects, one a line. Both pipes are inherited
+by exactly one process, so only data of our own children is ever unpickled.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ AWAY_S = 3.0
 _LENGTH = struct.Struct("<Q")
 _CHUNK = 1 << 20
 _sending = threading.RLock()
-"""Messages of several threads of a rank do not mix."""
+"""Keeps messages of several threads of a rank apart."""
 
 
 def own_versions() -> list[str]:
@@ -48,10 +48,10 @@ def own_versions() -> list[str]:
 
 @dataclass(frozen=True, kw_only=True)
 class RunPlan:
-    """What is decided about a run before its first rank starts."""
+    """What is fixed about a run before its first rank starts."""
 
     run_id: str
-    """Word that tells this run from all others."""
+    """Identifies the run."""
     ranks: int
     """Size of the world."""
     ranks_per_node: int
@@ -75,7 +75,7 @@ class RunPlan:
     max_restarts: int
     """Attempts after a failure."""
     max_requeues: int
-    """Attempts that the function itself may ask for."""
+    """Attempts that the function may ask for."""
     stop_signals: Sequence[str]
     """Signals that ask a rank to stop."""
     stack_signal: str
@@ -129,7 +129,7 @@ class RankJob:
     argv: list[str]
     """The launcher's `sys.argv`."""
     call: Parcel
-    """Function and arguments; nothing while the job is on its way, for they travel beside it."""
+    """Function and arguments; empty while the job is sent, for they travel beside it."""
     convention: Convention
     """How to call it."""
     platform: Platform
@@ -147,11 +147,11 @@ class RankJob:
 
 
 def payload_file(job: RankJob, search_path: Sequence[str] | None = None) -> int:
-    """Return a descriptor, good as long as the job, of a nameless file with all it tells ranks.
+    """Return a descriptor of a nameless file with the whole job; it is valid as long as the job.
 
-    A file and not a pipe: all ranks read the same one, and none can keep the launcher waiting. It
-    begins with the place of what comes after the call: the search path (default: that of this
-    process), and the rest of the job.
+    A file and not a pipe: all ranks read the same one, and none can block the launcher. It begins
+    with the offset of what follows the call: the search path (default: that of this process), and
+    the rest of the job.
     """
     fd, end = job.call.fd, job.call.end
     body = pickle.dumps(replace(job, call=Parcel(-1)), protocol=pickle.HIGHEST_PROTOCOL)
@@ -173,9 +173,9 @@ def read_payload(payload_fd: int) -> tuple[list[str], RankJob]:
 
 
 def write_payload(job: RankJob, path: Path) -> None:
-    """Write the job of ranks to a private file, for ranks that share no descriptors.
+    """Write the job to a private file, for ranks that share no descriptors.
 
-    A host has a Python of its own, perhaps at another place: the search path is without ours.
+    Each host has its own Python, perhaps elsewhere: its directories are left out of the path.
     """
     paths = sysconfig.get_paths()
     of_python = [paths[name] for name in ("stdlib", "platstdlib", "purelib", "platlib")]
@@ -189,7 +189,7 @@ def write_payload(job: RankJob, path: Path) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class Failed:
-    """What a rank reports of its function, or of its own start, that raised."""
+    """The report of a rank whose function, or whose start, raised."""
 
     summary: str
     """Type and text of the exception in one line."""
@@ -198,20 +198,20 @@ class Failed:
     pickled: bytes | None
     """The exception itself, if it survives pickling."""
     is_consequence: bool
-    """Whether it only says that another rank went away or did not come."""
+    """Whether it only says that another rank ended or did not come."""
     exit_code: int | None = None
     """Code of a `SystemExit`."""
     site: str = ""
     """Innermost line of the user's code, as `file.py:12 in step`."""
     is_mismatch: bool = False
-    """Whether it says that ranks make different calls: each of them is one half of the reason."""
+    """Whether it says that ranks make different calls: then each report is a part of the cause."""
     lost: str = ""
-    """What to try, where the rank is gone and who looked after it says so in its stead."""
+    """What to check, where the rank is lost and its supervisor reports it."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Standing:
-    """Where a rank stands among collectives; the answer to a question of the launcher."""
+    """The latest collective of a rank, as it answers the launcher."""
 
     call: str
     """Its latest collective, and whether that is over."""
@@ -222,51 +222,51 @@ class Standing:
 
 
 _TOLD = frozenset(("failed", "standing", "warning", "finishing_s"))
-"""What a rank says of itself, beside its state."""
+"""What a rank reports beside its state."""
 GOOD = ("returned", "requeued")
-"""States of a rank whose function came to a good end."""
+"""States of a rank whose function ended well."""
 BAD = ("failed", "died")
 """States of a rank that ends the others."""
 
 
 @dataclass(kw_only=True)
 class RankState:
-    """What is known of one rank: what it has said, where it stood, and how it ended."""
+    """The state of one rank: what it has reported, where it was stopped, and how it ended."""
 
     rank: int
     """Its place in the world."""
     attempt: int = 0
-    """Which attempt this is about."""
+    """Number of the attempt."""
     host: str = ""
     """Where it runs."""
     node: str = ""
-    """What the scheduler calls that host."""
+    """Name of that host for the scheduler."""
     state: str = "starting"
     """`starting`, `running`, `ready`, `returned`, `requeued`, `failed`, `died`, `stopped`."""
     pid: int = 0
     """Its process."""
     pid_start: int | None = None
-    """When that process started, to tell it from a later one of the same number."""
+    """When that process started, to tell it from a later one with the same id."""
     failed: Failed | None = None
-    """Its own report, if it made one."""
+    """Its report of a failure, if it made one."""
     exit_code: int | None = None
-    """How its process ended, negative for a signal; None as long as it runs."""
+    """How its process ended, negative for a signal; None while it runs."""
     peak_mb: float | None = None
     """Largest memory it used, once it ended."""
     stack: str = ""
-    """Where it stood when it was stopped."""
+    """Its stacks when it was stopped."""
     standing: Standing | None = None
-    """Where it stood among collectives then."""
+    """Its latest collective then."""
     warning: str = ""
-    """What was strange about its end, although its result counts."""
+    """What went wrong at its end, although its result counts."""
     finishing_s: float = 0.0
-    """How long it may take to finish a save before it ends."""
+    """Time that it may take to finish a save before it ends."""
     at: dict[str, float] = field(default_factory=dict)
-    """When it came into each state, by the clock of its host."""
+    """When it entered each state, by the clock of its host."""
 
     @property
     def is_ready(self) -> bool:
-        """Whether it has been ready to call the function."""
+        """Whether it has been ready to call the function at some time."""
         return "ready" in self.at
 
     @property
@@ -281,7 +281,7 @@ class RankState:
 
     @property
     def is_over(self) -> bool:
-        """Whether it has come to an end, of its own or because it was stopped."""
+        """Whether it has ended, or was stopped."""
         return self.state in (*GOOD, *BAD, "stopped")
 
     @property
@@ -290,12 +290,12 @@ class RankState:
         return self.node or self.host or "a host unknown"
 
     def note(self, state: str) -> None:
-        """Note that it has come into a state."""
+        """Enter a state."""
         self.state = state
         self.at.setdefault(state, time.time())
 
     def take(self, news: Mapping[str, Any]) -> None:
-        """Note what the rank says of itself; once it has come to an end, its state stays."""
+        """Apply a report of the rank; a final state does not change any more."""
         if "state" in news and not self.is_over:
             self.note(news["state"])
         for name in news.keys() & _TOLD:
@@ -311,7 +311,7 @@ os.register_at_fork(after_in_child=_unlock_after_fork)
 
 
 def send_message(fd: int, message: object) -> None:
-    """Write one message; blocks until the launcher has taken it."""
+    """Write one message; block until the launcher has read it."""
     body = pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL)
     with _sending:
         for part in (_LENGTH.pack(len(body)), body):
@@ -321,12 +321,12 @@ def send_message(fd: int, message: object) -> None:
 
 
 def tell(fd: int, **news: Any) -> None:
-    """Tell the launcher what has changed about this rank; blocks until it has taken it."""
+    """Send news of this rank to the launcher; block until it has read them."""
     send_message(fd, news)
 
 
 def take_messages(received: bytearray) -> list[Any]:
-    """Take the messages that are complete by now out of what has come; the rest stays."""
+    """Remove and return the complete messages of `received`; the rest stays."""
     messages: list[Any] = []
     while len(received) >= _LENGTH.size:
         end = _LENGTH.size + _LENGTH.unpack_from(received)[0]
@@ -348,7 +348,7 @@ def read_available(fd: int) -> bytes | None:
 
 
 def drop_descriptor(fd: int) -> None:
-    """Let go of a pipe of the parent process; the number stays taken until it is closed."""
+    """Close a pipe of the parent process; its descriptor refers to /dev/null from now on."""
     with contextlib.suppress(OSError):
         null = os.open(os.devnull, os.O_RDWR)
         os.dup2(null, fd, inheritable=False)

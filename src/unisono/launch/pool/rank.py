@@ -1,7 +1,7 @@
-"""The life of one rank: come up, join the world, call the function, report, leave.
+"""The life of one rank: start, join the world, call the function, report, exit.
 
 Runs in a fresh interpreter or in a fork of the warm server. It never runs the user's main script
-again: the function comes by pickle.
+again: the function arrives as a pickle.
 """
 
 from __future__ import annotations
@@ -47,9 +47,9 @@ if TYPE_CHECKING:
     import torch.distributed as dist
 
 THREADS_S = 2.0
-"""Time that threads of the function, no daemons, have to end; a process would wait for ever."""
+"""Time that non-daemon threads of the function have to end; an interpreter would wait for ever."""
 FINISH_S = 60.0
-"""Time that unfinished work of a rank gets at its end, or `Platform.grace_s` if that is longer."""
+"""Time for unfinished work at the end of a rank, or `Platform.grace_s` if that is longer."""
 KEPT_BYTES = 1 << 30
 """Free memory at the end of the heap that a rank keeps."""
 LARGEST_ON_HEAP = 32 << 20
@@ -70,10 +70,10 @@ class Stopped(BaseException):
 
 
 class Lifeline:
-    """The rank's end of the pipe for orders; its closing means that the launcher is gone.
+    """The rank's end of the pipe for orders; when it closes, the launcher is gone.
 
-    A thread reads it from the first moment, so that a rank whose launcher was killed ends itself
-    and everything it started, also while its main thread waits in a collective.
+    A thread reads it from the start, so that a rank whose launcher was killed ends itself and
+    everything it started, even while its main thread waits in a collective.
 
     Args:
         control_fd: the pipe.
@@ -95,10 +95,10 @@ class Lifeline:
             signal.signal(number, self._on_term)
 
     def part_from_children(self, drop: Callable[[], None]) -> None:
-        """Have processes forked from this rank (workers of a pool or a loader) begin as plain ones.
+        """Make processes forked from this rank (workers of a pool or a loader) plain processes.
 
-        With the rank's handlers they could not be ended by TERM; with its pipes they would hold up
-        the news of its end. `drop` lets go of what else belongs to the rank, in the forked process.
+        With the rank's handlers TERM could not end them; with its pipes open the launcher would not
+        notice the end of the rank. `drop` releases what else belongs to the rank in the child.
         """
         masks: dict[int, set[int]] = {}
 
@@ -129,7 +129,7 @@ class Lifeline:
                 return order[key]
 
     def leave(self) -> None:
-        """From now on a stop is no news: the rank is leaving anyway."""
+        """Ignore further orders to stop: the rank is about to exit."""
         self._leaving = True
 
     def _read_orders(self) -> None:
@@ -153,11 +153,11 @@ class Lifeline:
         self._orders.put({"stop": True})
 
     def _on_term(self, signum: int, _frame: FrameType | None) -> None:
-        """Raise `Stopped` if the launcher asked for the end; else note the request.
+        """Raise `Stopped` if the launcher asked for the end; else record the request.
 
-        The launcher sends TERM, and its order may come a little later. Another sender (a
-        scheduler, `simulate_preemption`), or another signal, gives the rank time to save: not a
-        moment of that is spent waiting for the order, if the signal tells.
+        The launcher sends TERM, and its order may arrive a little later. Another sender (a
+        scheduler, `simulate_preemption`), or another signal, gives the rank time to save: only for
+        TERM is the order awaited.
         """
         if self._leaving:
             return
@@ -167,7 +167,7 @@ class Lifeline:
 
 
 def main() -> NoReturn:
-    """Be the rank that the environment says, with the descriptors named on the command line."""
+    """Run the rank that the environment describes, with the descriptors of the command line."""
     payload_fd, *fds = (int(word) for word in sys.argv[2:])
     for fd in (payload_fd, *fds):
         os.set_inheritable(fd, False)
@@ -176,7 +176,7 @@ def main() -> NoReturn:
 
 
 def live_as_forked(variables: dict[str, str], payload_fd: int, *fds: int) -> NoReturn:
-    """Be a rank in a fork of the warm server: take over what the launcher is now, then live."""
+    """Run a rank in a fork of the warm server, in the present surroundings of the launcher."""
     from unisono.comm.health import check, trace
     from unisono.launch.pool.server import reseed
 
@@ -193,7 +193,7 @@ def _be(
     job: RankJob, report_fd: int, control_fd: int, result_fd: int, *shared_fds: int
 ) -> NoReturn:
     stack_path = Path(os.environ["UNISONO_JOB_DIR"], f"rank-{os.environ['RANK']}.stack")
-    # What an earlier attempt has left there is not about this one.
+    # Drop what an earlier attempt has left there.
     flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_TRUNC
     stack_file = open(os.open(stack_path, flags, 0o600), "w")  # noqa: SIM115, PTH123
     number = signal.Signals[job.platform.stack_signal]
@@ -235,7 +235,7 @@ def _be(
 def _live(
     job: RankJob, report_fd: int, result_fd: int, shared_fds: tuple[int, ...], lifeline: Lifeline
 ) -> None:
-    """Join the world, call the function, send what it returned, and leave when all have."""
+    """Join the world, call the function, send its return value, and leave when all have."""
     sys.argv = list(job.argv)
     here = _join_world(job, report_fd, shared_fds, lifeline)
     from unisono.comm.health import streams
@@ -270,7 +270,7 @@ def _live(
 def _join_world(
     job: RankJob, report_fd: int, shared_fds: tuple[int, ...], lifeline: Lifeline
 ) -> Here:
-    """Meet the other ranks and enter the world with them."""
+    """Meet the other ranks and join the world."""
     import torch
 
     from unisono.comm import seal
@@ -338,7 +338,7 @@ def _meet(
 
 
 def _tell_standing(report_fd: int) -> None:
-    """Tell the launcher which collective was the last; nothing before there was one."""
+    """Report the latest collective to the launcher, if there was one."""
     calls = sys.modules.get("unisono.comm.call")
     groups = sys.modules.get("unisono.comm.groups")
     call = calls.latest_call if calls is not None else None
@@ -350,7 +350,7 @@ def _tell_standing(report_fd: int) -> None:
 
 
 def _report(error: BaseException, report_fd: int, lifeline: Lifeline) -> int:
-    """Tell launcher and ranks about `error`, and stay until the launcher has seen to the others."""
+    """Report `error` to launcher and ranks, and stay until the launcher has stopped the others."""
     lifeline.leave()
     # Workers end now, and a DataLoader's handler for that would raise in the midst of the report.
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
@@ -369,9 +369,9 @@ def _report(error: BaseException, report_fd: int, lifeline: Lifeline) -> int:
 
 @contextlib.contextmanager
 def forks_end_here() -> Iterator[None]:
-    """End a process that the block has forked where it comes out of it: it is not the rank.
+    """End a process that was forked inside the block when it leaves the block: it is not the rank.
 
-    It would else answer in the rank's stead. What it raises is shown, as that of any process.
+    Otherwise it would report in place of the rank. Its exception is shown, as for any process.
     """
     me, code = os.getpid(), 0
     try:
@@ -390,13 +390,13 @@ def forks_end_here() -> Iterator[None]:
 
 
 def _exit_code(error: BaseException) -> int:
-    """Return the code with which a process would end that does not catch `error`."""
+    """Return the exit code of a process that does not catch `error`."""
     code = error.code if isinstance(error, SystemExit) else 1
     return code if isinstance(code, int) else int(code is not None)
 
 
 def describe(error: BaseException) -> Failed:
-    """Return the report of `error`: text, the exception if it can travel, and whose fault it is."""
+    """Return the report of `error`: text, the exception if it can be pickled, and its cause."""
     from unisono.comm.health.failures import tells_of_another
 
     summary = "".join(traceback.format_exception_only(error)).strip().splitlines()[0]
@@ -413,11 +413,11 @@ def describe(error: BaseException) -> Failed:
 
 
 def keep_freed_memory() -> bool:
-    """Let this process keep on its heap what it frees; return whether it does.
+    """Let this process keep freed memory on its heap; return whether it does.
 
-    glibc hands memory back to the system when much of it lies free at the end of the heap. A
-    training loop asks for it again at once, and the system clears every page of it: that can take
-    as long as the step itself. Not where the user's own variables say something else.
+    glibc returns memory to the system when much of it is free at the end of the heap. A training
+    loop allocates it again at once, and the system clears every page: that can take as long as
+    the step itself. Variables of the user that say otherwise win.
     """
     has_settings = "glibc.malloc" in os.environ.get("GLIBC_TUNABLES", "") or any(
         name in os.environ for name in _HEAP_OF_USER

@@ -1,7 +1,7 @@
 """The warm server: one process with torch loaded, from which processes are forked in milliseconds.
 
-It runs no user code and keeps one thread, so a fork of it is sound. It is the parent of what it
-forks: it reports how each ended, and when its owner goes away it ends them and itself.
+It runs no user code and keeps one thread, so forking is safe. It is the parent of the processes it
+forks: it reports how each ended, and ends them and itself when its owner ends.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ _ORDER = (signal.SIGTERM,)
 
 
 def serve(data: dict[str, Any], control_fd: int) -> NoReturn:
-    """Serve until the owner is gone; in a forked process, do what that is for.
+    """Serve until the owner has ended; in a forked process, run what was requested.
 
-    Its life begins here, at the bottom of the stack, so it ends as any interpreter does.
+    That happens here, at the bottom of the stack, so the process ends as any interpreter does.
 
     Args:
         data: `owner_pid`, the parent of this process, without which the server ends, `preload`,
@@ -71,7 +71,7 @@ def load(names: Iterable[str]) -> None:
 
 
 def refusal() -> str | None:
-    """Return why this process must not fork; None if it may."""
+    """Return why this process must not fork, or None."""
     threads = len(list(Path("/proc/self/task").iterdir()))
     if threads != 1:
         return f"the warm server has {threads} threads"
@@ -81,7 +81,7 @@ def refusal() -> str | None:
 
 
 class _Child:
-    """A process that was forked and has not ended."""
+    """A forked process that has not ended."""
 
     def __init__(self, request: dict[str, Any], status_fd: int) -> None:
         self.data: dict[str, str] = request["data"]
@@ -116,7 +116,7 @@ class Server:
         signal.signal(signal.SIGTERM, lambda *_: control.shutdown(socket.SHUT_RDWR))
 
     def run(self) -> Callable[[], object] | None:
-        """Return what to do in a forked process; None when the server is to end."""
+        """Return what to run in a forked process, or None when the server is to end."""
         last_busy = time.monotonic()
         while True:
             pause_s = PAUSE_S if self._may_load_more() else _LOOK_S
@@ -147,11 +147,11 @@ class Server:
                     return main
 
     def _may_load_more(self) -> bool:
-        """Whether there was a job, none is running, and something is left to load."""
+        """Whether a job has run, none is running, and something is left to load."""
         return bool(self._later) and self._has_served and not self._children
 
     def _fork(self, request: dict[str, Any], fds: list[int]) -> Callable[[], object] | None:
-        """Fork a process for a request; in it, return what it is to do."""
+        """Fork a process for a request; return what to run in it, and None in the server."""
         child = _Child(request, fds[0])
         if missing := [name for name in request["preload"] if name not in sys.modules]:
             load(missing)
@@ -193,7 +193,7 @@ class Server:
         return lambda: main(child.data, *fds[1 + len(streams) :])
 
     def _leave_to_the_parent(self) -> None:
-        """In a forked process: drop all that belongs to the server."""
+        """Release everything of the server in a forked process."""
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
@@ -206,7 +206,7 @@ class Server:
             os.close(fd)
 
     def _reap(self) -> None:
-        """Collect all that has ended: what we forked, and what that left behind."""
+        """Collect processes that have ended: forked ones, and those that they left behind."""
         while True:
             try:
                 ended = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
@@ -227,7 +227,7 @@ class Server:
                 os.close(child.status_fd)
 
     def _end_orphans(self, data: dict[str, str]) -> None:
-        """End what a rank that has ended started in other groups; such processes are ours now."""
+        """End what a rank has started in other groups: such processes are our children now."""
         if "UNISONO_RUN_ID" in data and set(_own_children()) - set(self._children):
             end_processes_of(data["UNISONO_RUN_ID"], data["RANK"])
         if not self._children:  # all that is left was started by ranks
@@ -235,7 +235,7 @@ class Server:
                 _kill(pid)
 
     def _end(self) -> None:
-        """End all that was forked and clear away what it could not."""
+        """End all forked processes and remove what they left behind."""
         for pid, child in self._children.items():
             child.linger_s = child.linger_s or 0.0  # its group ends behind it
             _kill(pid)
@@ -263,7 +263,7 @@ def _kill(pid: int) -> None:
 
 
 def reseed() -> None:
-    """Give this process random numbers of its own: a fork copies the state of all generators."""
+    """Seed this process afresh: a fork copies the state of all generators."""
     random.seed()
     if (numpy := sys.modules.get("numpy")) is not None:
         numpy.random.seed()

@@ -1,10 +1,10 @@
-"""What a rank takes over from its launcher: environment, directory, and what is set in Python.
+"""What a rank takes over from its launcher: environment, directory, and settings of Python.
 
-That is warning filters, the root logger, torch's modes, and the source of cells and other code that
-is in no file, so that tracebacks of a rank show its lines.
+Settings are warning filters, the root logger, torch's modes, and the source of code without a file,
+such as cells of a notebook, so that tracebacks of a rank show its lines.
 
-A fresh interpreter inherits most of it; a rank forked from the warm server has to be told, or it
-would see the world as it was when the server started.
+A fresh interpreter inherits most of it; a rank forked from the warm server inherits the state of
+the moment when the server started.
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ MISLEADING = (
     *(RANK_PID, "UNISONO_DETECT", "MASTER_ADDR", "MASTER_PORT"),
     *("TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_USE_AGENT_STORE"),
 )
-"""Variables of a launcher that tell of another world than that of its ranks."""
+"""Variables of a launcher that describe another world than that of its ranks."""
 _FOR_OTHER_HOSTS = (
     *("UNISONO_", "PYTHON", "TORCH", "OMP_", "MKL_", "GLOO_", "NCCL_"),
     *("COLUMNS", "LINES"),
 )
-"""Starts of names of variables that ranks of other hosts get as well."""
+"""Prefixes of variables that ranks of other hosts get as well."""
 _OF_THIS_HOST = (
     *("PYTHONPATH", "PYTHONHOME", "PYTHONBREAKPOINT"),
     *("UNISONO_HOST_ID", "UNISONO_JOB_DIR", "UNISONO_AGENT"),
 )
 _SOURCE_BYTES = 4 << 20
-"""Most source that is sent along."""
+"""Most source code that is sent along."""
 _STYLES = {"PercentStyle": "%", "StrFormatStyle": "{", "StringTemplateStyle": "$"}
 _PLAIN_MODULES = ("builtins", "warnings", "torch", "numpy")
 
@@ -47,9 +47,9 @@ _PLAIN_MODULES = ("builtins", "warnings", "torch", "numpy")
 def common_variables(
     base: Mapping[str, str], *, threads: int, more: Mapping[str, str] | None
 ) -> dict[str, str]:
-    """Return what all ranks of a host get: `base` without what would tell of another world.
+    """Return the variables of all ranks of a host: `base` without those of another world.
 
-    `more` are variables that the user wants.
+    `more` are variables that the user adds.
     """
     return {
         "TORCH_CPP_LOG_LEVEL": "ERROR",  # else each lost connection prints a C++ stack
@@ -69,7 +69,7 @@ def for_other_hosts(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def rank_variables(place: Environment, run_id: str, job_dir: Path, attempt: int) -> dict[str, str]:
-    """Return what tells one rank its place."""
+    """Return the variables that describe the place of one rank."""
     return {
         "RANK": str(place.rank),
         "WORLD_SIZE": str(place.size),
@@ -85,7 +85,7 @@ def rank_variables(place: Environment, run_id: str, job_dir: Path, attempt: int)
 
 @dataclass(frozen=True, kw_only=True)
 class Surroundings:
-    """Those of the launcher at the moment of a run."""
+    """Surroundings of the launcher at the start of a run."""
 
     environment: dict[str, str]
     """Variables common to all ranks."""
@@ -137,7 +137,7 @@ class Surroundings:
         )
 
     def apply(self, variables: Mapping[str, str]) -> None:
-        """Take these surroundings over in this process, with these `variables` on top."""
+        """Apply environment, umask and directory, with these `variables` on top."""
         os.environ.clear()
         os.environ.update({**self.environment, **variables})
         os.umask(self.umask)
@@ -146,7 +146,7 @@ class Surroundings:
                 os.chdir(self.directory)
 
     def apply_inside(self) -> None:
-        """Take over what is set in Python."""
+        """Apply the settings of Python."""
         sources = dict(self.sources)
         if (command := sources.pop(OF_COMMAND, None)) is not None:
             set_command_code(command)
@@ -175,7 +175,7 @@ class Surroundings:
 
 
 def _root_logger() -> dict[str, Any]:
-    """Return what this process has set at the root logger."""
+    """Return the settings of the root logger of this process."""
     root = logging.getLogger()
     settings: dict[str, Any] = {"level": root.level}
     handler = next((h for h in root.handlers if type(h) is logging.StreamHandler), None)
@@ -200,7 +200,7 @@ def _umask() -> int:
 
 
 def _modes_of_torch() -> dict[str, Any]:
-    """Return what this process has set in torch; nothing if it has not loaded it."""
+    """Return the modes of torch in this process; nothing if it has not loaded torch."""
     torch = sys.modules.get("torch")
     if torch is None:
         return {}

@@ -1,4 +1,4 @@
-"""Which rank is to blame, and the one error the caller gets: what is known in, exception out."""
+"""Which rank is the cause of a failure, and the one error that the caller gets."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class Ending:
     """How an attempt ended."""
 
     state: Literal["done", "requeued", "failed", "timeout", "cancelled", "lost"]
-    """In one word; `lost`: who started the ranks ended, and not all have told how they did."""
+    """In one word; `lost`: the starter of the ranks ended, and some ranks did not report."""
     attempt: int
     """Which attempt."""
     was_ready: bool
@@ -68,7 +68,7 @@ class Ending:
 
 
 def is_own(state: RankState) -> bool:
-    """Whether a rank failed or died of itself, and not because of another or an interrupt."""
+    """Whether a rank failed or died by itself, not because of another or an interrupt."""
     return state.is_bad and not (state.failed is not None and state.failed.is_consequence)
 
 
@@ -100,7 +100,7 @@ def headline(states: Sequence[RankState], ending: Ending) -> str:
 
 
 def _late(states: Sequence[RankState], ending: Ending) -> list[int]:
-    """Return the ranks that others have waited for."""
+    """Return the ranks that were late."""
     late = [state.rank for state in states if not state.is_good]
     if ending.state == "timeout" and not ending.was_ready:
         return [state.rank for state in states if not state.is_ready] or late
@@ -108,7 +108,7 @@ def _late(states: Sequence[RankState], ending: Ending) -> list[int]:
 
 
 def _awaited(states: Sequence[RankState], ending: Ending) -> tuple[list[int], list[int]]:
-    """Return the ranks that are late, and those that were late only because they waited for them.
+    """Return the ranks that others waited for, and those that were late only because they waited.
 
     The former are the one whose number of collectives is behind, else those outside of all.
     """
@@ -126,11 +126,11 @@ def _awaited(states: Sequence[RankState], ending: Ending) -> tuple[list[int], li
 
 
 def choose_cause(states: Sequence[RankState]) -> RankState:
-    """Return the rank that failed first in meaning, not in time.
+    """Return the rank that is the cause, which need not be the first to fail.
 
-    A rank that died without a word comes before one that reported an error of its own, and that
-    before those that only noticed that another one had gone. Among equals the earliest counts, or
-    the lowest of those that raised the very same error.
+    A rank that died without a report comes before one that reported an error of its own, and that
+    before those that only noticed the end of another. Among equals the earliest counts, or the
+    lowest of those that raised the same error.
     """
 
     def precedence(state: RankState) -> tuple[int, float, int]:
@@ -142,7 +142,7 @@ def choose_cause(states: Sequence[RankState]) -> RankState:
 
 
 def _alike(cause: RankState, states: Sequence[RankState]) -> list[RankState]:
-    """Return the ranks that raised the error of `cause`, each of itself; `cause` is one of them."""
+    """Return the ranks that raised the same error as `cause`, including it."""
 
     def is_alike(failed: Failed | None) -> bool:
         if failed is None or cause.failed is None:
@@ -249,7 +249,7 @@ def timeout(
 
 
 def lost(states: Sequence[RankState], ending: Ending, job_dir: Path) -> RankFailed:
-    """Build the error for ranks that have ended without a word, with that of who started them."""
+    """Build the error for ranks that ended without a report, with the output of their starter."""
     late = [state for state in states if state.rank in _late(states, ending)]
     output = tail(job_dir / STARTER_LOG).splitlines()[-LOG_LINES:]
     lines = [headline(states, ending), *(f"  {line}" for line in output)]
@@ -276,7 +276,7 @@ def _headline(state: RankState, size: int) -> str:
 
 
 def how_ended(exit_code: int | None, *, has_returned: bool = False) -> str:
-    """Say how the process of a rank ended, whose function may have returned."""
+    """Describe how the process of a rank ended, whose function may have returned."""
     if exit_code is None:
         return "was stopped"
     if exit_code < 0:
@@ -295,7 +295,7 @@ def signal_name(number: int) -> str:
 def _others(
     others: Sequence[RankState], consequences: Mapping[int, str], waiting: Mapping[int, str]
 ) -> list[str]:
-    """Say what became of the ranks that are not to blame, and where they stood."""
+    """Describe the ranks that are not the cause, and where they were stopped."""
     stopped = [state.rank for state in others]
     if not stopped:
         return []
@@ -308,9 +308,9 @@ def _others(
 
 
 def _different_calls(states: Sequence[RankState], error: BaseException | None) -> list[str]:
-    """Name the line of every rank: which of them is wrong, only the user can tell.
+    """Name the line of every rank: only the user can tell which is wrong.
 
-    Nothing where those that disagree stand at the same line, whatever line the others are at.
+    Nothing if the ranks that disagree are at the same line.
     """
     sites = {state.rank: user_line(state.stack) if state.stack else "" for state in states}
     sites |= {s.rank: s.failed.site for s in states if s.failed and s.failed.site}

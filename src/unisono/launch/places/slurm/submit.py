@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import os
 import pickle
 import shlex
@@ -57,6 +58,8 @@ LOST_S = 15.0
 """How long files of a job may take to appear after it has left the queue."""
 CANCEL_S = 90.0
 """Longest wait for the end of a job that was cancelled."""
+STATE = "job.json"
+"""What the handle on a job has to know of it."""
 _CANCELLED = "cancelled"
 """File of a job that its handle has cancelled: the scheduler forgets it after a while."""
 _GOING = ("CONFIGURING", "RUNNING", "COMPLETING", "SUSPENDED", "STOPPED", "SIGNALING", "STAGE_OUT")
@@ -120,7 +123,8 @@ def _submit_jobs(requests: Sequence[RunRequest], *, is_array: bool = False) -> l
         raise
     entry = {"folder": str(folder), "ranks": request.ranks, "threads": platform.cpus_per_rank}
     for task, job_id in zip(tasks, ids, strict=True):
-        job_files.write_state(task.directory, {"id": job_id, **entry})
+        state = json.dumps({"id": job_id, **entry}).encode()
+        job_files.write_private(task.directory / STATE, state)
     return [SlurmJob(task.directory) for task in tasks]
 
 
@@ -263,7 +267,7 @@ class SlurmJob(Job):
 
         job_files.check_ours(directory)
         self.dir = directory
-        self._entry = job_files.read_state(directory)
+        self._entry: dict[str, Any] = job_files.read_json(directory / STATE) or {}
         self.id, self.ranks = str(self._entry["id"]), int(self._entry["ranks"])
         self.submitit = submitit.SlurmJob(self._entry["folder"], self.id)
         self._left_at: float | None = None
@@ -274,11 +278,11 @@ class SlurmJob(Job):
         """Return the handle on a job, by its number or its directory."""
         _check_submitit()
         directory = Path(id_or_dir)
-        if not (directory / job_files.STATE).exists():
+        if not (directory / STATE).exists():
             directory = cluster.directory_of_job(str(id_or_dir)) or directory
-            if not (directory / job_files.STATE).exists():  # that of an array has one for each job
+            if not (directory / STATE).exists():  # that of an array has one for each job
                 directory /= str(id_or_dir).partition("_")[2]
-        if not (directory / job_files.STATE).exists():
+        if not (directory / STATE).exists():
             raise PlatformError.because(
                 f"Job.attach({str(id_or_dir)!r})",
                 "no job of ours that the scheduler remembers, and no directory of one",
