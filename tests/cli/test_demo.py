@@ -58,16 +58,9 @@ def test_the_demo_without_scikit_learn_says_what_to_install(monkeypatch, capsys)
 def test_every_demo_of_the_list_is_there(capsys):
     assert main(["demo", "--list"]) == 0
     listed = [line.split()[0] for line in capsys.readouterr().out.splitlines() if line][:-1]
-    assert listed == ["digits", "forces", "flow", "error-bars", "elastic", "daso", "slurm"]
+    assert listed == ["digits", "forces", "flow", "error-bars", "elastic", "daso"]
     for name in ("forces", "flow", "error-bars", "elastic", "daso"):
         assert demo.example_path(demo.DEMOS[name].script).is_file()
-
-
-def test_the_batch_script_is_shown_without_a_cluster(capsys):
-    assert main(["demo", "slurm"]) == 0
-    text = capsys.readouterr().out
-    assert "#SBATCH --nodes=2" in text
-    assert "unisono run --on slurm" in text
 
 
 def test_a_demo_is_run_with_the_ranks_asked_for_and_its_failure_is_ours(

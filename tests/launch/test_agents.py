@@ -92,7 +92,7 @@ def cable(mpiexec, warm_python, monkeypatch):
     monkeypatch.setattr(sys, "executable", warm_python)
     monkeypatch.setattr(agents, "HUNG_UP_S", (3.0, 3.0))  # what closes here is no process that ends
     cables = []
-    plain = AgentRanks.invitation.fget
+    plain = AgentRanks.invitation.func
 
     def through_cable(self):
         if not cables:
@@ -172,7 +172,7 @@ def test_an_idle_agent_makes_no_system_call(mpiexec, monkeypatch, tmp_path):
 def test_strangers_do_not_disturb_a_run(mpiexec, monkeypatch, tmp_path, capfd):
     monkeypatch.setenv("MPIEXEC", mpiexec)
     ports = []
-    plain = AgentRanks.invitation.fget
+    plain = AgentRanks.invitation.func
 
     def noted(self):
         ports.append(plain(self).port)

@@ -76,23 +76,18 @@ def said_of(call, *args, **given):
     [
         ({"on": "cqu"}, ["on='cqu'", "'cpu', 'gpu'", "did you mean"]),
         ({"on": "gpu"}, ["0 GPUs visible", "1 rank > 0 GPUs", "on='cpu', ranks=1"]),
-        ({"on": "cuda", "ranks": 3}, ["3 ranks > 0 GPUs", "CUDA_VISIBLE"]),
         ({"on": unisono.Device.MPS}, ["no Apple GPU", "on='cpu'"]),
         ({"ranks": 0}, ["ranks=0", "not an integer >= 1"]),
-        ({"ranks": -2}, ["ranks=-2"]),
         ({"ranks": 2.0}, ["ranks=2.0", "float, not an integer"]),
         ({"ranks": True}, ["ranks=True"]),
         ({"ranks": 10**20}, ["open files", f"{10**20} ranks > "]),
         ({"on": "inline", "ranks": 2}, ["2 ranks > 1 process"]),
         ({"nodes": 2}, ["nodes=2", "torchrun"]),
         ({"timeout_s": 0}, ["timeout_s=0"]),
-        ({"timeout_s": "1h"}, ["timeout_s='1h'", "not a number"]),
         ({"timeout_s": float("nan")}, ["timeout_s=nan"]),
         ({"max_restarts": -1}, ["max_restarts=-1"]),
-        ({"max_restarts": 1.5}, ["max_restarts=1.5", "integer"]),
         ({"momentum": 2}, ["unexpected keyword", "momentum"]),
         ({"seed": -1}, ["seed=-1", "not an integer >= 0"]),
-        ({"seed": 1.5}, ["seed=1.5"]),
         ({"on": "inline", "watch": True}, ["busy with it", 'on="cpu"']),
         ({"logs": 3}, ["logs=3"]),
         ({"logs": unisono.Logs(console="al")}, ["console='al'"]),
@@ -122,11 +117,11 @@ def test_a_function_that_cannot_be_called_so_says_why(function, args, given, wor
 
 
 @pytest.mark.parametrize("call", [unisono.run, unisono.submit, dry_run])
-@pytest.mark.parametrize("name", sorted(OPTIONS))
-def test_a_keyword_that_both_know_belongs_to_neither(call, name):
-    text = said_of(call, knows_all, **{name: 1})
-    assert f"run takes {name} itself" in text
-    assert f"functools.partial(knows_all, {name}=...)" in text
+def test_a_keyword_that_both_know_belongs_to_neither(call):
+    for name in OPTIONS:
+        text = said_of(call, knows_all, **{name: 1})
+        assert f"run takes {name} itself" in text
+        assert f"functools.partial(knows_all, {name}=...)" in text
 
 
 def test_a_keyword_that_looks_like_an_option_of_run_is_asked_about():

@@ -151,7 +151,7 @@ def test_changes_between_two_runs_are_seen(tmp_path, monkeypatch):
             unisono.run(look, on="cpu", ranks=1, logs=QUIET)
 
 
-def test_twenty_launches_at_the_same_time_all_succeed():
+def test_launches_at_the_same_time_all_succeed():
     def sum_up(start):
         comm = unisono.world()
         return comm.all_reduce(torch.tensor([start + comm.rank])).item()
@@ -161,12 +161,12 @@ def test_twenty_launches_at_the_same_time_all_succeed():
     def launch(start):
         totals[start] = list(unisono.run(sum_up, start, on="cpu", ranks=2, logs=QUIET))
 
-    threads = [threading.Thread(target=launch, args=(start,)) for start in range(0, 200, 10)]
+    threads = [threading.Thread(target=launch, args=(start,)) for start in range(0, 80, 10)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert totals == {start: [2 * start + 1] * 2 for start in range(0, 200, 10)}
+    assert totals == {start: [2 * start + 1] * 2 for start in range(0, 80, 10)}
 
 
 def memory_mb():
@@ -200,7 +200,7 @@ def test_many_runs_leave_no_descriptor_no_memory_and_no_child_behind():
         unisono.run(small_sum, on="cpu", ranks=2, logs=QUIET)
     open_before, memory_before = len(list(Path("/proc/self/fd").iterdir())), memory_mb()
     shared_before = sorted(Path("/dev/shm").iterdir())
-    for number in range(20):
+    for number in range(10):
         ranks = 1 if number % 5 else 2
         sums = list(unisono.run(small_sum, on="cpu", ranks=ranks, logs=QUIET))
         assert sums == [10.0 * ranks] * ranks

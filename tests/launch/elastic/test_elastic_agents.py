@@ -16,13 +16,11 @@ import torch
 from torch import nn
 
 import unisono
-from unisono.errors import RankFailed
 from unisono.launch.attempts import LauncherAttempts
 from unisono.launch.elastic.policy import read_events
 from unisono.launch.places.agent import INVITATION
 from unisono.launch.places.agents import AgentRanks
 
-QUIET = unisono.Logs(console="none")
 pytestmark = pytest.mark.timeout(240)
 
 
@@ -92,7 +90,7 @@ def train(folder: str, victim: str = "", steps: int = 12) -> tuple[str, int]:
     return digest.hexdigest(), most
 
 
-@pytest.mark.parametrize("victim", ["", "rank", "agent", "stopped"])
+@pytest.mark.parametrize("victim", ["agent", "stopped"])
 def test_ranks_with_agents_end_with_the_bits_of_one_process(on_agents, tmp_path, victim):
     alone, _ = train("")
     logs = unisono.Logs(dir=tmp_path / "logs", console="none")
@@ -102,14 +100,5 @@ def test_ranks_with_agents_end_with_the_bits_of_one_process(on_agents, tmp_path,
     assert {digest for digest, _ in found} == {alone}
     assert max(members for _, members in found) == 3
     events = [event["what"] for event in read_events(found.dir)]
-    assert events.count("died") == bool(victim)
-    assert (tmp_path / "hit").exists() == bool(victim)
-
-
-def test_an_exception_of_a_rank_with_an_agent_is_the_error(on_agents):
-    def fails():
-        train("", steps=1)
-        raise KeyError("mine")
-
-    with pytest.raises(RankFailed, match="KeyError: 'mine'"):
-        unisono.run(fails, ranks=2, elastic=True, logs=QUIET, timeout_s=60)
+    assert events.count("died") == 1
+    assert (tmp_path / "hit").exists()
