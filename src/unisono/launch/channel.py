@@ -22,6 +22,7 @@ import secrets
 import selectors
 import socket
 import struct
+import sys
 import time
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
@@ -316,7 +317,9 @@ class _Guest:
 
 
 class Listener:
-    """The port of a supervisor. When its descriptor is readable, call `turn`.
+    """The port of a supervisor, and the channels of those who have connected.
+
+    When its descriptor is readable, call `news`; or `turn`, where only connections are of interest.
 
     Args:
         key: of the run.
@@ -337,11 +340,12 @@ class Listener:
         self.strangers: list[str] = []
         self._guests: deque[_Guest] = deque()
         self._channels: dict[bytes, ControlChannel] = {}
+        self._fds: dict[ControlChannel, int] = {}
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._door, selectors.EVENT_READ, None)
 
     def fileno(self) -> int:
-        """Return a descriptor that is readable when `turn` has something to do."""
+        """Return a descriptor that is readable when there is something to do."""
         return self._selector.fileno()
 
     def seconds_left(self) -> float | None:
@@ -354,15 +358,54 @@ class Listener:
         for key, _ in self._selector.select(0):
             if key.data is None:
                 self._accept()
-            elif (channel := self._hear(key.data)) is not None:
+            elif isinstance(key.data, _Guest) and (channel := self._hear(key.data)) is not None:
                 arrived.append(channel)
         while self._guests and self._guests[0].until <= time.monotonic():
             self._drop(self._guests[0], f"said nothing for {GREETING_S:g} s")
         return arrived
 
+    def prepare(self) -> None:
+        """Watch all channels, also for room if they have something to send; before each wait."""
+        for channel in self._channels.values():
+            if not channel.is_connected:
+                continue
+            events = selectors.EVENT_READ | selectors.EVENT_WRITE * channel.wants_write
+            fd = self._fds.get(channel)
+            if fd is None:
+                fd = self._fds[channel] = channel.fileno()
+                self._selector.register(fd, events, channel)
+            elif self._selector.get_key(fd).events != events:
+                self._selector.modify(fd, events, channel)
+
+    def news(self) -> list[tuple[ControlChannel, list[Any] | Broken | None]]:
+        """Return the new messages of channels, `Broken` for an end, None for a new connection.
+
+        A line is printed for each connection that was dropped.
+        """
+        ready = [key.data for key, _ in self._selector.select(0)]
+        news: list[tuple[ControlChannel, list[Any] | Broken | None]] = []
+        for channel in self.turn():
+            news.append((channel, None))
+        for channel in ready:
+            if not isinstance(channel, ControlChannel) or channel not in self._fds:
+                continue
+            channel.flush()
+            try:
+                news.append((channel, channel.receive()))
+            except Broken as end:
+                self._unwatch(channel)
+                channel.detach()
+                news.append((channel, end))
+        for line in self.strangers:
+            print(f"unisono: {line}", file=sys.stderr, flush=True)
+        self.strangers.clear()
+        return news
+
     def forget(self, channel: ControlChannel) -> None:
-        """Accept no new connection of a channel."""
+        """Close a channel for good."""
         self._channels.pop(channel.identity, None)
+        self._unwatch(channel)
+        channel.detach()
 
     def close(self) -> None:
         """Stop listening; channels stay open."""
@@ -370,6 +413,10 @@ class Listener:
             guest.socket.close()
         self._door.close()
         self._selector.close()
+
+    def _unwatch(self, channel: ControlChannel) -> None:
+        if (fd := self._fds.pop(channel, None)) is not None:
+            self._selector.unregister(fd)
 
     def _accept(self) -> None:
         while True:
@@ -416,6 +463,7 @@ class Listener:
             self._channels[identity] = ControlChannel()
         channel = self._channels[identity]
         count = _COUNT.pack(channel.received)
+        self._unwatch(channel)
         self._guests.remove(guest)
         self._selector.unregister(guest.socket)
         with suppress(OSError):  # then its first use says so

@@ -12,7 +12,6 @@ import selectors
 import signal
 import socket
 import subprocess
-import sys
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -152,7 +151,6 @@ class AgentRanks(Ranks):
         ]
         self.states = [seat.state for seat in self._seats]
         self._channels: dict[ControlChannel, Seat | None] = {}
-        self._fds: dict[ControlChannel, int] = {}
         self._is_here = address is None
         self._master: Any = None
         self._key = new_key()
@@ -223,14 +221,12 @@ class AgentRanks(Ranks):
         ends = [seat.lost_at - now for seat in self._seats if seat.lost_at is not None]
         look_s = self.policy.look_s
         limits = [timeout_s, self._listener.seconds_left(), LONGEST_S, look_s, *ends]
-        for channel in self._channels:
-            self._register(channel)
+        self._listener.prepare()
         events = self._selector.select(max(0.0, min(s for s in limits if s is not None)))
         for key, _ in events:
             if key.fileobj is self._listener:
-                self._welcome()
-            elif isinstance(key.data, ControlChannel):
-                self._hear(key.data)
+                for channel, news in self._listener.news():
+                    self._hear(channel, news)
             elif key.fd == self._end_fd:
                 self._selector.unregister(key.fd)
             else:
@@ -303,33 +299,22 @@ class AgentRanks(Ranks):
 
     # Messages of agents.
 
-    def _welcome(self) -> None:
-        for channel in self._listener.turn():
-            self._unregister(channel)  # its connection is a new one
-            seat = self._channels.setdefault(channel, None)
+    def _hear(self, channel: ControlChannel, news: list[Any] | Broken | None) -> None:
+        seat = self._channels.setdefault(channel, None)
+        if news is None:
             if seat is not None:
                 seat.lost_at = None
-        for line in self._listener.strangers:
-            print(f"unisono: {line}", file=sys.stderr, flush=True)
-        self._listener.strangers.clear()
-
-    def _hear(self, channel: ControlChannel) -> None:
-        channel.flush()
-        try:
-            messages = channel.receive()
-        except Broken as end:
-            self._unregister(channel)
-            channel.detach()
-            seat = self._channels[channel]
+            return
+        if isinstance(news, Broken):
             if seat is not None and not seat.is_over:
                 limit_s = self._plan.lost_after_s
-                if end.was_closed:
+                if news.was_closed:
                     limit_s = min(limit_s, HUNG_UP_S[not self._is_here])
                 seat.lost_at, seat.left_at = time.monotonic() + limit_s, time.time()
-                how = "ended" if end.was_closed else f"was away for {limit_s:g} s ({end})"
+                how = "ended" if news.was_closed else f"was away for {limit_s:g} s ({news})"
                 seat.why_lost = f"was lost: its agent {how}"
             return
-        for message in messages:
+        for message in news:
             seat = self._channels[channel]
             if seat is None and "order" in message:
                 self.visited(channel, message["order"])
@@ -503,22 +488,6 @@ class AgentRanks(Ranks):
     @staticmethod
     def _is_away(seat: Seat) -> bool:
         return seat.lost_at is not None
-
-    def _register(self, channel: ControlChannel) -> None:
-        """Watch a channel for messages, and for room if it has something to send."""
-        if not channel.is_connected:
-            return
-        events = selectors.EVENT_READ | selectors.EVENT_WRITE * channel.wants_write
-        fd = self._fds.get(channel)
-        if fd is None:
-            fd = self._fds[channel] = channel.fileno()
-            self._selector.register(fd, events, channel)
-        elif self._selector.get_key(fd).events != events:
-            self._selector.modify(fd, events, channel)
-
-    def _unregister(self, channel: ControlChannel) -> None:
-        if (fd := self._fds.pop(channel, None)) is not None:
-            self._selector.unregister(fd)
 
     # Orders to agents.
 

@@ -7,9 +7,8 @@ handles their function, output and results itself.
 
 from __future__ import annotations
 
-import selectors
+import math
 import socket
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -44,9 +43,6 @@ class Guests:
         """A name for the memory of each launcher; "" before its first message."""
         self._ranks: dict[str, set[int]] = {}
         self._lost_at: dict[ControlChannel, float] = {}
-        self._fds: dict[ControlChannel, int] = {}
-        self._selector = selectors.DefaultSelector()
-        self._selector.register(self._listener, selectors.EVENT_READ)
 
     def start(self, policy: ElasticPolicy) -> None:
         """Write the invitation, and forward messages to the policy from now on."""
@@ -55,17 +51,21 @@ class Guests:
 
     def fileno(self) -> int:
         """Return a descriptor that is readable when `turn` has something to do."""
-        return self._selector.fileno()
+        return self._listener.fileno()
 
     def turn(self) -> bool:
         """Handle new connections and messages."""
-        for key, _ in self._selector.select(0):
-            if key.data is None:
-                self._welcome()
+        for channel, news in self._listener.news():
+            if news is None:
+                self._lost_at.pop(channel, None)
+                self._names.setdefault(channel, "")
+            elif isinstance(news, Broken):
+                limit_s = min(self._lost_after_s, HUNG_UP_S[1] if news.was_closed else math.inf)
+                self._lost_at[channel] = time.monotonic() + limit_s
             else:
-                self._hear(key.data)
-        for channel in self._names:
-            self._register(channel)
+                for message in news:
+                    self._take(channel, message)
+        self._listener.prepare()
         return True
 
     def look(self) -> None:
@@ -79,37 +79,14 @@ class Guests:
         for channel, name in self._names.items():
             if name == memory:
                 channel.send(message)
-                self._register(channel)
+        self._listener.prepare()
 
     def close(self) -> None:
         """Tell all launchers that the training is over, and release all resources."""
         for channel in self._names:
             channel.send({"over": True})
             channel.detach()
-        self._selector.close()
         self._listener.close()
-
-    def _welcome(self) -> None:
-        for channel in self._listener.turn():
-            self._unregister(channel)
-            self._lost_at.pop(channel, None)
-            self._names.setdefault(channel, "")
-        for line in self._listener.strangers:
-            print(f"unisono: {line}", file=sys.stderr, flush=True)
-        self._listener.strangers.clear()
-
-    def _hear(self, channel: ControlChannel) -> None:
-        channel.flush()
-        try:
-            messages = channel.receive()
-        except Broken as end:
-            self._unregister(channel)
-            channel.detach()
-            limit_s = min(self._lost_after_s, HUNG_UP_S[1]) if end.was_closed else None
-            self._lost_at[channel] = time.monotonic() + (limit_s or self._lost_after_s)
-            return
-        for message in messages:
-            self._take(channel, message)
 
     def _take(self, channel: ControlChannel, message: dict[str, Any]) -> None:
         memory = self._names[channel]
@@ -132,27 +109,10 @@ class Guests:
     def _forget(self, channel: ControlChannel) -> None:
         """Handle the end of a launcher, and of its ranks with it."""
         self._lost_at.pop(channel, None)
-        self._unregister(channel)
-        channel.detach()
         self._listener.forget(channel)
         memory = self._names.pop(channel)
         for rank in self._ranks.pop(memory, ()):
             self._policy.take_end(memory, rank)
-
-    def _register(self, channel: ControlChannel) -> None:
-        if not channel.is_connected:
-            return
-        events = selectors.EVENT_READ | selectors.EVENT_WRITE * channel.wants_write
-        fd = self._fds.get(channel)
-        if fd is None:
-            self._fds[channel] = channel.fileno()
-            self._selector.register(channel.fileno(), events, channel)
-        elif self._selector.get_key(fd).events != events:
-            self._selector.modify(fd, events, channel)
-
-    def _unregister(self, channel: ControlChannel) -> None:
-        if (fd := self._fds.pop(channel, None)) is not None:
-            self._selector.unregister(fd)
 
 
 class GuestPolicy(ReplacingPolicy):
