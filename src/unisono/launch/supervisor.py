@@ -191,6 +191,7 @@ class Supervisor:
             if self._announces:
                 announce(self._plan.interrupt_s)
             self._interrupted_until += self._plan.interrupt_s
+            self.ranks.policy.settle()
             self.ranks.interrupt(self._plan.interrupt_s)
 
     def cancel(self) -> None:
@@ -201,23 +202,36 @@ class Supervisor:
         """Start the ranks and return when all have ended and nothing of them is left."""
         try:
             if not self._reason:
+                self.ranks.policy.start(self.ranks)
                 self.ranks.start()
                 with first_told_to(lambda: self.ask(self.interrupt)):
                     self._watch()
+                self.ranks.policy.settle()
+                self.ranks.states.sort(key=attrgetter("rank"))  # replacements came last
                 if self._reason:
                     self.ranks.stop(self._reason)
                 elif not self.ranks.has_left:
                     self.ranks.finish()
         except BaseException:  # the second Ctrl-C kills them
-            self.ranks.close(at_once=self.is_interrupted)
+            self._close(at_once=self.is_interrupted)
             raise
-        self.ranks.close(at_once=None)
+        self._close(at_once=None)
         return self._ending()
+
+    def _close(self, *, at_once: bool | None) -> None:
+        self.ranks.policy.settle()
+        try:
+            self.ranks.close(at_once=at_once)
+        finally:
+            self.ranks.policy.close()
 
     def _watch(self) -> None:
         """Watch the ranks until they have returned or left, or must be stopped."""
+        policy = self.ranks.policy
         while (remaining_s := self._seconds_left()) != 0.0:
-            self.ranks.wait(remaining_s)
+            limits = [seconds for seconds in (remaining_s, policy.look_s) if seconds is not None]
+            self.ranks.wait(min(limits, default=None))
+            policy.look()
             while self._questions:
                 self._questions.popleft()()
             self._look()

@@ -27,7 +27,7 @@ pytestmark = pytest.mark.timeout(240)
 class PlainRanks(AgentRanks):
     """Ranks whose agents are processes of this host, started one by one."""
 
-    def start_agents(self):
+    def start(self):
         self.agents = []
         for rank in range(self._plan.ranks):
             self.start_agent(rank)

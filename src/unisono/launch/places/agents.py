@@ -17,7 +17,6 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
-from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -91,7 +90,7 @@ class AgentRanks(Ranks):
         console: where output is shown.
         job_dir: directory of the run.
         command: a program that starts all agents and ends with the last one; None where
-            `start_agents` is overridden.
+            `start` is overridden.
         env: its variables; None: those of this process.
         address: where agents find this process; None: on this host only.
     """
@@ -173,10 +172,6 @@ class AgentRanks(Ranks):
         return Invitation(addresses=addresses, port=self._listener.port, key=self._key.hex())
 
     def start(self) -> None:
-        self.policy.start(self)
-        self.start_agents()
-
-    def start_agents(self) -> None:
         """Start one agent for each rank."""
         if self._command is None:
             raise NotImplementedError
@@ -219,8 +214,7 @@ class AgentRanks(Ranks):
     def wait(self, timeout_s: float | None) -> bool:
         now = time.monotonic()
         ends = [seat.lost_at - now for seat in self._seats if seat.lost_at is not None]
-        look_s = self.policy.look_s
-        limits = [timeout_s, self._listener.seconds_left(), LONGEST_S, look_s, *ends]
+        limits = [timeout_s, self._listener.seconds_left(), LONGEST_S, *ends]
         self._listener.prepare()
         events = self._selector.select(max(0.0, min(s for s in limits if s is not None)))
         for key, _ in events:
@@ -234,7 +228,6 @@ class AgentRanks(Ranks):
         self._give_up_lost()
         if self.starter_has_ended() and not any(self._is_away(seat) for seat in self._seats):
             self.has_left = all(seat.is_over or seat.channel is None for seat in self._seats)
-        self.policy.look()
         return bool(events)
 
     def wake(self) -> None:
@@ -242,17 +235,13 @@ class AgentRanks(Ranks):
             os.write(self._wake_write, b".")
 
     def interrupt(self, seconds: float) -> None:
-        self.policy.settle()
         self._order(interrupt=seconds)
 
     def finish(self) -> None:
-        self.policy.settle()
-        self.states.sort(key=attrgetter("rank"))  # those of new ranks came last
         self._order(finish=True)
         self._wait_for_agents()
 
     def stop(self, reason: str) -> None:
-        self.policy.settle()
         self._order(stop=reason)
         self._wait_for_agents()
 
@@ -273,14 +262,12 @@ class AgentRanks(Ranks):
         return value
 
     def close(self, *, at_once: bool | None) -> None:
-        self.policy.settle()
         try:
             if at_once is not None:
                 self._order(stop="cancelled" if at_once else "the launcher was interrupted")
                 self._wait_for_agents(0.5 if at_once else self._plan.grace_s + 2.0)
         finally:
             self._listener.close()
-            self.policy.close()
             for channel in self._channels:
                 channel.detach()
             self.end_agents()

@@ -7,7 +7,6 @@ import signal
 import subprocess
 from collections.abc import Sequence
 from contextlib import ExitStack, suppress
-from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -71,7 +70,6 @@ class LocalRanks(RankMonitor, Ranks):
 
     def start(self) -> None:
         """Start all ranks; one may read our standard input."""
-        self.policy.start(self)
         self.start_some(range(self._plan.ranks))
         if self._stdin_rank is not None:
             self._at_end.enter_context(lent_to(self._ranks[self._stdin_rank].pid))
@@ -108,14 +106,6 @@ class LocalRanks(RankMonitor, Ranks):
                 )
             )
 
-    def wait(self, timeout_s: float | None) -> bool:
-        """Wait for news at most `timeout_s` and handle all of it, also deaths."""
-        if (look_s := self.policy.look_s) is not None:
-            timeout_s = look_s if timeout_s is None else min(timeout_s, look_s)
-        is_news = super().wait(timeout_s)
-        self.policy.look()
-        return is_news
-
     def wake(self) -> None:
         with suppress(OSError):  # the supervisor has ended
             os.write(self._wake_write, b".")
@@ -125,17 +115,10 @@ class LocalRanks(RankMonitor, Ranks):
         return True
 
     def interrupt(self, seconds: float) -> None:
-        self.policy.settle()
         for rank in self._ranks:
             rank.order(interrupt=seconds)
 
-    def finish(self) -> None:
-        self.policy.settle()
-        self.states.sort(key=attrgetter("rank"))  # those of new ranks came last
-        super().finish()
-
     def stop(self, reason: str) -> None:
-        self.policy.settle()
         if reason != "cancelled":
             self.note_places(is_deadline=reason == "deadline")
         self.end_all(self._plan.grace_s)
@@ -149,7 +132,6 @@ class LocalRanks(RankMonitor, Ranks):
 
     def close(self, *, at_once: bool | None = None) -> None:
         self._at_end.close()
-        self.policy.settle()
         try:
             self.end_all(None if at_once else self._plan.grace_s)
         finally:
@@ -157,7 +139,6 @@ class LocalRanks(RankMonitor, Ranks):
                 if (value := rank.value()) is not None:
                     self._values[rank.rank] = value
             super().close()
-            self.policy.close()
             for fd in self._shared_fds:
                 os.close(fd)
             wake_write, self._wake_write = self._wake_write, -1

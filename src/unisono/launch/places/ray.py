@@ -243,7 +243,7 @@ class RayRanks(AgentRanks):
             **kept,
         )
 
-    def start_agents(self) -> None:
+    def start(self) -> None:
         """Ask for room; `wait` starts the actors when it is there."""
         from ray.util.placement_group import placement_group
 

@@ -82,10 +82,10 @@ class SlurmRanks(AgentRanks):
         addresses = list(dict.fromkeys(name for name in names if name))
         return Invitation(addresses=addresses, port=self._listener.port, key=self._key.hex())
 
-    def start_agents(self) -> None:
+    def start(self) -> None:
         entry = {"start": _start(), "attempt": self._attempt, "invitation": str(self.invitation)}
         job_files.write_private(self._dir / INVITATION, json.dumps(entry).encode())
-        super().start_agents()
+        super().start()
 
     def starter_has_ended(self) -> bool:
         """Whether there will be no more agents; never, for each task starts its own."""
