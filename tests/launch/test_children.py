@@ -29,8 +29,7 @@ def square(x):
     return x * x
 
 
-@pytest.mark.parametrize("spawn_method", ["auto", "spawn"])
-def test_a_forked_child_of_a_rank_ends_at_a_signal_and_a_pool_ends(spawn_method):
+def test_a_forked_child_of_a_rank_ends_at_a_signal_and_a_pool_ends():
     def work():
         context = multiprocessing.get_context("fork")
         codes = []
@@ -46,8 +45,7 @@ def test_a_forked_child_of_a_rank_ends_at_a_signal_and_a_pool_ends(spawn_method)
                 squares = pool.map(square, range(4))
         return codes, squares
 
-    platform = unisono.Platform(device="cpu", ranks=2, spawn_method=spawn_method)
-    for codes, squares in unisono.run(work, on=platform, timeout_s=60, logs=QUIET):
+    for codes, squares in unisono.run(work, on="cpu", ranks=2, timeout_s=60, logs=QUIET):
         assert codes == [-signal.SIGTERM, -signal.SIGUSR2]
         assert squares == [0, 1, 4, 9]
 
@@ -72,10 +70,7 @@ def test_a_forked_child_keeps_the_handler_of_the_user_and_no_pipe_to_the_launche
     assert list(unisono.run(work, ranks=1, logs=QUIET)) == ["True /dev/null"]
 
 
-@pytest.mark.parametrize("spawn_method", ["auto", "spawn"])
-def test_a_forked_child_that_comes_out_of_the_function_is_not_taken_for_the_rank(
-    spawn_method, tmp_path
-):
+def test_a_forked_child_that_comes_out_of_the_function_is_not_taken_for_the_rank(tmp_path):
     def work():
         comm = unisono.world()
         for number in range(3 * (comm.rank == 0)):
@@ -92,15 +87,13 @@ def test_a_forked_child_that_comes_out_of_the_function_is_not_taken_for_the_rank
         (tmp_path / "has-returned").touch()
         return "other", time.sleep(0.5)
 
-    platform = unisono.Platform(device="cpu", ranks=2, spawn_method=spawn_method)
-    results = unisono.run(work, on=platform, timeout_s=60, logs=QUIET)
+    results = unisono.run(work, on="cpu", ranks=2, timeout_s=60, logs=QUIET)
     assert list(results) == ["parent", ("other", None)]
     assert results.log(0).splitlines()[-1] == "ValueError: in a child"
 
 
 @pytest.mark.usefixtures("real_interpreters")
-@pytest.mark.parametrize("spawn_method", ["auto", "spawn"])
-@pytest.mark.parametrize("end", ["returns", "is killed"])
+@pytest.mark.parametrize(("spawn_method", "end"), [("spawn", "returns"), ("auto", "is killed")])
 def test_shared_memory_that_a_rank_does_not_remove_is_removed_behind_it(
     spawn_method, end, tmp_path
 ):

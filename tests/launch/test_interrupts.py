@@ -235,14 +235,6 @@ def test_what_goes_wrong_while_ranks_save_is_told_and_kept(saving, tmp_path):
     assert "cannot save" in (kept / "rank-0.log").read_text()
 
 
-def test_ranks_that_take_too_long_after_ctrl_c_are_stopped(saving, tmp_path, has_ended):
-    launcher = saving("refuses", seconds=1)
-    launcher.send_signal(signal.SIGINT)
-    _, errors = launcher.communicate(timeout=30)
-    assert launcher.returncode == -signal.SIGINT, errors
-    assert all(map(has_ended, pids_in(tmp_path)))
-
-
 def test_ctrl_c_on_the_command_line_lets_ranks_save_and_ends_with_code_130(
     saving, forked_python, tmp_path
 ):

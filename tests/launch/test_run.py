@@ -20,7 +20,6 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from tests.waiting import scaled_by_load
 
 import unisono
 from unisono.comm.backends import available, choose_backend
@@ -176,20 +175,6 @@ def test_a_failed_attempt_is_started_again_with_its_number(tmp_path, capsys):
     assert list(results) == [1, 1]
     assert results.restarts == 1
     assert list(tmp_path.iterdir()) == []
-
-
-def test_a_thread_left_running_is_named_and_does_not_hold_the_run_up():
-    def forget_a_thread():
-        threading.Thread(target=time.sleep, args=(600,), name="uploader").start()
-        return 7
-
-    begin = time.monotonic()
-    match = "rank 0 returned its result, .*running: uploader"
-    with pytest.warns(RuntimeWarning, match=match) as caught:
-        results = unisono.run(forget_a_thread, on="cpu", ranks=1, logs=QUIET)
-    assert list(results) == [7]
-    assert [warning.filename for warning in caught] == [__file__]
-    assert time.monotonic() - begin < scaled_by_load(60)
 
 
 def test_a_thread_that_ends_by_itself_is_waited_for(tmp_path):

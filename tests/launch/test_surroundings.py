@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 import logging
-import multiprocessing
-import os
 import sys
-from multiprocessing import forkserver, resource_tracker
 from pathlib import Path
 
 import numpy as np
-import pytest
 import torch
 
 import unisono
@@ -50,19 +46,7 @@ def test_ranks_of_one_host_listen_on_loopback_only():
     assert {*first, *second} == {"0100007F"}
 
 
-def test_the_users_multiprocessing_is_left_alone():
-    def state():
-        method = multiprocessing.get_start_method(allow_none=True)
-        return method, dict(vars(forkserver._forkserver)), dict(vars(tracker))
-
-    tracker = resource_tracker._resource_tracker
-    before = state()
-    unisono.run(os.getpid, on="cpu", ranks=1, logs=QUIET)
-    assert state() == before
-
-
-@pytest.mark.parametrize("spawn_method", ["auto", "spawn"])
-def test_the_root_loggers_level_and_format_reach_the_ranks(spawn_method, monkeypatch):
+def test_the_root_loggers_level_and_format_reach_the_ranks(monkeypatch):
     def work():
         logging.getLogger("my.module").info("a word")
         logging.getLogger().debug("too low")
@@ -71,8 +55,7 @@ def test_the_root_loggers_level_and_format_reach_the_ranks(spawn_method, monkeyp
     monkeypatch.setattr(root, "handlers", [handler := logging.StreamHandler(sys.stdout)])
     handler.setFormatter(logging.Formatter("{levelname}|{name}|{message}", style="{"))
     monkeypatch.setattr(root, "level", logging.INFO)
-    platform = unisono.Platform(device="cpu", ranks=1, spawn_method=spawn_method)
-    assert unisono.run(work, on=platform, logs=QUIET).log(0) == "INFO|my.module|a word\n"
+    assert unisono.run(work, on="cpu", ranks=1, logs=QUIET).log(0) == "INFO|my.module|a word\n"
 
 
 def test_a_module_that_sets_up_logging_in_the_rank_is_left_alone(tmp_path, monkeypatch):

@@ -16,8 +16,8 @@ import torch
 
 import unisono
 from unisono import accelerator
-from unisono.errors import PlatformError, RankFailed
-from unisono.launch.pool import client, server
+from unisono.errors import RankFailed
+from unisono.launch.pool import client
 from unisono.testing.leaks import Holdings
 
 QUIET = unisono.Logs(console="none")
@@ -73,13 +73,6 @@ def test_check_mode_is_asked_for_by_the_run_and_not_by_the_start_of_the_server(m
     unisono.run(shapes_of_equal_size, on="cpu", ranks=2, logs=QUIET)
 
 
-def test_a_time_that_is_none_is_refused_and_does_not_do_without_the_server(monkeypatch):
-    unisono.launch.shutdown()
-    monkeypatch.setenv("UNISONO_SERVER_IDLE_S", "5min")
-    with pytest.raises(PlatformError, match="UNISONO_SERVER_IDLE_S='5min'"):
-        parents()
-
-
 @pytest.mark.parametrize("reason", ["asked for", "CUDA here", "threads in the server"])
 def test_a_fresh_interpreter_is_taken_where_a_fork_would_be_unsound(reason, monkeypatch):
     platform = unisono.Platform(device="cpu", ranks=1)
@@ -99,12 +92,6 @@ def test_a_fresh_interpreter_is_taken_where_a_fork_would_be_unsound(reason, monk
     assert list(unisono.run(os.getppid, on=platform, logs=QUIET)) == [os.getpid()]
     if reason == "threads in the server":
         unisono.launch.shutdown()  # that server is of no use to others
-
-
-def test_the_server_refuses_a_fork_with_a_cuda_context(monkeypatch):
-    monkeypatch.setattr(accelerator, "initialised", lambda: "cuda")
-    monkeypatch.setattr(server.Path, "iterdir", lambda _self: iter([1]))
-    assert "cuda" in (server.refusal() or "")
 
 
 def test_no_two_ranks_and_no_two_runs_draw_the_same_numbers():

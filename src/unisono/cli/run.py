@@ -168,7 +168,7 @@ def execute(args: argparse.Namespace) -> int:
 
 
 def _execute(args: argparse.Namespace) -> int:
-    """Check the request and carry it out, in a process that serves the libraries asked for."""
+    """Check the request and carry it out, in a process that serves the chosen libraries."""
     from unisono.launch.api import execute as execute_request
     from unisono.launch.api import submit_request
     from unisono.launch.places.slurm.cluster import in_allocation
@@ -396,7 +396,7 @@ def _count(number: int, noun: str) -> str:
 def _recording(
     args: argparse.Namespace, request: RunRequest
 ) -> contextlib.AbstractContextManager[tuple[RunRequest, Path | None]]:
-    """Return a block in which ranks record, if that is asked for."""
+    """Return a block in which ranks record, if `--record` is there."""
     if args.record is None:
         return contextlib.nullcontext((request, None))
     from unisono.train.recording.launching import recorded

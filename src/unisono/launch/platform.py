@@ -91,7 +91,7 @@ def gpu_index(local_rank: int, local_size: int, visible: int, *, oversubscribe: 
 
 
 AS_REQUESTED = (Device.SLURM, Device.RAY)
-"""Places where ranks get CPUs and GPUs by what is asked for, not by what is there."""
+"""Places where ranks get the CPUs and GPUs that the platform names, not those of this host."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -245,7 +245,7 @@ class Platform:
 
     @property
     def world_size(self) -> int:
-        """Number of ranks asked for, over all nodes."""
+        """Number of ranks over all nodes."""
         return self.ranks if self.ranks is not None else self.ranks_per_node * self.n_nodes
 
     @property
@@ -274,7 +274,7 @@ class Platform:
         return torch.device(self.accelerator or accelerator.kind() or "cpu", index)
 
     def _has_gpus(self) -> bool:
-        """Whether ranks work on GPUs; under MPI if GPUs are asked for and the node has any."""
+        """Whether ranks work on GPUs; under MPI if the platform names GPUs and the node has any."""
         if self.kind is Device.MPI:
             return self.counts_gpus and accelerator.count() > 0
         return self.kind is Device.GPU or (self.kind in AS_REQUESTED and self.n_gpus_per_node > 0)

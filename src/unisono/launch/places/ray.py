@@ -32,7 +32,7 @@ from unisono.launch.pool.surroundings import for_other_hosts
 _LOOK_S = 0.2
 """Seconds between two looks at a placement group that is not there yet."""
 _NOTICE_S = 2.0
-"""After so long the user learns that the run waits for room."""
+"""Time until the user is told that the run waits for room."""
 _REACH_S = 10.0
 """Longest wait for a cluster to accept a connection."""
 _LAST_WORDS_S = 0.25

@@ -199,11 +199,6 @@ class Parcel:
         parcel.end = offset + end
         return parcel
 
-    @classmethod
-    def in_file(cls, path: Path) -> Parcel:
-        """Return the parcel that fills the file at `path`."""
-        return cls(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC), is_owner=True)
-
     def save(self, path: Path) -> None:
         """Copy its file, to the end, to a private one, which appears whole."""
         with appearing_whole(path) as draft:

@@ -133,7 +133,7 @@ class RankJob:
     convention: Convention
     """How to call it."""
     platform: Platform
-    """What was asked for."""
+    """The platform."""
     setting: Surroundings
     """The launcher's surroundings."""
     upon_finish: bytes | None = None
@@ -338,7 +338,7 @@ def take_messages(received: bytearray) -> list[Any]:
 
 
 def read_available(fd: int) -> bytes | None:
-    """Read from a descriptor that does not block: b"" at the end, None if nothing has come."""
+    """Read from a descriptor that does not block: b"" at the end, None without data."""
     try:
         return os.read(fd, _CHUNK)
     except BlockingIOError:

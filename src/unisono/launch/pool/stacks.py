@@ -39,8 +39,6 @@ _NO_FRAMES = "  in a function that is not written in Python"
 _FOLDED = "<frames of unisono>"
 ANSWER_S = 2.0
 """Longest wait for the stacks of ranks that another process supervises."""
-_LOOK_S = 0.05
-"""Seconds between two looks at stacks that were asked for."""
 _SETTLED_S = 0.15
 """So long nothing is added to a dump that is whole; a busy machine pauses between threads."""
 
@@ -138,7 +136,7 @@ def folded_threads(dump: str) -> str:
 
 
 class StackDumps:
-    """What processes add to files when they are asked for their stacks. Make it before asking.
+    """New text in the files to which ranks write their stacks. Make it before the signal.
 
     Args:
         paths: the file of each rank.
@@ -158,15 +156,8 @@ class StackDumps:
         has_grown = all(sizes[rank] > begin for rank, begin in self._begin.items())
         return has_grown and time.monotonic() - self._changed_at >= _SETTLED_S
 
-    def wait(self, limit_s: float = ANSWER_S) -> dict[int, str]:
-        """Wait for the answers at most so long; return what has come."""
-        end = time.monotonic() + limit_s
-        while not self.are_whole() and time.monotonic() < end:
-            time.sleep(_LOOK_S)
-        return self.texts()
-
     def texts(self) -> dict[int, str]:
-        """Return what has come, by rank."""
+        """Return the new text, by rank."""
         texts = {r: text_from(path, self._begin[r]) for r, path in self._paths.items()}
         return {rank: text for rank, text in texts.items() if text}
 
