@@ -70,7 +70,7 @@ class _Monitor(RankMonitor):
         super().__init__(STACK_SIGNAL)
         self.replies: dict[int, Any] = {}
 
-    def heard(self, rank: RankProcess, news: Any) -> None:
+    def take_news(self, rank: RankProcess, news: Any) -> None:
         if news != {"state": "running"}:
             self.replies[rank.rank] = news
 
