@@ -197,11 +197,9 @@ def test_a_script_under_the_users_mpiexec_on_two_hosts(lab, interpreter, script,
     check_results(ends, between="mpi4py")
 
 
-def test_doctor_starts_ranks_on_a_host_that_does_not_know_itself_and_says_so(lab, interpreter):
+def test_doctor_starts_ranks_on_a_host_that_does_not_know_itself(lab, interpreter):
     words = (interpreter.python, "-m", "unisono", "doctor")
     ((code, output),) = lab.finish([lab.a.start(*words, hosts="poor", env={"COLUMNS": "200"})])
     assert code == 0, output
-    assert "warn  host name    host-a does not resolve" in output
-    assert "fix: add '127.0.1.1 host-a' to /etc/hosts" in output
     assert "ok    two ranks    all_reduce is right over gloo, shm" in output
     assert os.environ.get("HOSTNAME") != "host-a"
