@@ -402,10 +402,9 @@ class Listener:
         return news
 
     def forget(self, channel: ControlChannel) -> None:
-        """Close a channel for good."""
+        """Stop watching a channel, and accept no new connection of it."""
         self._channels.pop(channel.identity, None)
         self._unwatch(channel)
-        channel.detach()
 
     def close(self) -> None:
         """Stop listening; channels stay open."""

@@ -110,6 +110,7 @@ class Guests:
         """Handle the end of a launcher, and of its ranks with it."""
         self._lost_at.pop(channel, None)
         self._listener.forget(channel)
+        channel.detach()
         memory = self._names.pop(channel)
         for rank in self._ranks.pop(memory, ()):
             self._policy.take_end(memory, rank)
