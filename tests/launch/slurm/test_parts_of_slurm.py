@@ -123,11 +123,17 @@ def test_without_programs_or_submitit_nothing_is_written(no_cluster, monkeypatch
 
 def test_answers_of_the_scheduler_are_read(monkeypatch):
     answers = {
+        "sinfo": "debug*|2\nlong|6\nlong|2\n",
         "squeue": "12|PENDING|Resources\n13|RUNNING|None\n",
         "scontrol": "JobId=14 JobName=a b UserId=root(0) JobState=TIMEOUT Reason=TimeLimit "
         "ExitCode=0:15 StdOut=/a b/slurm.log Power=\n",
     }
     monkeypatch.setattr(cluster, "call", lambda *words, **_: answers[words[0]])
+    cluster.check_nodes(Platform(device="slurm", n_nodes=2))
+    cluster.check_nodes(Platform(device="slurm", n_nodes=8, partition="debug,long"))
+    for fields in ({}, {"partition": "debug"}):
+        with pytest.raises(PlatformError, match="3 nodes > 2"):
+            cluster.check_nodes(Platform(device="slurm", n_nodes=3, **fields))
     queue = cluster.Queue()
     assert queue.look("12") == ("PENDING", "Resources")
     answers["squeue"] = ""

@@ -408,7 +408,7 @@ def test_a_job_that_is_cancelled_by_hand_does_not_come_back(cluster, tmp_path):
 def test_a_request_the_cluster_cannot_serve_starts_nothing(cluster, tmp_path):
     for on, words in (
         (platform(partition="debgu"), "invalid partition specified: debgu"),
-        (platform(n_nodes=9), "9 ranks"),
+        (platform(n_nodes=9), "9 nodes > 2"),
     ):
         with pytest.raises(PlatformError, match=words):
             unisono.run(print, on=on)

@@ -11,10 +11,12 @@ import shutil
 import subprocess
 import threading
 import time
+from collections import Counter
 from contextlib import suppress
 from pathlib import Path
 
 from unisono.errors import PYTHON, PlatformError, Spelling
+from unisono.launch.platform import Platform
 from unisono.launch.pool.protocol import RunPlan
 
 PROGRAMS = ("sbatch", "srun", "squeue", "scontrol", "scancel", "sinfo")
@@ -107,6 +109,26 @@ def partitions(timeout_s: float = ANSWER_S) -> list[str]:
     """Return a line for each partition of the cluster; a star marks the default one."""
     words = ("sinfo", "--noheader", "--format=%P: %D nodes, %l")
     return [line.strip() for line in call(*words, timeout_s=timeout_s).splitlines()]
+
+
+def check_nodes(platform: Platform, spelling: Spelling = PYTHON) -> None:
+    """Raise if a partition has too few nodes for a job: many clusters let it wait for ever."""
+    sizes = Counter[str]()
+    for line in call("sinfo", "--noheader", "--format=%P|%D").splitlines():
+        partition, _, count = line.strip().partition("|")
+        sizes[partition] += int(count)
+    if platform.partition is not None and platform.is_explicit("partition"):
+        names = platform.partition.split(",")
+    else:
+        names = [name.removesuffix("*") for name in sizes if name.endswith("*")]
+    most = max((sizes[name] + sizes[f"{name}*"] for name in names), default=0)
+    if 0 < most < platform.n_nodes:  # sbatch refuses a partition that does not exist
+        raise PlatformError.because(
+            f"{platform.n_nodes} nodes of partition {','.join(names)!r}",
+            f"it has {most}",
+            f"{platform.n_nodes} nodes > {most}",
+            spelling.options(nodes=most),
+        )
 
 
 def show_job(job: str) -> dict[str, str]:

@@ -105,6 +105,7 @@ def _submit_jobs(requests: Sequence[RunRequest], *, is_array: bool = False) -> l
     platform = request.platform
     _check_submitit(request.spelling)
     cluster.check_programs(request.spelling)
+    cluster.check_nodes(platform, request.spelling)
     folder = job_files.make_directory(parent_of(request), platform.name)
     tasks: list[SlurmTask] = []
     try:
@@ -213,6 +214,7 @@ def script_text(request: RunRequest) -> str:
 
 def judge_script(request: RunRequest) -> str:
     """Have the scheduler judge the script without queueing it; return its words."""
+    cluster.check_nodes(request.platform, request.spelling)
     return cluster.call("sbatch", "--test-only", text=script_text(request)).strip()
 
 
