@@ -108,6 +108,21 @@ def pytest_configure(config: pytest.Config) -> None:
         os.environ["TMPDIR"] = tempfile.tempdir = folder
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Have hypothesis draw UNISONO_EXAMPLES times as many examples, others in each run."""
+    times = int(os.environ.get("UNISONO_EXAMPLES", "1"))
+    functions = {getattr(item, "function", None) for item in items} if times > 1 else ()
+    for function in functions:
+        if getattr(function, "is_hypothesis_test", False):
+            from hypothesis import settings
+
+            # No public way leads to the settings of a test that is decorated already.
+            name = "_hypothesis_internal_use_settings"
+            usual = getattr(function, name, None) or settings()
+            many = settings(usual, max_examples=times * usual.max_examples, derandomize=False)
+            setattr(function, name, many)
+
+
 @pytest.hookimpl(trylast=True)
 def pytest_collection_finish() -> None:
     """Leave what the test modules have loaded, which lasts, out of every later `gc.collect()`."""
