@@ -141,6 +141,11 @@ def is_joining(wrapper: torch.nn.Module) -> bool:
     return bool(getattr(getattr(wrapper, "_join_config", None), "enable", False))
 
 
+running_ddp: Callable[[], torch.nn.Module | None] = _lookup(
+    "torch.nn.parallel:DistributedDataParallel._get_active_ddp_module", "nesting", lambda: None
+)
+"""Return the DistributedDataParallel whose forward is running, if one is."""
+
 _backward = torch.autograd.backward
 _listeners: list[Callable[[Sequence[torch.Tensor]], None]] = []
 

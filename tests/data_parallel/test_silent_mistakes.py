@@ -175,6 +175,57 @@ def test_a_loss_divided_by_the_number_of_ranks():
 
 
 @pytest.mark.ranks(2)
+@pytest.mark.parametrize(
+    ("loss", "is_twice"),
+    [
+        (lambda y: y.square().sum() / 6 / 2, True),
+        (lambda y: y.square().sum() / 12, True),  # the rows of all ranks
+        (lambda y: nn.functional.mse_loss(y, y.detach() + 1, reduction="sum") / 12, True),
+        (lambda y: y.square().sum() / 6, False),
+        (lambda y: 0.5 * y.square().mean(), False),
+        (lambda y: (y.square().mean() + y.abs().mean()) / 2, False),
+    ],
+)
+def test_a_sum_of_rows_divided_by_ranks_besides_and_factors_that_are_meant(loss, is_twice):
+    model = DataParallel(net())
+    generator = torch.Generator().manual_seed(world().rank)
+    with check(), findings() as texts:
+        for _ in range(3):
+            loss(model(torch.randn(6, 4, generator=generator))).backward()
+    assert len(texts) == (world().rank == 0 and is_twice)
+    assert all("averaged over 2 ranks already" in text for text in texts)
+
+
+@pytest.mark.ranks(2)
+def test_check_mode_names_a_learning_rate_that_a_scheduler_has_made_equal_again():
+    model = DataParallel(net())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    generator = torch.Generator().manual_seed(world().rank)
+
+    def steps():
+        for _ in range(3):
+            model(torch.randn(6, 4, generator=generator)).mean().backward()
+            optimizer.param_groups[0]["lr"] = 0.1 * (1 + world().rank)
+            optimizer.step()
+            optimizer.param_groups[0]["lr"] = 0.1
+
+    with (
+        check(),
+        pytest.raises(LayoutError, match=r"lr .* is 0\.1 on rank 0 and 0\.2"),
+    ):
+        steps()
+
+
+@pytest.mark.ranks(2)
+def test_ours_and_ddp_around_each_other():
+    with pytest.raises(ValueError, match="averages its gradients already"):
+        DataParallel(DistributedDataParallel(net()))
+    outer = DistributedDataParallel(DataParallel(net()))
+    with pytest.raises(LayoutError, match="wrap the module once"):
+        outer(torch.randn(3, 4))
+
+
+@pytest.mark.ranks(2)
 def test_an_accumulation_that_is_divided_twice():
     def step(model, optimizer, again):
         x = torch.randn(6, 4)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -14,6 +15,8 @@ from unisono.torch_private import on_backward
 
 _SAMPLE = 64
 """Number of elements of a gradient that are remembered."""
+_SUM = 2
+"""torch's number for `reduction="sum"`."""
 
 
 class Divisor:
@@ -69,30 +72,50 @@ class Divisor:
 
 
 def divisor_of(loss: Tensor) -> float:
-    """Return by what numbers a loss was divided last.
+    """Return by what a loss was divided last, besides what makes a mean of a sum.
 
-    >>> x = torch.ones(3, requires_grad=True)
+    Factors do not count: 0.5 belongs to many a loss.
+
+    >>> x = torch.ones(6, 3, requires_grad=True)
     >>> divisor_of(x.mean() / 4), divisor_of(0.5 * x.mean() / 2), divisor_of(x.mean())
-    (4.0, 4.0, 1.0)
+    (4.0, 2.0, 1.0)
+    >>> divisor_of(x.sum() / 6), divisor_of(x.sum() / 6 / 4), divisor_of((x.sum() + x.mean()) / 2)
+    (1.0, 4.0, 1.0)
     """
-    product = 1.0
-    for node in _chain(loss):
+    product, node = 1.0, loss.grad_fn
+    while node is not None and node.name() in ("DivBackward0", "MulBackward0"):
         other = getattr(node, "_saved_other", None)
         if not isinstance(other, Tensor) or other.numel() != 1 or other.is_complex():
             break
-        number = float(other)
-        if number == 0:
-            break
-        product *= number if node.name() == "DivBackward0" else 1 / number
-    return product if product > 1 else 1.0
-
-
-def _chain(loss: Tensor) -> Iterator[Any]:
-    """Yield the products and quotients by a number that a loss ends with, the last one first."""
-    node: Any = loss.grad_fn
-    while node is not None and node.name() in ("DivBackward0", "MulBackward0"):
-        yield node
+        if node.name() == "DivBackward0":
+            product *= float(other)
         node = node.next_functions[0][0]
+    of_sum = next((n for n in _lengths(node) if product % n == 0), 1)
+    return max(1.0, product / of_sum)
+
+
+def _lengths(node: Any) -> list[int]:
+    """Return what turns the sum at a node into a mean, the largest number first."""
+    if node is None:
+        return []
+    if node.name() == "AddBackward0":
+        return [sum(1 for _ in _terms(node))]
+    if node.name() == "SumBackward0":
+        shape = list(node._saved_self_sym_sizes)
+    elif getattr(node, "_saved_reduction", 0) == _SUM:
+        shape = list(node._saved_self.shape)
+    else:
+        return []
+    rows = shape[0] if shape else 1
+    return sorted({math.prod(shape), rows, math.prod(shape[1:])} - {0}, reverse=True)
+
+
+def _terms(node: Any) -> Iterator[Any]:
+    if node is not None and node.name() == "AddBackward0":
+        for part, _ in node.next_functions:
+            yield from _terms(part)
+    else:
+        yield node
 
 
 def _some(p: nn.Parameter) -> Tensor:

@@ -303,7 +303,7 @@ def _settings_of(module: nn.Module) -> list[dict[str, Any]]:
     for thing in gc.get_objects():
         if not issubclass(type(thing), torch.optim.Optimizer):
             continue
-        groups = thing.__dict__.get("param_groups", [])
+        groups = check.last_settings.get(thing) or thing.__dict__.get("param_groups", [])
         for group in groups:
             if any(id(p) in params for p in group["params"]):
                 kept = plain_settings(group)

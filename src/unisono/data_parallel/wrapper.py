@@ -11,6 +11,7 @@ from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor, nn, optim
+from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 from torch.utils.hooks import RemovableHandle
 
@@ -28,10 +29,10 @@ from unisono.data_parallel.ranks import (
     name_as_wrapped,
     reset_module,
 )
-from unisono.errors import an
+from unisono.errors import LayoutError, an
 from unisono.expect import expect, expect_choice, refusal
 from unisono.launch.functional import device, synchronised
-from unisono.torch_private import runs_uncompiled
+from unisono.torch_private import running_ddp, runs_uncompiled
 
 __all__ = ["DataParallel"]
 
@@ -79,6 +80,8 @@ class DataParallel(nn.Module):
     _engine: GradientEngine | None = None
     _weights: Weights
     _join: Join | None = None
+    _is_known_outermost = False
+    """Whether a forward has shown that no DDP of torch's is around it."""
 
     def __init__(
         self,
@@ -199,6 +202,9 @@ class DataParallel(nn.Module):
 
     @runs_uncompiled
     def _see_forward(self, engine: GradientEngine, inputs: Any) -> None:
+        if not self._is_known_outermost:
+            _check_outermost(self)
+            self._is_known_outermost = True
         engine.replicas.see_forward(self._inner, inputs)
 
     @runs_uncompiled
@@ -433,10 +439,23 @@ def _leave(engine: GradientEngine) -> None:
         )
 
 
+def _check_outermost(wrapper: DataParallel) -> None:
+    """Refuse torch's DDP around a wrapper: gradients would be divided by the ranks twice."""
+    outer = running_ddp()
+    if outer is not None and any(part is wrapper for part in outer.modules()):
+        name = type(wrapper).__name__
+        raise LayoutError.because(
+            f"a forward of {name} in a DistributedDataParallel",
+            "both average the gradients of the same parameters",
+            hint="wrap the module once, by either of them",
+        )
+
+
 def _check_module(wrapper: str, module: nn.Module) -> None:
     """Refuse a module that is wrapped already, or that has no values to send yet."""
     for name, part in module.named_modules():
-        if isinstance(part.__dict__.get("_engine"), GradientEngine):
+        is_ours = isinstance(part.__dict__.get("_engine"), GradientEngine)
+        if is_ours or isinstance(part, DistributedDataParallel):
             raise refusal(
                 ValueError,
                 f"{wrapper} of a module with {an(type(part).__name__)} in it",

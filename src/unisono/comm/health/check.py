@@ -18,6 +18,7 @@ import os
 import sys
 import time
 import warnings
+import weakref
 import zlib
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -55,6 +56,10 @@ _WORDS = 8192
 
 active = False
 
+last_settings: weakref.WeakKeyDictionary[torch.optim.Optimizer, list[dict[str, Any]]]
+last_settings = weakref.WeakKeyDictionary()
+"""The groups of each optimizer at its last step: a scheduler has changed them since."""
+
 
 def start_from_environment() -> None:
     """Turn check mode on for the whole run if `UNISONO_CHECK=1`; off otherwise.
@@ -86,6 +91,7 @@ def _see_construction(module: nn.Module, name: str, _part: nn.Module | None) -> 
 
 
 def _see_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    last_settings[optimizer] = [dict(group) for group in optimizer.param_groups]
     tensors = sys.modules.get("torch.distributed.tensor")
     params = optimizer.param_groups[0]["params"] if tensors is not None else ()
     if tensors is not None and params and isinstance(params[0], tensors.DTensor):

@@ -343,7 +343,7 @@ class ElasticPolicy(ReplacingPolicy):
         seat = Candidate(self._count, memory, rank, pid, host, is_guest)
         if facts != others:
             shown = [
-                f"{name}: {facts[name]} here, {others.get(name)} there"
+                f"{name}: {facts[name]} on rank {rank}, {others.get(name)} on the others"
                 for name in sorted(facts)
                 if facts[name] != others.get(name)
             ]

@@ -347,7 +347,7 @@ def _hint(cause: RankState, log_tail: str) -> str:
         total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2**20
         return f"often the kernel, out of memory: this host has {total:,.0f} MB{peak}"
     if name == "SIGABRT" and "collective mismatch" in log_tail:
-        return "ranks made unlike calls; UNISONO_CHECK=1 names them and their source lines"
+        return "ranks made unlike calls; init_process_group('shm') names them and their lines"
     if name == "SIGBUS":
         free = "no /dev/shm here"
         with suppress(OSError):

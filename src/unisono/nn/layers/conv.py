@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from unisono.errors import PartitionError
-from unisono.expect import expect_choice
+from unisono.expect import expect, expect_choice
 from unisono.nn.agreement import INPUTS, Cuts, Table
 from unisono.nn.module import Module
 from unisono.nn.parameters import (
@@ -503,6 +503,9 @@ def choose(
 ) -> Module:
     """Return one of three kinds (feature, channel, general), made with the partitions it takes."""
     feature, channel, general = kinds
+    for name, partition in (("P_y", P_y), ("P_w", P_w)):
+        hint = f"DistributedConv{dims}d(P_x, in_channels=3, out_channels=8, kernel_size=3)"
+        expect(name, partition, (Partition, type(None)), hint)
     if P_y is None and P_w is None:
         return feature(P_x, *args, **kwargs)
     if P_y is None or P_w is None:

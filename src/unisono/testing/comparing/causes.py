@@ -28,6 +28,7 @@ SCALED = "gradients are scaled"
 LOSS = "loss"
 BUFFERS = "buffers"
 MODULE = "a module"
+GRADIENTS = "gradients"
 
 
 @dataclass(frozen=True)
@@ -347,7 +348,9 @@ def _loss(base: ProgramForm, other: ProgramForm, difference: Difference) -> Caus
     return Cause(
         LOSS,
         f"{summary}, and the outputs of the model agree: targets or reduction differ",
-        "targets of the same rows, and a mean over them",
+        "targets of the same rows. Masks and ignore_index make means of unlike counts: "
+        "model.samples(count). A loss that couples rows (contrastive) needs those of all ranks: "
+        "unisono.operators.all_gather",
     )
 
 
@@ -396,9 +399,10 @@ def _gradient(base: ProgramForm, other: ProgramForm, difference: Difference) -> 
     if sizes := _uneven(base, other, key.step):
         return _means(summary, sizes)
     return Cause(
-        MODULE,
+        GRADIENTS,
         f"{summary}, though outputs and losses agree",
-        "look at hooks and autograd Functions",
+        "what comes between backward and step (clipping before the average), hooks, autograd "
+        "Functions",
     )
 
 

@@ -193,7 +193,8 @@ class MemberLink(Link):
             raise PlatformError.because(
                 "a rank joins an elastic training",
                 f"its results would have other bits than those of the members\n{answer['why']}",
-                hint="the same arguments, threads, torch and kind of CPU on all ranks",
+                hint="on all ranks the same data (one seed, one file), arguments, threads, torch "
+                "and kind of CPU",
             )
         self._host = answer["host"]
         if os.fstat(self._board_fd).st_size < size:
