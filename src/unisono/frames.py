@@ -8,6 +8,7 @@ from __future__ import annotations
 import ast
 import linecache
 import os
+import re
 import sys
 import sysconfig
 from collections.abc import Sequence
@@ -28,6 +29,12 @@ _STDLIB = tuple(
 )
 _INSTALLED = frozenset(("site-packages", "dist-packages"))
 """Folders of packages, which need not be those of this environment: it may add to another one."""
+_BETWEEN = re.compile(
+    r"^<frozen runpy>$|/(?:site|dist)-packages/torch/"
+    r"(?:nn/modules/module|_dynamo/eval_frame|_tensor|autograd/\w+|utils/_contextlib"
+    r"|distributed/c10d_logger)\.py$"
+)
+"""What calls a user's function on behalf of Python or torch, and says nothing about it."""
 _NO_FRAMES = "  in a function that is not written in Python"
 
 _command: str | None = None
@@ -58,6 +65,15 @@ def is_user_file(file: str) -> bool:
 def is_own_file(file: str) -> bool:
     """Whether a file is part of unisono, and no example in it."""
     return file.startswith(_OWN) and not file.startswith(_SHIPPED)
+
+
+def is_between(file: str) -> bool:
+    """Whether a file is ours, or only passes calls on to functions of the user's.
+
+    >>> is_between("/env/site-packages/torch/nn/modules/module.py"), is_between("/me/net.py")
+    (True, False)
+    """
+    return is_own_file(file) or _BETWEEN.search(file) is not None
 
 
 def owner_of(file: str) -> str:

@@ -13,6 +13,7 @@ import traceback
 from pathlib import Path
 
 import pytest
+import torch
 
 import unisono
 from unisono.errors import PlatformError, RankFailed, RankTimeout
@@ -168,6 +169,23 @@ def test_our_own_frames_are_folded_and_a_variable_shows_them(monkeypatch):
     text, frames = shown()
     assert "unisono/comm/" in text
     assert frames > 1
+
+
+def test_frames_with_which_torch_calls_a_module_are_folded():
+    class Net(torch.nn.Module):
+        def forward(self, x):
+            return x.reshape(7)
+
+    def wrong_shape():
+        torch.nn.Sequential(Net())(torch.ones(3))
+
+    with pytest.raises(RankFailed) as caught:
+        unisono.run(wrong_shape, on="cpu", ranks=1, logs=QUIET)
+    text = caught.value.traceback
+    assert "torch.nn.Sequential(Net())" in text
+    assert "return x.reshape(7)" in text
+    assert "frames of torch" in text
+    assert "_call_impl" not in text
 
 
 def test_the_users_frames_stay_where_ours_stand_between_them():

@@ -179,6 +179,8 @@ def _observations(data: ArrayLike, like: Tensor, count: int, *, finite: bool = T
 
     y = to_tensor(data, like.device, like.dtype, check if finite else None).reshape(-1)
     hint = f"{count} observations, one per output; a missing one is float('nan')"
+    if not count:
+        hint = "net(x) before update(): no batch has gone through the net yet"
     check_count(f"{y.numel()} observations", y.numel(), count, hint)
     return y
 

@@ -17,7 +17,15 @@ from pathlib import Path
 from types import TracebackType
 
 from unisono.errors import UnisonoError
-from unisono.frames import OF_COMMAND, folded, is_own_file, is_user_file, source_line
+from unisono.frames import (
+    OF_COMMAND,
+    folded,
+    is_between,
+    is_own_file,
+    is_user_file,
+    owner_of,
+    source_line,
+)
 from unisono.launch.logs import size_of, text_from
 
 FRAMES = "UNISONO_FRAMES"
@@ -215,21 +223,22 @@ def chain_of(
 
 
 def _folded(stack: traceback.StackSummary, error: BaseException) -> traceback.StackSummary:
-    """Replace each run of our own frames by a line; the launcher's, at the outer end, by none."""
+    """Replace frames between the user's by a line; the launcher's, at the outer end, by none."""
     kept = _Folding()
     is_outermost = True
-    for is_own, frames in groupby(stack, lambda frame: is_own_file(frame.filename)):
+    for is_folded, frames in groupby(stack, lambda frame: is_between(frame.filename)):
         run = list(frames)
-        if is_own and not is_outermost:
+        if is_folded and not is_outermost:
             # Where it was not us who raised on purpose, the place in our code helps.
             is_odd = run[-1] is stack[-1] and not isinstance(error, UnisonoError)
             hidden = len(run) - is_odd
             if hidden:
-                words = f"{hidden} frame{'s' if hidden > 1 else ''} of unisono"
+                owners = dict.fromkeys(owner_of(frame.filename) for frame in run[:hidden])
+                words = f"{hidden} frame{'s' if hidden > 1 else ''} of {' and '.join(owners)}"
                 words = f"... {words} ({FRAMES}=all shows them)"
                 kept.append(traceback.FrameSummary(_FOLDED, len(kept), words, line=""))
             run = run[hidden:]
-        elif is_own:
+        elif is_folded:
             run = []
         kept += map(_with_source, run)
         is_outermost = False
