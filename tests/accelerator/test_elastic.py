@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import subprocess
-import sys
 
 import pytest
 import torch
@@ -78,14 +77,14 @@ print(json.dumps(found))
 
 
 def test_any_number_of_ranks_has_the_same_hash_also_if_one_dies(
-    device_environment, monkeypatch, tmp_path
+    device_python, monkeypatch, tmp_path
 ):
     monkeypatch.setenv("SIM_PATIENCE_MS", SCHEDULES["all_late"])
     # Kernels of this device are those of the CPU, whose sums depend on the number of threads.
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     file = tmp_path / "program.py"
     file.write_text(PROGRAM)
-    done = subprocess.run([sys.executable, file], capture_output=True, text=True, cwd=tmp_path)
+    done = subprocess.run([device_python, file], capture_output=True, text=True, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout.splitlines()[-1])
     hashes = {bits for results in found.values() for _, bits, _ in results}
