@@ -6,6 +6,7 @@ below `POTENTIALS`, if that names one, and seen by ranks that only this test use
 
 from __future__ import annotations
 
+import itertools
 import os
 import subprocess
 import sys
@@ -22,6 +23,7 @@ from unisono import graph_parallel as gp
 from unisono.comm import world
 from unisono.errors import PartitionError
 from unisono.graph_parallel import GraphPartition, adapters
+from unisono.testing import RankPool
 
 CUTOFF = 2.0
 SEPARATE = {
@@ -32,7 +34,7 @@ SEPARATE = {
 
 
 def of_pyg(name):
-    """A model of torch_geometric, how it is called on known edges, and its adapter."""
+    """A model of torch_geometric, how it is called on known edges, and its adapters."""
     from torch_geometric.nn import models
 
     options = {
@@ -47,16 +49,17 @@ def of_pyg(name):
     if name == "DimeNetPlusPlus":  # its last layer starts at zero
         for block in model.output_blocks:
             torch.nn.init.normal_(block.lin.weight)
-    adapter = None
-    if name == "SchNet":
-        adapter = adapters.by_forward(lambda m: m.cutoff, lambda m: m.num_interactions)
+    if name == "SchNet":  # by hooks, and by its forward
+        ways = [None, adapters.by_forward(lambda m: m.cutoff, lambda m: m.num_interactions)]
+    else:
+        ways = [None]
 
     def call(numbers, pos, edges, graph):
         with adapters.known_edges(model, edges):
             out = model(numbers, pos, graph)
         return out[0] if isinstance(out, tuple) else out
 
-    return model, call, adapter
+    return model, call, ways
 
 
 def of_matgl(name):
@@ -84,7 +87,7 @@ def of_matgl(name):
         )  # fmt: skip
         return model(data)
 
-    return model, call, None
+    return model, call, [None]
 
 
 def of_sevenn(name):
@@ -112,7 +115,7 @@ def of_sevenn(name):
         energy = data["atomic_energy"][:, 0]
         return energy.new_zeros(2).index_add(0, graph, energy)
 
-    return model, call, None
+    return model, call, [None]
 
 
 def alone(call, numbers, pos, cell, strain):
@@ -136,18 +139,18 @@ def compare(make, name, folder=None):
     torch.set_default_dtype(dtype)  # some make zeros of the default dtype
     try:
         torch.manual_seed(0)
-        model, call, adapter = make(name)
+        model, call, ways = make(name)
         model = model.to(dtype)
         pos = 3.2 * torch.rand(7, 3, generator=torch.Generator().manual_seed(1))
         numbers = torch.tensor([1, 8, 8, 8, 8, 8, 6])  # elements that one rank alone has
         skewed = torch.tensor([[3.3, 0, 0], [0.4, 3.1, 0], [0, -0.3, 3.5]])
-        agree(model, call, adapter, pos, numbers, skewed)
+        agree(model, call, ways, pos, numbers, skewed)
         if name != "ViSNet":  # whose own gradients are NaN for an atom without neighbours
             pos, numbers = (
                 torch.cat([pos, torch.full((1, 3), 50.0)]),
                 torch.cat([numbers, numbers[:1]]),
             )
-        agree(model, call, adapter, pos, numbers, None)
+        agree(model, call, ways, pos, numbers, None)
     finally:
         torch.set_default_dtype(torch.float32)
 
@@ -158,7 +161,7 @@ def assert_equal(ours, theirs, scale=1.0):
     assert apart <= rounding * max(scale, float(theirs.detach().abs().max())), apart
 
 
-def agree(model, call, adapter, pos, numbers, cell):
+def agree(model, call, ways, pos, numbers, cell):
     at = pos.clone().requires_grad_()
     strain = torch.zeros(3, 3, requires_grad=True)
     energy = alone(call, numbers, at, cell, strain)
@@ -168,7 +171,7 @@ def agree(model, call, adapter, pos, numbers, cell):
     weights = [weight for weight in model.parameters() if weight.requires_grad]
     gradients = torch.autograd.grad(loss, weights, allow_unused=True)
     assert max(float(g.abs().max()) for g in gradients if g is not None) > 1e-6
-    for size in (1, 2, 3, 4):
+    for size, adapter in itertools.product((1, 2, 3, 4), ways):
         if world().rank >= size:
             continue
         owner = torch.tensor([0, 1, 1, 2, 2, 1, 3, 0])[: len(pos)].clamp(max=size - 1)
@@ -191,11 +194,19 @@ def agree(model, call, adapter, pos, numbers, cell):
                 assert_equal(weight.grad, gradient, scale)
 
 
+@pytest.fixture(scope="module")
+def ranks_with_pyg(rank_pool):
+    """Ranks forked from a process that has loaded PyG, which takes a while."""
+    with RankPool(preload=["torch_geometric.nn"]) as pool:
+        pool.by_value = rank_pool.by_value
+        yield pool
+
+
 @pytest.mark.skipif(find_spec("torch_geometric") is None, reason="no torch_geometric here")
 @pytest.mark.parametrize("name", ["ViSNet", "SchNet", "DimeNetPlusPlus"])
-@pytest.mark.ranks(4, timeout=180)
-def test_a_model_of_pyg_is_split_by_its_forward_alone(name):
-    compare(of_pyg, name)
+@pytest.mark.timeout(300)
+def test_a_model_of_pyg_is_split_unchanged(name, ranks_with_pyg):
+    ranks_with_pyg.run(compare, of_pyg, name, world=4, timeout=240)
 
 
 @pytest.mark.parametrize(
