@@ -125,10 +125,10 @@ def next_structure() -> None:
     left, right = figure.subplots(1, 2)
     rng, strains = np.random.default_rng(3), np.linspace(-0.1, 0.12, 90)
     crystals = [names["strained"](rng, strain) for strain in strains]
-    _, std = names["head"](*names["of_atoms"](crystals))
+    energy, std = names["head"](*names["of_atoms"](crystals))
     left.axvspan(-4, 4, color=RANKS[2], alpha=0.2, lw=0, label="range of training")
     left.semilogy(100 * strains, 1e3 * std / 8, ".", color=RANKS[0], label="error bar")
-    off = np.abs(names["head"](*names["of_atoms"](crystals))[0] - names["compute"](crystals))
+    off = np.abs(energy.numpy() - names["compute"](crystals))
     left.semilogy(100 * strains, 1e3 * off / 8, "k.", ms=2, label="error")
     left.set(title="Error bars know where training ends", xlabel="strain, %", ylabel="meV / atom")
     left.legend(frameon=False, fontsize=8)
