@@ -107,9 +107,9 @@ def check_device(device: torch.device) -> None:
         raise _without_data("a communicator for tensors on meta")
 
 
-def _without_data(asked: str) -> UnisonoError:
+def _without_data(request: str) -> UnisonoError:
     hint = "torch.zeros_like(x, device='cpu'); for a module: module.to_empty(device='cpu')"
-    return UnisonoError.because(asked, "they have no data to move", None, hint)
+    return UnisonoError.because(request, "they have no data to move", None, hint)
 
 
 def check_target(x: object, device: torch.device, verb: str) -> Tensor:
@@ -148,11 +148,11 @@ def check_writable(x: Tensor, verb: str) -> None:
         )
 
 
-def _outside(value: object, least: int, below: int, *, found: str) -> tuple[str, str]:
+def _outside(value: object, least: int, below: int, *, problem: str) -> tuple[str, str]:
     """Return problem and arithmetic of a value that is not an int in `[least, below)`."""
     if not is_integer(value):
-        found = f"{an(type(value).__name__)}, not an int; {found}"
-    return found, f"{least} <= {value!r} < {below} does not hold"
+        problem = f"{an(type(value).__name__)}, not an int; {problem}"
+    return problem, f"{least} <= {value!r} < {below} does not hold"
 
 
 def check_rank(rank: int, size: int, what: str, verb: str) -> int:
@@ -161,7 +161,7 @@ def check_rank(rank: int, size: int, what: str, verb: str) -> int:
         return operator.index(rank)
     raise MeshError.because(
         f"{verb}({what}={rank!r})",
-        *_outside(rank, 0, size, found=f"the group has {size} rank{'s' if size > 1 else ''}"),
+        *_outside(rank, 0, size, problem=f"the group has {size} rank{'s' if size > 1 else ''}"),
         f"{what}=0, a rank of the group, which may be another one in the world",
     )
 
@@ -173,7 +173,7 @@ def check_dim(dim: int, x: Tensor, verb: str) -> int:
         return operator.index(dim) % dims
     raise PartitionError.because(
         f"{verb}(dim={dim!r}) of shape {list(x.shape)}",
-        *_outside(dim, -dims, dims, found=f"{x.dim()} dims"),
+        *_outside(dim, -dims, dims, problem=f"{x.dim()} dims"),
         f"dim={dims - 1} is the last one",
     )
 
@@ -182,9 +182,9 @@ def check_tag(tag: int, verb: str) -> int:
     """Return `tag` if it is one that every backend can give a message."""
     if is_integer(tag) and 0 <= tag < 2**31:
         return operator.index(tag)
-    found = "a tag is an integer, the same at both ends"
+    problem = "a tag is an integer, the same at both ends"
     raise UnisonoError.because(
-        f"{verb}(tag={tag!r})", *_outside(tag, 0, 2**31, found=found), "tag=1"
+        f"{verb}(tag={tag!r})", *_outside(tag, 0, 2**31, problem=problem), "tag=1"
     )
 
 
@@ -213,29 +213,29 @@ def check_sizes(
     if len(values) == size and min(values) >= 0 and (total is None or sum(values) == total):
         return values
     if len(values) != size:
-        found, arithmetic = f"{len(values)} entries for {size} ranks", f"{len(values)} != {size}"
+        problem, arithmetic = f"{len(values)} entries for {size} ranks", f"{len(values)} != {size}"
         hint = f"{what} has one entry per rank"
     elif min(values) < 0:
-        found, arithmetic = f"a negative size: {min(values)}", None
+        problem, arithmetic = f"a negative size: {min(values)}", None
         hint = "0 for a rank without a block"
     else:
-        found = f"{total} rows in the tensor"
+        problem = f"{total} rows in the tensor"
         arithmetic = f"{' + '.join(map(str, values))} = {sum(values)} != {total}"
         hint = f"{what} must add up to the rows of the tensor"
-    raise PartitionError.because(f"{verb}({what}={list(values)})", found, arithmetic, hint)
+    raise PartitionError.because(f"{verb}({what}={list(values)})", problem, arithmetic, hint)
 
 
-def check_ranks(ranks: object, size: int, asked: str) -> tuple[int, ...]:
+def check_ranks(ranks: object, size: int, request: str) -> tuple[int, ...]:
     """Return `ranks` as a tuple of ranks of a group of `size`: at least one, none twice."""
     listed = list(ranks) if isinstance(ranks, Iterable) else ranks
     chosen = whole_numbers(listed)
     if chosen is None:
-        raise MeshError.because(f"{asked}({listed!r})", "not a list of ranks", None, "[0, 1]")
+        raise MeshError.because(f"{request}({listed!r})", "not a list of ranks", None, "[0, 1]")
     bad = [r for r in chosen if not 0 <= r < size]
     twice = sorted({r for r in chosen if chosen.count(r) > 1})
     if bad or twice or not chosen:
         raise MeshError.because(
-            f"{asked}({list(chosen)})",
+            f"{request}({list(chosen)})",
             f"a communicator of {size} ranks",
             f"out of range: {bad}" if bad else f"more than once: {twice}" if twice else "empty",
             f"ranks of this communicator are 0 to {size - 1}, each at most once",

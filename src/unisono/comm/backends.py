@@ -45,7 +45,7 @@ class BackendChoice:
 
 
 def choose_backend(
-    asked: str | None,
+    requested: str | None,
     *,
     device: str,
     nodes: int,
@@ -56,7 +56,7 @@ def choose_backend(
     """Return the backend for a world.
 
     Args:
-        asked: the platform's `backend`, None for a choice.
+        requested: the platform's `backend`, None for a choice.
         device: kind of device the tensors live on.
         nodes: number of hosts.
         available: for each backend "ok" or why it does not work here.
@@ -66,7 +66,7 @@ def choose_backend(
     >>> choose_backend(None, device="cpu", nodes=1, available={"shm": "ok"}, environ={}).name
     'shm'
     """
-    name, source = asked, f"backend={asked!r}"
+    name, source = requested, f"backend={requested!r}"
     if name is None and environ.get("UNISONO_BACKEND"):
         name = environ["UNISONO_BACKEND"]
         source = f"UNISONO_BACKEND={name}"
@@ -187,10 +187,10 @@ class _Available(Mapping[str, str]):
     """Looks for a transport when it is asked for: to look for MPI loads its library."""
 
     def __init__(self) -> None:
-        self._taken = _taken_by_torchcomms()
+        self._obstacle = _taken_by_torchcomms()
 
     def __getitem__(self, name: str) -> str:
-        reason = self._taken or _LOOKS[name]()
+        reason = self._obstacle or _LOOKS[name]()
         if reason is None:
             return "ok"
         return f"{reason}; tensors go over gloo instead" if name == "shm" else reason

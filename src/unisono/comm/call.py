@@ -160,12 +160,12 @@ _is_library_file: dict[str, bool] = {}
 
 def is_library(file: str) -> bool:
     """Whether a source file is unisono's, torch's or Python's own."""
-    known = _is_library_file.get(file)
-    if known is None:
+    answer = _is_library_file.get(file)
+    if answer is None:
         is_python = file.startswith(_STDLIB) and not any(word in file for word in _INSTALLED)
         is_ours = file.startswith(_LIBRARIES) and not file.startswith(_PROGRAMS)
-        known = _is_library_file[file] = is_python or is_ours
-    return known
+        answer = _is_library_file[file] = is_python or is_ours
+    return answer
 
 
 def call_site(depth: int = 1) -> str:

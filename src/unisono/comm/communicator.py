@@ -14,13 +14,13 @@ from unisono.comm import groups
 from unisono.comm.arguments import check_device, check_ranks, check_timeout, environment_timeout_s
 from unisono.comm.groups import GroupEntry, Handle
 from unisono.comm.machine import host_id
-from unisono.comm.messages import Messages, StartedVerbs
+from unisono.comm.messages import MessageVerbs, StartedVerbs
 from unisono.errors import MeshError, UnisonoError, an
 from unisono.expect import is_integer
 from unisono.removed import removed_name
 
 
-class Communicator(Messages):
+class Communicator(MessageVerbs):
     """A group of ranks: who they are, how tensors travel between them, and the verbs.
 
     A frozen value: equal and hashable by ranks, backend and device. Get one from `world()` or

@@ -110,13 +110,13 @@ def _torchrun_store(environment: Environment, deadline: timedelta) -> dist.Store
 
 def _check_master(environment: Environment, host: str, port: int) -> None:
     """Raise `PlatformError` if ranks of several hosts cannot meet at `host`."""
-    asked = f"MASTER_ADDR={host} MASTER_PORT={port} for {environment.size} ranks"
+    request = f"MASTER_ADDR={host} MASTER_PORT={port} for {environment.size} ranks"
     hint = "MASTER_ADDR=10.0.0.1, a numeric address of the host of rank 0, the same on all hosts"
     try:
         addresses = machine.resolve(host)
     except OSError as error:
         raise PlatformError.because(
-            asked,
+            request,
             f"{host} does not resolve on {socket.gethostname()}: {error.strerror}",
             None,
             hint,
@@ -125,7 +125,7 @@ def _check_master(environment: Environment, host: str, port: int) -> None:
     is_counted = environment.nodes > 1 and "LOCAL_WORLD_SIZE" in os.environ
     if is_counted and all(map(machine.is_loopback, addresses)):
         raise PlatformError.because(
-            asked,
+            request,
             f"{host} is {addresses[0]}: another machine on each of {environment.nodes} hosts",
             f"{environment.size} ranks / {environment.local_size} each = {environment.nodes} hosts",
             hint,

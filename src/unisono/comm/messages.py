@@ -28,7 +28,7 @@ from unisono.errors import MeshError, PartitionError, UnisonoError
 from unisono.expect import expect
 
 
-class Messages(Collectives):
+class MessageVerbs(Collectives):
     """Messages between the ranks of a communicator."""
 
     @verb
@@ -100,14 +100,14 @@ class Messages(Collectives):
             blocks[dst] = dense(check_tensor(x, self.device, "exchange").detach())
         sources = {check_rank(peer, self.size, "source", "exchange"): peer for peer in recvs}
         outs = {src: self._empty(recvs[peer], "exchange") for src, peer in sources.items()}
-        mine, own = blocks.pop(self.rank, None), outs.get(self.rank)
-        if _kind(mine) != _kind(own):
+        sent, received = blocks.pop(self.rank, None), outs.get(self.rank)
+        if _kind(sent) != _kind(received):
             raise PartitionError.because(
                 f"exchange with oneself on rank {self.rank}",
-                f"sends {_kind(mine)}, receives {_kind(own)}",
+                f"sends {_kind(sent)}, receives {_kind(received)}",
             )
-        if mine is not None and own is not None:
-            own.copy_(mine)
+        if sent is not None and received is not None:
+            received.copy_(sent)
         remote = {peer: out for peer, out in outs.items() if peer != self.rank}
         return self._messages("exchange", blocks, remote, EXCHANGE_TAG, lambda: outs, timeout_s)
 
@@ -152,10 +152,10 @@ class Messages(Collectives):
 class StartedVerbs(StartedCollectives):
     """All verbs of a communicator, left under way; see `StartedCollectives`."""
 
-    send = started(Messages.send)
-    recv = started(Messages.recv)
-    recv_ = started(Messages.recv_)
-    exchange = started(Messages.exchange)
+    send = started(MessageVerbs.send)
+    recv = started(MessageVerbs.recv)
+    recv_ = started(MessageVerbs.recv_)
+    exchange = started(MessageVerbs.exchange)
 
 
 def _kind(x: Tensor | None) -> str:

@@ -526,9 +526,9 @@ class Performer:
         if self._entry.verdict is not None:
             return self._entry.verdict
         if isinstance(error, TimeoutError):
-            told = failures.timed_out(call, self.ranks, deadline, error)
+            late = failures.timed_out(call, self.ranks, deadline, error)
             self._entry.broken = f"{call.describe()} timed out"
-            return told
+            return late
         is_mismatch = isinstance(error, CollectiveMismatch)
         if is_mismatch and not error.returned and self._entry.is_cause(error, self._engine):
             error = deadlock.explained(error, call, self.ranks)

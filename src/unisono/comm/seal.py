@@ -207,7 +207,7 @@ def _own_file() -> Path:
     return path
 
 
-def _private(path: Path, asked: str) -> bytes:
+def _private(path: Path, request: str) -> bytes:
     """Return the content of a file that only this user can read."""
     hint = f"openssl rand -hex 32 > {path}; chmod 600 {path}"
     try:
@@ -216,11 +216,11 @@ def _private(path: Path, asked: str) -> bytes:
             mode = stat.S_IMODE(status.st_mode)
             if status.st_uid != os.getuid() or mode & 0o077:
                 problem = f"mode {mode:04o}, owner {status.st_uid} (this user is {os.getuid()})"
-                raise PlatformError.because(asked, problem, None, f"chmod 600 {path}")
+                raise PlatformError.because(request, problem, None, f"chmod 600 {path}")
             data = file.read().strip()
     except OSError as error:
-        raise PlatformError.because(asked, f"{error.strerror}", None, hint) from None
+        raise PlatformError.because(request, f"{error.strerror}", None, hint) from None
     if len(data) < _LEAST_BYTES:
         arithmetic = f"{len(data)} bytes < {_LEAST_BYTES}"
-        raise PlatformError.because(asked, "too short for a secret", arithmetic, hint)
+        raise PlatformError.because(request, "too short for a secret", arithmetic, hint)
     return data

@@ -65,14 +65,14 @@ def block_plan(
                 "sizes=[...], the length of each block; natoms=N for the balanced split of N",
             )
         return BlockPlan(comm, dim, comm._lengths(x, dim, verb))
-    given = check_sizes(sizes, comm.size, verb)
-    if given[comm.rank] != x.shape[dim]:
+    lengths = check_sizes(sizes, comm.size, verb)
+    if lengths[comm.rank] != x.shape[dim]:
         raise PartitionError.because(
-            f"{verb}(sizes={list(given)}, dim={dim}) on rank {comm.rank}",
+            f"{verb}(sizes={list(lengths)}, dim={dim}) on rank {comm.rank}",
             f"a block of shape {list(x.shape)}",
-            f"sizes[{comm.rank}] = {given[comm.rank]} != {x.shape[dim]}",
+            f"sizes[{comm.rank}] = {lengths[comm.rank]} != {x.shape[dim]}",
         )
-    return BlockPlan(comm, dim, given)
+    return BlockPlan(comm, dim, lengths)
 
 
 def whole_plan(

@@ -260,7 +260,7 @@ def exchanged(x: Tensor, plan: HaloOnGroup) -> dict[int, Tensor]:
 
 def outgoing(x: Tensor, plan: HaloOnGroup) -> dict[int, Tensor]:
     """Return what goes to each rank: a slice of `x` where that is all."""
-    found: dict[int, Tensor] = {}
+    messages: dict[int, Tensor] = {}
     for rank, pieces in plan.sends:
         parts: list[Tensor] = []
         for cutout in pieces:
@@ -268,17 +268,17 @@ def outgoing(x: Tensor, plan: HaloOnGroup) -> dict[int, Tensor]:
             for dim, start, length in cutout:
                 part = part.narrow(dim, start, length)
             parts.append(part)
-        found[rank] = joined(parts)
-    return found
+        messages[rank] = joined(parts)
+    return messages
 
 
 def incoming(plan: HaloOnGroup, recvs: Sequence[Message], like: Tensor) -> dict[int, Tensor]:
     """Return memory for messages, one row for each, of the dtype and on the device of `like`."""
     ranks, dtype, device = plan.ranks or range(plan.comm.size), like.dtype, like.device
-    found: dict[int, Tensor] = {}
+    messages: dict[int, Tensor] = {}
     for message in recvs:
-        found[ranks[message.peer]] = torch.empty(message.numel, dtype=dtype, device=device)
-    return found
+        messages[ranks[message.peer]] = torch.empty(message.numel, dtype=dtype, device=device)
+    return messages
 
 
 def joined(parts: Sequence[Tensor]) -> Tensor:
@@ -303,15 +303,15 @@ def arrived(
 ) -> list[tuple[Message, list[Tensor]]]:
     """Return each message with the values of its pieces, in ascending order of peers."""
     ranks = plan.ranks or range(plan.comm.size)
-    found: list[tuple[Message, list[Tensor]]] = []
+    messages: list[tuple[Message, list[Tensor]]] = []
     for message in recvs:
         flat, start = received[ranks[message.peer]], 0
         values: list[Tensor] = []
         for piece in message.pieces:
             values.append(flat[start : start + piece.numel].view(piece.shape))
             start += piece.numel
-        found.append((message, values))
-    return found
+        messages.append((message, values))
+    return messages
 
 
 def place(window: Tensor, piece: HaloPiece, values: Tensor) -> None:

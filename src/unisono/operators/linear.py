@@ -154,7 +154,7 @@ def identity(x: Tensor) -> Tensor:
 def slopes(
     compute: Callable[..., Tensor],
     inputs: Sequence[Tensor | None],
-    wanted: Sequence[bool],
+    needs: Sequence[bool],
     dy: Tensor,
 ) -> list[Tensor | None]:
     """Return the gradients of a Function whose backward is differentiated again, by autograd.
@@ -162,17 +162,17 @@ def slopes(
     Args:
         compute: the forward, of operations that autograd differentiates.
         inputs: what it takes.
-        wanted: of which of them a gradient is wanted; None is returned for the others.
+        needs: of which of them a gradient is wanted; None is returned for the others.
         dy: gradient of its result.
     """
     # Of aliases: where an input was made from another one (a layer that is called twice), each
     # still has the slope of its own place alone.
-    own = [None if t is None else identity(t) for t in inputs]
+    aliases = [None if t is None else identity(t) for t in inputs]
     with torch.enable_grad():
-        y = compute(*own)
-    given = [t for t, needed in zip(own, wanted, strict=True) if needed and t is not None]
-    found = iter(torch.autograd.grad(y, given, dy, create_graph=True, allow_unused=True))
-    return [next(found) if needed else None for needed in wanted]
+        y = compute(*aliases)
+    sources = [t for t, needed in zip(aliases, needs, strict=True) if needed and t is not None]
+    grads = iter(torch.autograd.grad(y, sources, dy, create_graph=True, allow_unused=True))
+    return [next(grads) if needed else None for needed in needs]
 
 
 def refuse_vmap(info: Any, in_dims: Any, *arguments: Any) -> NoReturn:

@@ -158,11 +158,11 @@ def permute(
         comm: the ranks.
     """
     check_call(x, comm, "permute")
-    given = [destination(r) for r in range(comm.size)] if callable(destination) else destination
-    targets = whole_numbers(given)
+    listed = [destination(r) for r in range(comm.size)] if callable(destination) else destination
+    targets = whole_numbers(listed)
     if targets is None or sorted(targets) != list(range(comm.size)):
         raise MeshError.because(
-            f"permute(destination={given!r})",
+            f"permute(destination={listed!r})",
             f"{comm.size} ranks",
             "each rank must be named exactly once",
             "lambda r: (r + 1) % comm.size",

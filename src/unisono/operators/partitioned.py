@@ -180,22 +180,22 @@ def _announced(
     if comm is None:
         return [(0,)] * src.size, x.dtype
     records = comm.all_gather_ints(pack_shape(x.shape, x.dtype))
-    held = [unpack_shape(records[union.index(rank)]) for rank in src.ranks]
-    kinds = {dtype for _, dtype in held}
+    blocks = [unpack_shape(records[union.index(rank)]) for rank in src.ranks]
+    kinds = {dtype for _, dtype in blocks}
     if len(kinds) > 1:
         raise PartitionError.because(
             f"blocks of {src!r}", f"different dtypes: {', '.join(sorted(map(str, kinds)))}"
         )
-    return [shape for shape, _ in held], held[0][1]
+    return [shape for shape, _ in blocks], blocks[0][1]
 
 
 def _same_shape(group: Group, shapes: dict[int, tuple[int, ...]]) -> tuple[int, ...]:
-    found = {rank: shapes[rank] for rank in group.peers}
-    first = next(iter(found.values()))
-    if any(shape != first for shape in found.values()):
+    by_rank = {rank: shapes[rank] for rank in group.peers}
+    first = next(iter(by_rank.values()))
+    if any(shape != first for shape in by_rank.values()):
         raise PartitionError.because(
             f"sum of blocks on rank {group.root}",
-            "\n".join(f"rank {rank}: {list(shape)}" for rank, shape in found.items()),
+            "\n".join(f"rank {rank}: {list(shape)}" for rank, shape in by_rank.items()),
             hint="blocks that are summed must have equal shapes",
         )
     return first

@@ -79,9 +79,9 @@ def announce(
             check_tensor(x, comm.device, verb)
         except UnisonoError as error:
             refused = error
-    told = x if comm.rank == src and refused is None and x is not None else torch.empty(0)
-    needs_grad = told.requires_grad and torch.is_grad_enabled()
-    shape = pack_shape(told.shape, told.dtype)
+    tensor = x if comm.rank == src and refused is None and x is not None else torch.empty(0)
+    needs_grad = tensor.requires_grad and torch.is_grad_enabled()
+    shape = pack_shape(tensor.shape, tensor.dtype)
     record = [int(refused is not None), int(needs_grad), *shape, *numbers]
     received = comm.all_gather_ints(record)[src]
     if refused is not None:
@@ -96,14 +96,14 @@ def announce(
 
 
 def anchor(
-    dtype: torch.dtype, needs_grad: bool, comm: Communicator, given: Tensor | None = None
+    dtype: torch.dtype, needs_grad: bool, comm: Communicator, candidate: Tensor | None = None
 ) -> Tensor:
     """Return an input without elements that ties a rank's output to the graph.
 
-    `given` is it, if it has no elements and the right dtype.
+    `candidate` is it, if it has no elements and the right dtype.
     """
-    if given is not None and given.numel() == 0 and given.dtype == dtype:
-        return given
+    if candidate is not None and candidate.numel() == 0 and candidate.dtype == dtype:
+        return candidate
     wants = needs_grad and torch.is_grad_enabled() and (dtype.is_floating_point or dtype.is_complex)
     return torch.empty(0, dtype=dtype, device=comm.device, requires_grad=wants)
 

@@ -131,14 +131,14 @@ def _broadcast_by_messages(x: Tensor, fan: Fan, dtype: torch.dtype) -> Tensor:
 
 def _reduce_by_messages(x: Tensor, fan: Fan) -> Tensor | None:
     """Return the sum on the root, in the order of ranks, None elsewhere."""
-    own = dense(x.detach())
+    block = dense(x.detach())
     if not fan.is_root:
-        fan.exchange("reduce", {fan.root: own}, {}, own.nbytes)
+        fan.exchange("reduce", {fan.root: block}, {}, block.nbytes)
         return None
     ranks = range(fan.comm.size)
-    parts = {rank: torch.empty_like(own) for rank in ranks if rank != fan.root}
-    fan.exchange("reduce", {}, parts, own.nbytes)
-    first, *rest = [parts.get(rank, own) for rank in ranks]
+    parts = {rank: torch.empty_like(block) for rank in ranks if rank != fan.root}
+    fan.exchange("reduce", {}, parts, block.nbytes)
+    first, *rest = [parts.get(rank, block) for rank in ranks]
     total = first + rest[0]
     for part in rest[1:]:
         total += part
@@ -209,13 +209,13 @@ class SumReduceMap(LinearMap):
         """Return the sum, or nothing."""
         received: Tensor | None = None
         for fan in plan.fans:
-            mine = x if fan.is_peer else x.new_zeros(fan.shape, dtype=plan.dtype)
+            block = x if fan.is_peer else x.new_zeros(fan.shape, dtype=plan.dtype)
             if fan.comm.size == 1:
-                total = mine
+                total = block
             elif fan.uses_messages(plan.dtype):
-                total = _reduce_by_messages(mine, fan)
+                total = _reduce_by_messages(block, fan)
             else:
-                total = fan.comm.reduce(mine, fan.root)
+                total = fan.comm.reduce(block, fan.root)
             if fan.is_root:
                 received = identity(x) if total is x else total
         return x.new_empty(plan.empty, dtype=plan.dtype) if received is None else received
@@ -246,19 +246,19 @@ def all_sum_reduce(
     return AllSumReduceMap.apply(x, GroupPlan(comm, _wire_dtype(wire, x.dtype)))
 
 
-def _wire_dtype(wire: str | torch.dtype | None, own: torch.dtype) -> torch.dtype | None:
+def _wire_dtype(wire: str | torch.dtype | None, x_dtype: torch.dtype) -> torch.dtype | None:
     if wire is None:
         return None
     dtype = getattr(torch, wire, None) if isinstance(wire, str) else wire
     is_float = isinstance(dtype, torch.dtype) and dtype.is_floating_point and dtype.itemsize > 1
-    if not is_float or not own.is_floating_point:  # imaginary parts and integers would be lost
+    if not is_float or not x_dtype.is_floating_point:  # imaginary parts, integers would be lost
         raise UnisonoError.because(
             f"all_sum_reduce(wire={wire!r})",
-            f"a tensor of {own}",
+            f"a tensor of {x_dtype}",
             None,
             'wire="bfloat16", "float16" or "float32", of a real floating-point tensor',
         )
-    return None if dtype == own else dtype
+    return None if dtype == x_dtype else dtype
 
 
 def copy(x: Tensor, *, comm: Communicator) -> Tensor:
@@ -305,17 +305,17 @@ def broadcast(
     else:
         (shape, dtype), needs_grad = like_of(like), torch.is_grad_enabled()
         if comm.rank == src:
-            held = check_tensor(x, comm.device, "broadcast")
-            if (tuple(held.shape), held.dtype) != (shape, dtype):  # others would read too little
+            block = check_tensor(x, comm.device, "broadcast")
+            if (tuple(block.shape), block.dtype) != (shape, dtype):  # others would read too little
                 raise PartitionError.because(
                     f"broadcast(like=({list(shape)}, {dtype}))",
-                    f"rank {src} holds a tensor of shape {list(held.shape)}, {held.dtype}",
+                    f"rank {src} holds a tensor of shape {list(block.shape)}, {block.dtype}",
                     None,
                     "like=(x.shape, x.dtype) of that rank, or no like",
                 )
-    mine = x if comm.rank == src and x is not None else anchor(dtype, needs_grad, comm, x)
+    block = x if comm.rank == src and x is not None else anchor(dtype, needs_grad, comm, x)
     fan = Fan(comm, src, shape, comm.rank == src, True)
-    return BroadcastMap.apply(mine, FanPlan((fan,), dtype, was_empty=tuple(mine.shape)))
+    return BroadcastMap.apply(block, FanPlan((fan,), dtype, was_empty=tuple(block.shape)))
 
 
 def sum_reduce(x: Tensor, dst: int = 0, *, comm: Communicator) -> Tensor:

@@ -33,16 +33,16 @@ def all_to_all(
 def all_gather(x: Tensor, dim: int, sizes: tuple[int, ...], comm: Communicator) -> Tensor:
     """Return the blocks of all ranks joined along `dim`: every peer gets a copy of mine."""
     rows = x.movedim(dim, 0)
-    mine = (rows.shape[0],) * comm.size
+    lengths = (rows.shape[0],) * comm.size
     copies = torch.cat([rows] * comm.size)
-    return all_to_all(copies, mine, sizes, comm).movedim(0, dim).contiguous()
+    return all_to_all(copies, lengths, sizes, comm).movedim(0, dim).contiguous()
 
 
 def reduce_scatter(x: Tensor, dim: int, sizes: tuple[int, ...], comm: Communicator) -> Tensor:
     """Return this rank's block of the sum over ranks, added in rank order."""
-    own = sizes[comm.rank]
-    blocks = all_to_all(x.movedim(dim, 0), sizes, (own,) * comm.size, comm)
-    total = blocks[:own]
+    length = sizes[comm.rank]
+    blocks = all_to_all(x.movedim(dim, 0), sizes, (length,) * comm.size, comm)
+    total = blocks[:length]
     for rank in range(1, comm.size):
-        total = total + blocks[rank * own : (rank + 1) * own]
+        total = total + blocks[rank * length : (rank + 1) * length]
     return total.movedim(0, dim).contiguous()

@@ -19,7 +19,7 @@ from unisono.comm import transports, world
 from unisono.comm.engines.shm import core
 from unisono.comm.engines.shm import segment as segments
 from unisono.comm.engines.shm.rendezvous import fitting_slot
-from unisono.comm.engines.shm.segment import KINDS, Segment, Ticket
+from unisono.comm.engines.shm.segment import KINDS, Segment, SegmentTicket
 from unisono.errors import UnisonoError
 from unisono.processes import is_dead, process_start
 
@@ -34,7 +34,7 @@ def open_fds():
 def test_a_segment_is_found_by_its_ticket_until_it_is_sealed(kind):
     fds = open_fds()
     made = Segment.create(8192, kind=kind)
-    found = Segment.open(Ticket.parse(str(made.ticket)))
+    found = Segment.open(SegmentTicket.parse(str(made.ticket)))
     memoryview(made.memory)[5000] = 77
     assert memoryview(found.memory)[5000] == 77
     made.seal()
@@ -63,11 +63,11 @@ def test_a_named_segment_is_private_and_its_name_cannot_be_guessed():
 
 def test_another_file_in_the_place_of_a_segment_is_refused():
     made = Segment.create(4096)
-    wrong = Ticket(made.ticket.kind, made.ticket.where, made.ticket.size, "00" * 16)
+    wrong = SegmentTicket(made.ticket.kind, made.ticket.where, made.ticket.size, "00" * 16)
     with pytest.raises(OSError, match="another segment"):
         Segment.open(wrong)
     with pytest.raises(OSError, match="another file"):
-        Segment.open(Ticket(made.ticket.kind, made.ticket.where, 123, made.ticket.nonce))
+        Segment.open(SegmentTicket(made.ticket.kind, made.ticket.where, 123, made.ticket.nonce))
     made.seal()
 
 

@@ -178,7 +178,7 @@ class Arrival:
         return self._first._source_rank() if self._src is None else self._src
 
 
-class MessageTicket:
+class GlooMessageTicket:
     """Messages of gloo under way.
 
     gloo cannot be asked whether a message is complete, closes its connections when a wait for one
@@ -530,7 +530,7 @@ class TorchEngine(Engine):
         works: list[Any] = [*arrivals]
         for dst, x in sends:
             works += self._depart(x, dst, tag)
-        ticket = MessageTicket(works, how["timeout_s"], arrivals)
+        ticket = GlooMessageTicket(works, how["timeout_s"], arrivals)
         if how["async_op"] and any(arrival.is_large for arrival in arrivals):
             ticket.done()  # a thread takes what follows the first part
         return ticket
@@ -548,7 +548,7 @@ class TorchEngine(Engine):
 
     def receive_any(self, x: Tensor, tag: int) -> SourceTicket:
         arrival = Arrival(self.group, x, None, tag)
-        return MessageTicket([arrival], None, [arrival])
+        return GlooMessageTicket([arrival], None, [arrival])
 
     def barrier(self, **how: Unpack[How]) -> Ticket | None:
         options = dist.BarrierOptions()

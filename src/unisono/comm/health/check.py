@@ -128,9 +128,9 @@ _reported: set[str] = set()
 """Mistakes that were reported in this process: one warning each."""
 
 
-def report(asked: str, found: str, hint: str, *, arithmetic: str | None = None) -> None:
-    """Warn of a silent mistake, with the line of the user's program. Once for each `asked`."""
-    warn_once(asked, explain(asked, f"{found}\nat {call_site(2)}", arithmetic, hint))
+def report(subject: str, problem: str, hint: str, *, arithmetic: str | None = None) -> None:
+    """Warn of a silent mistake, with the line of the user's program. Once for each `subject`."""
+    warn_once(subject, explain(subject, f"{problem}\nat {call_site(2)}", arithmetic, hint))
 
 
 def warn_once(key: str, text: str) -> None:

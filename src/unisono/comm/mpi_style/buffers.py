@@ -223,11 +223,11 @@ def check_dtypes(send: Tensor, recv: Tensor, verb: str) -> None:
         )
 
 
-def check_shape(recv: Tensor, expected: Sequence[int], asked: str, why: str) -> None:
+def check_shape(recv: Tensor, expected: Sequence[int], request: str, why: str) -> None:
     """Refuse a receive buffer that does not have the shape of what comes."""
     if list(recv.shape) != list(expected):
         raise PartitionError.because(
-            f"{asked} into {list(recv.shape)}",
+            f"{request} into {list(recv.shape)}",
             why,
             f"{list(recv.shape)} != {list(expected)}",
             f"torch.empty({list(expected)})",

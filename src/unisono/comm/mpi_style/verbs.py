@@ -238,8 +238,8 @@ class Verbs(ABC):
             shape = [*send.shape]
             shape[axis] *= size
             if axis:  # in front, another form of the shape is the same memory
-                asked = f"{verb} of {list(send.shape)} along axis {axis}"
-                check_shape(recv, shape, asked, f"{size} blocks, joined along axis {axis}")
+                request = f"{verb} of {list(send.shape)} along axis {axis}"
+                check_shape(recv, shape, request, f"{size} blocks, joined along axis {axis}")
             sizes, deliver = [send.shape[axis]] * size, functools.partial(assign, recv)
         work = self._staged(send)
         return Plan(lambda verbs: verbs.all_gather(work, axis, sizes), deliver)
@@ -333,14 +333,14 @@ class Verbs(ABC):
         self,
         verb: str,
         root: int,
-        own: tuple[Sent, int, str],
+        part: tuple[Sent, int, str],
         whole: tuple[Counted | None, int, str],
     ) -> tuple[Tensor, Tensor | None, Blocks | None, tuple[int, ...]]:
         """Return the own block, on the root the whole buffer and its blocks, and all ranks' rows.
 
-        `own` and `whole` are buffers, each with an axis, which comes to the front, and its name.
+        `part` and `whole` are buffers, each with an axis, which comes to the front, and its name.
         """
-        (mine, own_axis, own_name), (buffer, axis, name) = own, whole
+        (part_buffer, part_axis, part_name), (buffer, axis, name) = part, whole
         size = self._comm.size
         root = check_rank(root, size, "root", verb)
         front: Tensor | None = None
@@ -352,11 +352,11 @@ class Verbs(ABC):
             front = _in_front(x, axis, verb)
             if counts is not None:
                 blocks = cut(front, 0, counts, displs, size, verb, name)
-        if not constants.is_in_place(mine):
-            block = _in_front(as_tensor(mine, verb, own_name), own_axis, verb)
+        if not constants.is_in_place(part_buffer):
+            block = _in_front(as_tensor(part_buffer, verb, part_name), part_axis, verb)
         elif front is None:
-            asked = f"{verb} with IN_PLACE on rank {self._comm.rank}"
-            raise PartitionError.because(asked, f"the root is rank {root}")
+            request = f"{verb} with IN_PLACE on rank {self._comm.rank}"
+            raise PartitionError.because(request, f"the root is rank {root}")
         elif blocks is not None:
             block = blocks.block(root)
         else:
@@ -427,8 +427,10 @@ class Verbs(ABC):
             is_alike = cut_axis == join_axis == 0 and recv.numel() == math.prod(shape)
             if is_alike and list(recv.shape) != shape:
                 target = recv.reshape(shape)
-            asked = f"{verb} of {list(send.shape)}, cut along {cut_axis}, joined along {join_axis},"
-            check_shape(target, shape, asked, f"rank {rank} gets {shape}")
+            request = (
+                f"{verb} of {list(send.shape)}, cut along {cut_axis}, joined along {join_axis},"
+            )
+            check_shape(target, shape, request, f"rank {rank} gets {shape}")
         incoming = cut(target, join_axis, recv_counts, recv_displs, size, verb, "recvbuf")
         flat = torch.cat([outgoing.block(other).reshape(-1) for other in range(size)])
         work, send_sizes, recv_sizes = self._staged(flat), outgoing.numels(), incoming.numels()

@@ -43,15 +43,15 @@ class Targets:
     """Tensors an engine writes to, standing in for those the caller wants filled.
 
     Args:
-        wanted: the caller's tensors.
+        originals: the caller's tensors.
         keep: whether their present values matter (in-place collectives).
     """
 
-    def __init__(self, wanted: Sequence[Tensor], *, keep: bool = False) -> None:
-        self.originals = list(wanted)
+    def __init__(self, originals: Sequence[Tensor], *, keep: bool = False) -> None:
+        self.originals = list(originals)
         self.tensors: list[Tensor] = []
         self._copies: list[tuple[Tensor, Tensor]] = []
-        for x in wanted:
+        for x in originals:
             check_dense(x)
             check_writable(x, "a collective")
             if x.requires_grad:
@@ -159,19 +159,20 @@ def wrong_message(
     expected = f"{x.numel()} * {x.element_size()} = {x.nbytes} bytes"
     if isinstance(nbytes, str):
         amount = "more" if nbytes == "longer" else "less"
-        found, arithmetic = f"the message is {nbytes}", f"{amount} than {expected}"
+        problem, arithmetic = f"the message is {nbytes}", f"{amount} than {expected}"
     elif sent is not None and sent != x.dtype:
         sent_name = str(sent).removeprefix("torch.")
         count, each = nbytes // sent.itemsize, sent.itemsize
-        found = f"the message has {count} elements of {sent_name}"
+        problem = f"the message has {count} elements of {sent_name}"
         arithmetic = f"{sent_name} != {name}; {count} * {each} = {nbytes} bytes, {expected} wanted"
     else:
         count, rest = divmod(nbytes, x.element_size())
         elements = f"not a multiple of {name}" if rest else f"{count} elements of {name}"
-        found, arithmetic = f"the message has {nbytes} bytes, {elements}", f"{nbytes} != {expected}"
+        problem = f"the message has {nbytes} bytes, {elements}"
+        arithmetic = f"{nbytes} != {expected}"
     return CollectiveMismatch.because(
         f"recv of {name} {list(x.shape)} (tag {tag}) from rank {sender}",
-        found,
+        problem,
         arithmetic,
         "recv with the shape and dtype of the tensor that is sent; messages of one tag are taken "
         "in the order in which they were sent",

@@ -221,7 +221,7 @@ class Channel:
         """How many tags messages can have; the last but one is that of `exchange`."""
         self._spins = _SPINS if self.size <= usable_cores() else 2
         self._open: list[Any] = []
-        self._held: list[Tensor] = []
+        self._kept: list[Tensor] = []
         self._nbytes = 0
         self._goodbyes: list[Any] = []
 
@@ -235,14 +235,14 @@ class Channel:
     def memory(self, x: Tensor, begin: int = 0, nbytes: int | None = None) -> Any:
         """Return bytes of a contiguous tensor as MPI takes them; `x` lives until `finish`."""
         length = x.nbytes - begin if nbytes is None else nbytes
-        self._held.append(x)
+        self._kept.append(x)
         self._nbytes += length
         return self.mpi.buffer.fromaddress(x.data_ptr() + begin, length)
 
     def hold(self, tensors: Iterable[Tensor]) -> None:
         """Let tensors live until `finish`."""
         for x in tensors:
-            self._held.append(x)
+            self._kept.append(x)
             self._nbytes += x.nbytes
 
     def pieces(self, nbytes: int) -> Iterator[tuple[int, int]]:
@@ -273,7 +273,7 @@ class Channel:
                 self.step(wait)
         if wait is not None:
             self.waited_ns += time.perf_counter_ns() - began
-        self._held.clear()
+        self._kept.clear()
         self._nbytes = 0
 
     def step(self, wait: Wait) -> None:
@@ -315,8 +315,8 @@ class Channel:
         try:
             kernel()
         except BaseException as error:
-            abandon(self._open, self._held)
-            self._open, self._held, self._nbytes = [], [], 0
+            abandon(self._open, self._kept)
+            self._open, self._kept, self._nbytes = [], [], 0
             if isinstance(error, self.mpi.Exception):
                 raise self.translated(error) from error
             raise

@@ -21,7 +21,7 @@ from unisono.comm.engines import base
 from unisono.comm.engines.algorithms import forced_algorithms
 from unisono.comm.engines.base import Blocks, How, SourceTicket, Ticket
 from unisono.comm.engines.mpi.channel import MAX_BYTES, Channel
-from unisono.comm.engines.mpi.messages import Messages, Transfer
+from unisono.comm.engines.mpi.messages import MessageQueue, MpiTransfer
 from unisono.comm.engines.mpi.queue import Job, JobQueue
 from unisono.comm.engines.signature import Signature, check, sign, sign_blocks
 from unisono.comm.engines.transport import TransportEngine
@@ -56,10 +56,10 @@ _KNOWN_TO_MPI = {
 """What MPI reduces for dtypes that it does not know."""
 
 
-class MessageTicket:
+class MpiMessageTicket:
     """Messages under way, as the verbs see them."""
 
-    def __init__(self, engine: MpiEngine, transfers: Sequence[Transfer]) -> None:
+    def __init__(self, engine: MpiEngine, transfers: Sequence[MpiTransfer]) -> None:
         self._engine = engine
         self._transfers = transfers
 
@@ -99,7 +99,7 @@ class MpiEngine(TransportEngine):
             f"unisono-mpi-{name or 'group'}", has_thread=channel.threads.has_background
         )
         self.channel = channel
-        self.messages = Messages(channel)
+        self.messages = MessageQueue(channel)
         self._store = store  # kept: served by this rank perhaps, and wanted until all have left
         self.is_broken = False
         """Whether something went wrong, so that transfers may be open for ever."""
@@ -224,9 +224,9 @@ class MpiEngine(TransportEngine):
 
     def _all_to_all(self, outs: Blocks, ins: Blocks) -> None:
         channel = self.channel
-        own, own_out = ins[self.rank], outs[self.rank]
-        if own_out.numel() and own_out.data_ptr() != own.data_ptr():
-            bytes_of(own_out).copy_(bytes_of(own))
+        block, out = ins[self.rank], outs[self.rank]
+        if out.numel() and out.data_ptr() != block.data_ptr():
+            bytes_of(out).copy_(bytes_of(block))
         sent, received = self._addressed(ins), self._addressed(outs)
         channel.start(channel.comm.Ialltoallw, sent, received)
         for kind in (*sent[2], *received[2]):
@@ -320,7 +320,7 @@ class MpiEngine(TransportEngine):
 
     def _post(
         self, sends: base.Messages, recvs: Sequence[tuple[int | None, Tensor]], tag: int
-    ) -> MessageTicket:
+    ) -> MpiMessageTicket:
         """Start messages; woken, the background thread moves them on while no thread waits."""
         self.check_usable()
         self.channel.threads.check("send or recv")
@@ -328,9 +328,9 @@ class MpiEngine(TransportEngine):
         transfers = [post(src, tag, x, is_receive=True) for src, x in recvs]
         transfers += [post(dst, tag, x, is_receive=False) for dst, x in sends]
         self.messages.progress()
-        return MessageTicket(self, transfers)
+        return MpiMessageTicket(self, transfers)
 
-    def finish_messages(self, transfers: Sequence[Transfer], timeout_s: float) -> None:
+    def finish_messages(self, transfers: Sequence[MpiTransfer], timeout_s: float) -> None:
         """Wait for messages of this rank."""
         if all(transfer.is_done and transfer.error is None for transfer in transfers):
             return

@@ -111,8 +111,8 @@ def make_group(
             channel = _open_channel(mpi, whole, positions, watch, wait_s)
             engine = MpiEngine(channel, name, store, _depart)
         rendezvous.clean()
-    own = dist.PrefixStore(f"mpi/{nonce}", store)
-    return TransportProcessGroup(engine, ranks, timeout, BACKEND, deadline_s, own)
+    group_store = dist.PrefixStore(f"mpi/{nonce}", store)
+    return TransportProcessGroup(engine, ranks, timeout, BACKEND, deadline_s, group_store)
 
 
 def _world_communicator(mpi: Any) -> MPI.Intracomm:
@@ -302,17 +302,17 @@ def entry_of(comm: Any) -> GroupEntry:
     world = dist.group.WORLD if dist.is_initialized() else None
     if comm.size == 1:
         return groups.alone(positions[0] if world is None else world.rank())
-    known = _standing.get(positions)
-    if known is not None and known.is_alive():
-        return known
+    existing = _standing.get(positions)
+    if existing is not None and existing.is_alive():
+        return existing
     places = _places.get(world, {}).get(positions) if world is not None else None
     if places is None:
         places = _agree(mpi, comm, world)
         if places is not None and world is not None:
             _places.setdefault(world, {})[positions] = places
     if places is not None:
-        own = getattr(world, "unisono_engine", None)
-        is_shared = own is not None and own.backend == "shm"  # and so its parts
+        engine = getattr(world, "unisono_engine", None)
+        is_shared = engine is not None and engine.backend == "shm"  # and so its parts
         return groups.entry_for(places, backend=None if is_shared else BACKEND)
     _standing[positions] = entry = Standalone(mpi, comm, positions).whole
     return entry
@@ -335,11 +335,11 @@ def _agree(mpi: Any, comm: MPI.Intracomm, world: Any) -> tuple[int, ...] | None:
     Collective over `comm`: a rank cannot know whether the others have initialised
     torch.distributed, and with whom.
     """
-    mine = ""
+    card = ""
     if world is not None:
         token = watchdog.default_store().compare_set("unisono/world", "", secrets.token_hex(8))
-        mine = f"{token.decode()} {world.rank()}"
-    texts = [text.split() for text in share(mpi, comm, mine, default_deadline())]
+        card = f"{token.decode()} {world.rank()}"
+    texts = [text.split() for text in share(mpi, comm, card, default_deadline())]
     if not all(texts) or len({token for token, _ in texts}) > 1:
         return None
     return tuple(int(rank) for _, rank in texts)

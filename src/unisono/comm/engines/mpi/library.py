@@ -56,10 +56,10 @@ def unavailable() -> str | None:
     """Return why MPI cannot be used here, None if it can; does not initialise it."""
     install = 'pip install "unisono[mpi]"'
     try:
-        found = importlib.util.find_spec("mpi4py.MPI")
+        spec = importlib.util.find_spec("mpi4py.MPI")
     except (ImportError, RuntimeError) as error:
         return f"{_first_line(error)}: {install}"
-    return None if found is not None else f"mpi4py is not installed: {install}"
+    return None if spec is not None else f"mpi4py is not installed: {install}"
 
 
 def is_communicator(source: object) -> bool:
@@ -153,12 +153,12 @@ def store_of(comm: MPI.Intracomm, *, timeout_s: float = DEFAULT_TIMEOUT_S) -> di
     if comm.rank == 0:
         nonce = secrets.token_hex(16)
         store = open_store(here, timeout_s=timeout_s, nonce=nonce)
-        found = ["127.0.0.1"] if len(hosts) == 1 else own_addresses() or [socket.gethostname()]
+        addresses = ["127.0.0.1"] if len(hosts) == 1 else own_addresses() or [socket.gethostname()]
         port = store.port  # type: ignore[attr-defined]
-        share(mpi, comm, json.dumps([found[:_ADDRESSES], port, nonce]), timeout_s)
+        share(mpi, comm, json.dumps([addresses[:_ADDRESSES], port, nonce]), timeout_s)
         return store
-    found, port, nonce = json.loads(share(mpi, comm, "", timeout_s)[0])
-    addr = found[0] if len(found) == 1 else first_reachable(found, port)
+    addresses, port, nonce = json.loads(share(mpi, comm, "", timeout_s)[0])
+    addr = addresses[0] if len(addresses) == 1 else first_reachable(addresses, port)
     return open_store(here, addr=addr, port=port, timeout_s=timeout_s, nonce=nonce)
 
 
@@ -222,8 +222,8 @@ def _finish(mpi: Any, request: Any, timeout_s: float) -> None:
 
 def default_deadline() -> float:
     """Return the deadline where nothing else is said: that of the environment, or the usual one."""
-    given = environment_timeout_s()
-    return DEFAULT_TIMEOUT_S if given is None else given
+    timeout_s = environment_timeout_s()
+    return DEFAULT_TIMEOUT_S if timeout_s is None else timeout_s
 
 
 # -- communicators for messages of MPI's style ---------------------------------------------------

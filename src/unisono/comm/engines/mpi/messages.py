@@ -30,7 +30,7 @@ def _head_of(x: Tensor, tag: int) -> bytes:
 
 
 @dataclass(slots=True, eq=False)
-class Transfer:
+class MpiTransfer:
     """A message this rank sends or receives."""
 
     tensor: Tensor
@@ -47,7 +47,7 @@ class Transfer:
     error: BaseException | None = None
 
 
-class Messages:
+class MessageQueue:
     """Messages of one rank in one group.
 
     Args:
@@ -57,10 +57,10 @@ class Messages:
     def __init__(self, channel: Channel) -> None:
         self._channel = channel
         self._lock = threading.Lock()
-        self.under_way: list[Transfer] = []
+        self.under_way: list[MpiTransfer] = []
         """Those that have not ended."""
 
-    def post(self, peer: int | None, tag: int, x: Tensor, *, is_receive: bool) -> Transfer:
+    def post(self, peer: int | None, tag: int, x: Tensor, *, is_receive: bool) -> MpiTransfer:
         """Start to send `x` to a rank, or to receive it from one (None: from any rank)."""
         channel, mpi = self._channel, self._channel.mpi
         if peer is None and x.nbytes > channel.chunk_bytes:
@@ -71,7 +71,7 @@ class Messages:
                 "name the source",
             )
         head = bytearray(_HEAD.size) if is_receive else bytearray(_head_of(x, tag))
-        transfer, wire_tag = Transfer(x, peer, tag, is_receive, head), channel.wire_tag(tag)
+        transfer, wire_tag = MpiTransfer(x, peer, tag, is_receive, head), channel.wire_tag(tag)
         call = channel.comm.Irecv if is_receive else channel.comm.Isend
         with self._lock:
             for begin, length in list(channel.pieces(x.nbytes)) or [(0, 0)]:
@@ -99,7 +99,7 @@ class Messages:
                 self._lock.release()
         return bool(self.under_way)
 
-    def _advance(self, transfer: Transfer) -> None:
+    def _advance(self, transfer: MpiTransfer) -> None:
         mpi = self._channel.mpi
         try:
             while transfer.requests:
@@ -111,9 +111,9 @@ class Messages:
                 transfer.requests.pop(0)
                 if transfer.is_receive:
                     transfer.peer = status.Get_source()
-                    found = status.Get_elements(mpi.BYTE)
+                    nbytes = status.Get_elements(mpi.BYTE)
                     head = _head_of(transfer.tensor, transfer.tag)
-                    is_right = found == expected and transfer.head == head
+                    is_right = nbytes == expected and transfer.head == head
                     if not is_right and transfer.error is None:
                         transfer.error = self._wrong(transfer, *_HEAD.unpack(transfer.head))
         except mpi.Exception as error:
@@ -126,7 +126,7 @@ class Messages:
         transfer.is_done = True
 
     def _wrong(
-        self, transfer: Transfer, found: int | str, number: int = -1, tag: int | None = None
+        self, transfer: MpiTransfer, nbytes: int | str, number: int = -1, tag: int | None = None
     ) -> UnisonoError:
         """Return the error for a message of another length, dtype or tag; see `wrong_message`."""
         sender = -1 if transfer.peer is None else self._channel.watch.ranks[transfer.peer]
@@ -139,9 +139,9 @@ class Messages:
                 f"tags below {limit}",
             )
         sent = DTYPES[number] if 0 <= number < len(DTYPES) else None
-        return wrong_message(transfer.tensor, sender, found, transfer.tag, sent)
+        return wrong_message(transfer.tensor, sender, nbytes, transfer.tag, sent)
 
-    def wait(self, transfers: Sequence[Transfer], timeout_s: float) -> None:
+    def wait(self, transfers: Sequence[MpiTransfer], timeout_s: float) -> None:
         """Wait for messages; raises what went wrong with one of them."""
         self.progress()
         waiting = [transfer for transfer in transfers if not transfer.is_done]

@@ -15,7 +15,7 @@ VERSION = 9
 
 
 @functools.cache
-def _found() -> tuple[Any, str]:
+def _loaded() -> tuple[Any, str]:
     if sys.platform != "linux":
         return None, f"the compiled core runs on Linux, not on {sys.platform}"
     try:
@@ -37,7 +37,7 @@ def unavailable() -> str | None:
     """Return why there is no compiled core, None if there is one."""
     if os.environ.get("UNISONO_CORE", "") == "0":
         return "UNISONO_CORE=0 switches the compiled core off"
-    module, reason = _found()
+    module, reason = _loaded()
     return None if module is not None else reason
 
 
@@ -49,4 +49,4 @@ def load() -> Any:
     """
     if (reason := unavailable()) is not None:
         raise UnisonoError(reason)
-    return _found()[0]
+    return _loaded()[0]

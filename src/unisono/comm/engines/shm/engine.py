@@ -14,8 +14,7 @@ from torch import Tensor
 
 from unisono.comm.engines.base import Blocks, How, Messages, SourceTicket, Ticket
 from unisono.comm.engines.shm import core
-from unisono.comm.engines.shm.segment import Segment
-from unisono.comm.engines.shm.segment import Ticket as SegmentTicket
+from unisono.comm.engines.shm.segment import Segment, SegmentTicket
 from unisono.comm.engines.signature import OP_NUMBERS, mismatch, name_of
 from unisono.comm.engines.transport import TransportEngine, Watch
 from unisono.comm.health import failures
@@ -96,13 +95,13 @@ class ShmEngine(TransportEngine):
     ) -> None:
         super().__init__(rank, ranks)
         module = core.load()
-        _, common, own, self._rings, self._ring_bytes = module.layout(size, slot_bytes)
-        if size * own <= _POPULATED_BYTES:
-            module.populate(segment.address, common + size * own)
+        _, common, slots_bytes, self._rings, self._ring_bytes = module.layout(size, slot_bytes)
+        if size * slots_bytes <= _POPULATED_BYTES:
+            module.populate(segment.address, common + size * slots_bytes)
         self._address = segment.address
         self._kind = segment.ticket.kind
         self._max_bytes = math.inf if max_mb is None else max_mb * _MB
-        self._segment_bytes = common + size * own
+        self._segment_bytes = common + size * slots_bytes
         self._buffers: dict[int, int] = {}
         """Bytes of each shared buffer whose tensor lives on this rank."""
         self._touched: set[int] = set()
@@ -285,11 +284,11 @@ class ShmEngine(TransportEngine):
         self._core.agree(timeout_s, number, nbytes, hash(tuple(shape)))
         if count == 0:
             return torch.zeros(tuple(shape), dtype=dtype, device="cpu")
-        asked = f"shared_buffer({tuple(shape)}, {dtype})"
+        request = f"shared_buffer({tuple(shape)}, {dtype})"
         stride = -(-nbytes // _PAGE) * _PAGE + _STAGGER
         total = _FIRST + self.size * stride
         segment, text = self._allocate(nbytes, total) if self.rank == 0 else (None, "")
-        own = _FIRST + self.rank * stride
+        offset = _FIRST + self.rank * stride
         try:
             answer = self._core.texts(timeout_s, text.encode())[0].decode(errors="replace")
             word, _, text = answer.partition(" ")
@@ -298,8 +297,8 @@ class ShmEngine(TransportEngine):
             problem = ""
             try:
                 segment = segment or Segment.open(SegmentTicket.parse(text))
-                first = 0 if self.rank == 0 else own
-                segment.reserve(first, own + nbytes - first, asked)
+                first = 0 if self.rank == 0 else offset
+                segment.reserve(first, offset + nbytes - first, request)
             except (OSError, UnisonoError) as error:
                 problem = f"rank {self.ranks[self.rank]}: {error}"
             answers = self._core.texts(timeout_s, problem.encode())
@@ -308,7 +307,7 @@ class ShmEngine(TransportEngine):
                 segment.seal()
         problems = [raw.decode(errors="replace") for raw in answers if raw]
         if problems or segment is None:
-            raise UnisonoError.because(asked, "ranks that cannot map it: " + "; ".join(problems))
+            raise UnisonoError.because(request, "ranks that cannot map it: " + "; ".join(problems))
         # Only now, when every rank has taken the memory of its own region.
         core.load().populate(segment.address, total)
         place = self._core.add_buffer(segment.address + _FIRST, stride, nbytes)
@@ -316,13 +315,13 @@ class ShmEngine(TransportEngine):
         # Without a reference to the engine, which the tensor would keep alive.
         forget = (_forget, self._core, self._buffers, place)
         weakref.finalize(segment.memory, *forget).atexit = False
-        flat = torch.frombuffer(segment.memory, dtype=dtype, count=count, offset=own)
+        flat = torch.frombuffer(segment.memory, dtype=dtype, count=count, offset=offset)
         return flat.view(tuple(shape))
 
     def _allocate(self, nbytes: int, total: int) -> tuple[Segment | None, str]:
         """Make the file of a buffer; return it, and what the other ranks need to know."""
-        held = self._segment_bytes + sum(list(self._buffers.values()))
-        room = self._max_bytes - held
+        used = self._segment_bytes + sum(list(self._buffers.values()))
+        room = self._max_bytes - used
         try:
             if total > room:
                 raise UnisonoError.because(

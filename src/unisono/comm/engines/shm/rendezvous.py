@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from unisono.comm.engines.shm import core
 from unisono.comm.engines.shm.engine import ShmEngine
-from unisono.comm.engines.shm.segment import KINDS, Segment, Ticket
+from unisono.comm.engines.shm.segment import KINDS, Segment, SegmentTicket
 from unisono.comm.health import mark_as_news
 from unisono.comm.machine import host_id, is_card_dead, own_card
 from unisono.errors import RankFailed, RankTimeout, UnisonoError, compress_ranks
@@ -165,7 +165,7 @@ class Rendezvous:
             return None, f"error {text}" if word == "error" else text
         self._slot_bytes = int(word)
         try:
-            segment = Segment.open(Ticket.parse(text))
+            segment = Segment.open(SegmentTicket.parse(text))
         except OSError as error:
             return None, str(error)
         try:
@@ -181,16 +181,16 @@ class Rendezvous:
         proportion to the number of ranks, and not to its square. Once all know each other, it also
         passes on who is dead or late; `what` then has a word of this meeting, for that stays.
         """
-        own, whole = [f"{what}/{rank}" for rank in range(self._size)], f"{what}/whole"
-        self._set(own[self._rank], text)
+        keys, whole = [f"{what}/{rank}" for rank in range(self._size)], f"{what}/whole"
+        self._set(keys[self._rank], text)
         if self._rank != 0:
-            self._await([whole], [0], own)
+            self._await([whole], [0], keys)
             news = json.loads(self._store.get(whole))
             if isinstance(news, list):
                 return news
             raise mark_as_news(self._late(**news) if "absent" in news else self._died(**news))
         try:
-            self._await(own, range(self._size))
+            self._await(keys, range(self._size))
         except RankTimeout as error:
             self._pass_on(whole, absent=list(error.missing))
             raise
@@ -198,7 +198,7 @@ class Rendezvous:
             if error.rank is not None:
                 self._pass_on(whole, rank=error.rank, host=error.host)
             raise
-        texts = [raw.decode() for raw in self._store.multi_get(own)]
+        texts = [raw.decode() for raw in self._store.multi_get(keys)]
         self._set(whole, json.dumps(texts))
         return texts
 
@@ -280,11 +280,11 @@ class Rendezvous:
 
 def touch(segment: Segment, size: int, slot_bytes: int, rank: int) -> None:
     """Take the memory of a rank's own slots, and with rank 0 what all ranks share."""
-    _, common, own, _, _ = core.load().layout(size, slot_bytes)
+    _, common, slots_bytes, _, _ = core.load().layout(size, slot_bytes)
     purpose = f"a shm group of {size} ranks with slots of {slot_bytes // 1024} KB"
     if rank == 0:
         segment.reserve(0, common, purpose)
-    segment.reserve(common + rank * own, own, purpose)
+    segment.reserve(common + rank * slots_bytes, slots_bytes, purpose)
 
 
 def _max_mb() -> float | None:

@@ -38,7 +38,7 @@ _MB = 1 << 20
 
 
 @dataclass(frozen=True)
-class Ticket:
+class SegmentTicket:
     """What a peer needs to find a segment; travels through the group's store as text."""
 
     kind: str
@@ -50,10 +50,10 @@ class Ticket:
         return f"{self.kind} {self.where} {self.size} {self.nonce}"
 
     @staticmethod
-    def parse(text: str) -> Ticket:
+    def parse(text: str) -> SegmentTicket:
         """Read what `str` wrote."""
         kind, where, size, nonce = text.split(" ")
-        return Ticket(kind, where, int(size), nonce)
+        return SegmentTicket(kind, where, int(size), nonce)
 
 
 class Segment:
@@ -65,7 +65,7 @@ class Segment:
         ticket: how peers find it, until `seal`.
     """
 
-    def __init__(self, memory: Any, ticket: Ticket, fd: int) -> None:
+    def __init__(self, memory: Any, ticket: SegmentTicket, fd: int) -> None:
         self.memory = memory
         self.address: int = memory.address
         self.ticket = ticket
@@ -89,10 +89,10 @@ class Segment:
             if kind == "named":
                 _unlink(where)
             raise
-        return cls(memory, Ticket(kind, where, size, nonce.hex()), fd)
+        return cls(memory, SegmentTicket(kind, where, size, nonce.hex()), fd)
 
     @classmethod
-    def open(cls, ticket: Ticket) -> Segment:
+    def open(cls, ticket: SegmentTicket) -> Segment:
         """Map the segment another process made.
 
         Raises:
