@@ -448,8 +448,8 @@ PyObject* started_ended(PyObject* self, PyObject* seconds) {
   return done < 0 ? nullptr : PyBool_FromLong(done);
 }
 
-// Calls `callback()` when the call and those issued before now have ended, in the thread that ran the last; at once if
-// they have.
+// Calls `callback()` at once if the call has ended; else when it and those issued before now have, in
+// the thread that ran the last.
 PyObject* started_then(PyObject* self, PyObject* callback) {
   auto* s = reinterpret_cast<PyStarted*>(self);
   Py_INCREF(callback);
@@ -468,7 +468,7 @@ PyMethodDef started_methods[] = {
     {"done", guarded<started_done>, METH_NOARGS, "Whether the call has ended."},
     {"wait", guarded<started_wait>, METH_O, "wait(seconds): raises what the call has raised, or TimeoutError."},
     {"ended", guarded<started_ended>, METH_O, "ended(seconds): wait; whether the call has ended."},
-    {"then", guarded<started_then>, METH_O, "Call a function when all calls issued so far have ended."},
+    {"then", guarded<started_then>, METH_O, "Call a function now if the call has ended, else when all issued so far have."},
     {nullptr, nullptr, 0, nullptr}};
 PyGetSetDef started_getters[] = {{"error", started_error, nullptr, "What the call has raised, None if nothing.", nullptr},
                                  {nullptr, nullptr, nullptr, nullptr, nullptr}};

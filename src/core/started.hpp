@@ -93,14 +93,14 @@ class Order {
     return changed_.wait_for(held, std::chrono::duration<double>(seconds), [&] { return call->done.load(); });
   }
 
-  // Calls `callback` when the call and all that were issued before this moment have ended; false if
-  // they have already. Were it right behind the call, the calls it makes would come before or behind
-  // those others, as ranks are fast or slow.
+  // Calls `callback` when the call has ended, and with it all that were issued before this moment:
+  // what it calls comes behind those, as on a rank where the call has ended already. Then it returns
+  // false, and the callback runs now.
   bool then(Started& call, std::function<void()> callback) {
     const bool is_inside = runner_.load() == std::this_thread::get_id();
     std::lock_guard<std::mutex> held(lock_);
-    Started& latest = is_inside || !last_ ? call : *last_;
-    if (latest.done) return false;
+    if (call.done) return false;
+    Started& latest = is_inside || !last_ || last_->done ? call : *last_;
     latest.on_done.push_back(std::move(callback));
     return true;
   }

@@ -363,27 +363,26 @@ def test_any_sequence_of_calls_gives_what_one_process_computes(
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_every_number_of_sixteen_bits_is_converted_as_torch_does(dtype):
     every = torch.arange(65536, dtype=torch.int32).to(torch.uint16).view(dtype)
-    number = DTYPE_NUMBERS[dtype]
-    world = World(2)
     others = [-0.0, 2.0**-24, 6e-8, 1 / 3, 1.0, -1.0009765625, 1000.0, 65504.0, float("inf")]
-    for other in others:
-        second = torch.full((65536,), other).to(dtype)
-        for op in ("sum", "product", "sum64", "mean", "min", "max"):
+    pair = every.repeat(len(others)), torch.tensor(others).to(dtype).repeat_interleave(len(every))
+    world = World(2)
+    for op in ("sum", "product", "sum64", "mean", "min", "max"):
 
-            def run_rank(rank, group, second=second, op=op):
-                x = every.clone() if rank == 0 else second.clone()
-                op = OPS.index(op)
-                group.all_reduce(None, WAIT_S, x.data_ptr(), x.numel(), number, op, -1)
-                return x
+        def run_rank(rank, group, op=op):
+            x = pair[rank].clone()
+            number, op = DTYPE_NUMBERS[dtype], OPS.index(op)
+            group.all_reduce(None, WAIT_S, x.data_ptr(), x.numel(), number, op, -1)
+            return x
 
-            found, also = world.run(run_rank)
-            assert same(found, also)
-            wanted = folded([every, second], op)
-            assert torch.equal(found.isnan(), wanted.isnan())
-            numbers = ~wanted.isnan()
-            assert torch.equal(found[numbers], wanted[numbers]), (other, op)
-            if op == "sum" and other == 0.0:  # -0.0 changes nothing, not even the sign of zero
-                assert same(found[numbers], every[numbers])
+        reduced, also = world.run(run_rank)
+        assert same(reduced, also)
+        expected = folded(list(pair), op)
+        assert torch.equal(reduced.isnan(), expected.isnan())
+        numbers = ~expected.isnan()
+        assert torch.equal(reduced[numbers], expected[numbers]), op
+        if op == "sum":  # -0.0 changes nothing, not even the sign of zero
+            unchanged, numbers = reduced[: len(every)], numbers[: len(every)]
+            assert same(unchanged[numbers], every[numbers])
     world.close()
 
 

@@ -1,12 +1,10 @@
-"""Messages between two ranks through rings: order, tags, sizes beyond the ring, no deadlocks."""
+"""Messages between two ranks: order, tags, sizes beyond a ring of shared memory, no deadlocks."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 import torch.distributed as dist
-
-from unisono.errors import CollectiveMismatch
 
 DEADLINE = {"async_op": False, "timeout_s": 20.0}
 BIG = 300_000
@@ -78,7 +76,7 @@ def test_a_large_message_moves_on_while_its_sender_is_in_a_collective():
 @pytest.mark.ranks(2, backend="shm")
 def test_a_large_message_moves_on_while_its_receiver_waits_elsewhere():
     rank = dist.get_rank()
-    other = dist.new_group(backend="shm")
+    other = dist.new_group()
     if rank == 0:
         x = torch.empty(BIG)
         work = dist.irecv(x, 1)
@@ -103,20 +101,8 @@ def test_messages_into_and_from_strided_and_empty_tensors():
 
 
 @pytest.mark.ranks(2, backend="shm")
-def test_a_message_of_another_length_is_refused_by_its_receiver():
-    if dist.get_rank() == 0:
-        dist.send(torch.ones(4), 1)
-    else:
-        with pytest.raises(CollectiveMismatch, match=r"16 != 3 \* 4 = 12 bytes") as caught:
-            dist.recv(torch.empty(3, 1), 0, tag=0)
-        assert "recv of float32 [3, 1] (tag 0) from rank 0" in str(caught.value)
-        assert "16 bytes, 4 elements of float32" in str(caught.value)
-        assert "HINT: recv with the shape and dtype" in str(caught.value)
-
-
-@pytest.mark.ranks(2, backend="shm")
 def test_a_sent_message_outlives_the_group_of_its_sender():
-    group = dist.new_group(backend="shm")
+    group = dist.new_group()
     if dist.get_rank() == 0:
         dist.send(torch.arange(100.0), 1, group=group)
         dist.destroy_process_group(group)

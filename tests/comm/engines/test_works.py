@@ -89,14 +89,17 @@ def test_a_call_issued_by_a_callback_runs_at_once(jobs):
     assert seen == ["inner", "blocking", "after"]
 
 
-def test_a_callback_added_late_makes_its_calls_after_those_issued_before_it(jobs):
+@pytest.mark.parametrize("has_ended", [True, False])
+def test_a_callback_added_late_makes_its_calls_after_those_issued_before_it(jobs, has_ended):
     seen, gate = [], threading.Event()
-    early = posted(jobs, lambda: None)
-    early.wait()
+    early = posted(jobs, (lambda: None) if has_ended else gate.wait)
+    if has_ended:
+        early.wait()
     last = posted(jobs, gate.wait)
-    future = early.get_future().then(lambda _: jobs.run(lambda: seen.append(last.is_completed())))
+    future = early.get_future()
+    assert future.done() == has_ended  # DDP waits for the work, and takes the value of its future
     gate.set()
-    future.wait()
+    future.then(lambda _: jobs.run(lambda: seen.append(last.is_completed()))).wait()
     assert seen == [True]
 
 

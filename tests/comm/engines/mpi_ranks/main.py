@@ -26,6 +26,7 @@ def main():
     os.environ["UNISONO_TIMEOUT_S"] = "20"
     everybody = MPI.COMM_WORLD
     start_world(detect(), backend="mpi", timeout_s=20)
+    sys.path.insert(0, str(programs.HERE.parents[3]))  # where the helpers of all tests are
     wanted = sys.argv[1:]
     for name, check in programs.cases(everybody.size):
         if wanted and not any(word in name for word in wanted):

@@ -21,6 +21,7 @@ OWN = ("kernels", "verbs", "trouble", "worlds")
 """Files with checks of MPI alone, in the order in which they run; `worlds` ends the world."""
 BORROWED = {
     "engines/test_shm_kernels.py": "shm",
+    "engines/test_shm_messages.py": "shm",
     "engines/test_torch_on_shm.py": "shm",
     "torch/test_entry.py": "shm",
     "test_mpi_style.py": ["gloo", "shm"],

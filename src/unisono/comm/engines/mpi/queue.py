@@ -47,12 +47,12 @@ class Job(Future[None]):
         self.result(min(timeout_s, threading.TIMEOUT_MAX))
 
     def then(self, callback: Callable[[], None]) -> None:
-        """Call `callback()` when this job and those posted before now have ended.
+        """Call `callback()` now if this job has ended; else when those posted before now have, too.
 
-        Right behind this job, the calls it makes would come before or behind those other jobs, as
-        ranks are fast or slow.
+        So what it calls comes behind those jobs on all ranks, the fast and the slow.
         """
-        self._jobs.latest_for(self).add_done_callback(lambda _: callback())
+        job = self if self.done() else self._jobs.latest_for(self)
+        job.add_done_callback(lambda _: callback())
 
 
 class JobQueue:
