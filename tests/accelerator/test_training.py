@@ -49,7 +49,7 @@ def trained(device, how):
         model = DataParallel(net, optimizer=optimizer, bucket_mb=0.001)
     else:
         compression = how if how in ("bf16", "fp16", "powersgd") else None
-        model = DataParallel(net, find_unused=how == "unused", compression=compression)
+        model = DataParallel(net, compression=compression)
     uneven = how.startswith("join")
     steps = 2 + 2 * unisono.world().rank if uneven else 4
     divide_by = "world" if how == "join of all" else "active"

@@ -211,3 +211,34 @@ def test_rows_that_move_between_ranks_are_where_they_were(kind, epochs):
     second.load_state_dict(state)
     assert [batch.tolist() for batch in second] == expected[-2:]
     assert [b.tolist() for b in second] == [b.tolist() for b in first]
+
+
+class PositionOfOneRank(DataLoader):
+    """A loader that keeps its own position, as torchdata's `StatefulDataLoader` does."""
+
+    yielded = 0
+
+    def state_dict(self):
+        return {"yielded": self.yielded}
+
+    def load_state_dict(self, state):
+        self.yielded = state["yielded"]
+
+
+def save_position(directory):
+    loader = PositionOfOneRank(torch.arange(4))
+    loader.yielded = 2 + world().rank
+    Checkpoint(directory).save(1, loader=loader)
+
+
+def restored_position(directory):
+    loader = PositionOfOneRank(torch.arange(4))
+    Checkpoint(directory).restore(loader=loader)
+    return loader.yielded
+
+
+def test_the_position_of_one_rank_fits_only_as_many_ranks(rank_pool, tmp_path):
+    rank_pool.run(save_position, tmp_path, world=2)
+    assert rank_pool.run(restored_position, tmp_path, world=2) == [2, 3]
+    with pytest.raises(CheckpointError, match="Resumable"):
+        restored_position(tmp_path)

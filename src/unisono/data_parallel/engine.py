@@ -11,7 +11,6 @@ import dataclasses
 import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from functools import partial
 from types import FunctionType, ModuleType
 from typing import TYPE_CHECKING, Any
 
@@ -28,18 +27,16 @@ from unisono.data_parallel.averaging import (
     check_compression,
     sparse_parameters,
 )
-from unisono.data_parallel.bucket import Bucket, GradientBucket, plan_buckets
+from unisono.data_parallel.bucket import Bucket, GradientBucket
 from unisono.data_parallel.ranks import Structure, broadcast_tensors, check_same_module, on_device
 from unisono.data_parallel.replicas import ReplicaCheck
 from unisono.errors import CollectiveMismatch, RankTimeout
 from unisono.expect import expect, refusal
-from unisono.torch_private import at_end_of_backward, runs_uncompiled
+from unisono.operators.gradients import BUCKET_MB, BackwardWatch, GradientPolicy, plan_buckets
+from unisono.torch_private import runs_uncompiled
 
 if TYPE_CHECKING:
     from unisono.data_parallel.nonblocking import DeferredUpdates
-
-NETWORK_MB = 25.0
-"""Largest bucket where gradients pass through sockets or between GPUs."""
 
 SHARED_MEMORY_MB = 1024.0
 """Largest bucket in shared memory: reduced in place at the end of backward, so few are best."""
@@ -97,9 +94,6 @@ class Options:
     """See `averaging.py`."""
     broadcast_buffers: bool
     """Whether rank 0's buffers go to all before a synchronising forward."""
-    find_unused: bool
-    """Whether to look for unused parameters after forward, so that they do not hold up their
-    bucket. Results do not depend on it."""
     equal_batches: bool = False
     """Whether ranks are meant to see the same rows."""
 
@@ -115,7 +109,6 @@ class Options:
             )
         check_compression(self.compression)
         expect("broadcast_buffers", self.broadcast_buffers, bool)
-        expect("find_unused", self.find_unused, bool)
         expect("equal_batches", self.equal_batches, bool)
 
 
@@ -156,9 +149,9 @@ class GradientEngine:
         """Whether some ranks may have run out of data, and step no longer."""
         self.buckets: list[GradientBucket] = []
         """In the order in which they travel."""
-        self.in_backward = False
-        self._under_way: Callable[[], object | None] = lambda: None
-        """Gives None once the backward that has begun is over: one that raised does not tell us."""
+        self._divisor = GradientPolicy(mean_over=(comm,)).divisor
+        self.backward = BackwardWatch()
+        """The backward whose gradients are coming."""
         self._handles: dict[int, Handle] = {}  # of buckets under way, by index
         self._comms: dict[torch.device, Communicator] = {}
         self._hooks: list[RemovableHandle] = []
@@ -166,7 +159,7 @@ class GradientEngine:
         self._structure: Structure | None = None
         self._costs = AveragingCosts(type(module).__name__, comm.size)
         self._on_output = _calling(self, GradientEngine.begin_backward)
-        self._got_any = self._syncing = self._walked = False
+        self._got_any = self._syncing = False
         self._weight: float | None = None
         self._factor: float | None = None
         self._next = 0
@@ -212,7 +205,7 @@ class GradientEngine:
 
         largest = self.options.bucket_mb
         if largest is None:
-            largest = SHARED_MEMORY_MB if is_shared else NETWORK_MB
+            largest = SHARED_MEMORY_MB if is_shared else BUCKET_MB
         sizes = [(p.numel() * p.element_size(), (p.device, p.dtype)) for _, p in named]
         for index, members in enumerate(plan_buckets(sizes, largest * 2**20)):
             names, params = zip(*(named[i] for i in members), strict=True)
@@ -228,7 +221,7 @@ class GradientEngine:
         self.buckets.clear()
         self._handles.clear()
         self._structure = None
-        self.in_backward = False
+        self.backward.close()
 
     def rebuild(self) -> None:
         """Make buckets again after the module has changed. Collective over `comm`."""
@@ -267,9 +260,9 @@ class GradientEngine:
         trains = self.module.training and torch.is_grad_enabled()
         if self.comm.size == 1 or not (trains or shadowing):
             return
-        if self.in_backward and self._under_way() is not None:
+        if self.backward.is_running:
             return  # a checkpoint repeats its forward
-        if self.in_backward:
+        if self.backward.is_open:
             self._abandon_backward()
         if self._structure is not None and self._structure.has_changed():
             self.rebuild()
@@ -289,37 +282,28 @@ class GradientEngine:
             return
         if self.module.training:
             self.replicas.end_forward(self.module)
-        tensors = [x for x in _tensors_in(outputs, _OBJECTS, set()) if x.requires_grad]
-        for x in tensors:
-            # Heard in the outermost backward, so that one inside a checkpoint does not end it. A
+        for x in _tensors_in(outputs, _OBJECTS, set()):
+            # Called in the outermost backward, so that one inside a checkpoint does not end it. A
             # leaf, such as a parameter that is returned, would keep the hook for ever.
             if x.grad_fn is not None:
                 x.register_hook(self._on_output)
-        if self.options.find_unused and self.require_sync and not self.in_backward:
-            reached = _reached_leaves(tensors)
-            for bucket in self.buckets:
-                idle = {i for i, p in enumerate(bucket.params) if id(p) not in reached}
-                bucket.came = bucket.came & idle if self._walked else idle
-            self._walked = True
 
     # -- backward: called by hooks --------------------------------------------------------------
 
     def begin_backward(self) -> None:
         """Notice that a backward has begun. Local."""
-        if self.in_backward:
-            if self._under_way() is not None:
-                return
+        if self.backward.is_running:
+            return
+        if self.backward.is_open:
             self._abandon_backward()
         if self._handles or self.updates is not None:
             self._settle()
-        self.in_backward = True
-        end = partial(self._end_of_backward)
-        self._under_way = weakref.ref(end)
-        at_end_of_backward(end)
+        self.backward.begin(self._end_of_backward)
 
     def make_room(self, bucket: GradientBucket, i: int) -> None:
         """Prepare member `i` of `bucket` for a gradient that is about to be added to it."""
-        self.begin_backward()
+        if not self.backward.is_running:
+            self.begin_backward()
         if bucket.index in self._handles:
             self._settle()
         if i in bucket.came:  # the second in one backward
@@ -349,7 +333,7 @@ class GradientEngine:
     def _begin_gradients(self) -> None:
         """Decide how the gradients of this backward count. Collective where ranks have weights."""
         self._got_any = True
-        self.replicas.count_backward()
+        self.replicas.backwards += 1
         self._syncing = self.require_sync
         self._factor = None
         if not self._syncing:
@@ -357,9 +341,9 @@ class GradientEngine:
         self.comm.count(BACKWARDS)
         self._weight = None if self.weigh is None else self.weigh()
         if not self.averaging.takes_means:
-            self._factor = 1.0 / self.comm.size if self._weight is None else self._weight
+            self._factor = 1.0 / self._divisor if self._weight is None else self._weight
         elif self._weight is not None:
-            self._factor = self._weight * self.comm.size
+            self._factor = self._weight * self._divisor
 
     @runs_uncompiled
     def _end_of_backward(self) -> None:
@@ -402,8 +386,7 @@ class GradientEngine:
         """Start every bucket not yet under way; in blocking mode, wait for all. Collective."""
         for bucket in self.buckets[self._next :]:
             self._launch(bucket)
-        finds_unused = self.options.find_unused and self.averaging.eager
-        for index in self._agree_on_late() if finds_unused else sorted(self._late):
+        for index in sorted(self._late):
             self.wait(self.buckets[index])
             self._launch(self.buckets[index])
         for index in sorted(self._handles):
@@ -413,23 +396,13 @@ class GradientEngine:
             self._add_flags()
         self.averaging.steps += 1
         if self._sparse.params:
-            weight = 1.0 / self.comm.size if self._weight is None else self._weight
+            weight = 1.0 / self._divisor if self._weight is None else self._weight
             self._costs.bytes += self._sparse.average(self.comm, weight)
         self._costs.steps += 1
         self._end()
         if self.blocking and self._handles:
             self.wait_all()
         self.replicas.compare(self, self._costs.steps)
-
-    def _agree_on_late(self) -> list[int]:
-        """Return which buckets travel again, because a gradient came after they had left.
-
-        Who looks for unused parameters in the outputs does not find what the loss alone uses, and
-        where it is used may differ between ranks. Collective.
-        """
-        mine = [int(bucket.index in self._late) for bucket in self.buckets]
-        columns = zip(*self.comm.all_gather_ints(mine), strict=True)
-        return [index for index, late in enumerate(columns) if any(late)]
 
     def _add_flags(self) -> None:
         """Sum up the flags of all buckets in one message of their own."""
@@ -442,7 +415,8 @@ class GradientEngine:
             bucket.flags.copy_(part)
 
     def _end(self) -> None:
-        self.in_backward = self._got_any = self._walked = False
+        self.backward.close()
+        self._got_any = False
         self._next = 0
         self._late.clear()
         for bucket in self.buckets:
@@ -518,7 +492,7 @@ class GradientEngine:
         """File a gradient that does not come through autograd; starts full buckets. Collective."""
         if not self._got_any:
             self._settle()
-            self.in_backward = True
+            self.backward.is_open = True
             self._begin_gradients()
         bucket.params[i].grad = grad.detach().clone()
         bucket.used[i] = True
@@ -646,20 +620,3 @@ def _tensors_in(outputs: Any, depth: int, visited: set[int]) -> Iterator[Tensor]
         parts = list(vars(outputs).values())
     for value in parts:
         yield from _tensors_in(value, depth, visited)
-
-
-def _reached_leaves(outputs: list[Tensor]) -> set[int]:
-    """Return ids of the leaf tensors that a backward from `outputs` gives a gradient to."""
-    reached = {id(x) for x in outputs if x.grad_fn is None}
-    todo = [x.grad_fn for x in outputs if x.grad_fn is not None]
-    visited = set(todo)
-    while todo:
-        node = todo.pop()
-        leaf = getattr(node, "variable", None)
-        if leaf is not None:
-            reached.add(id(leaf))
-        for parent, _ in node.next_functions:
-            if parent is not None and parent not in visited:
-                visited.add(parent)
-                todo.append(parent)
-    return reached

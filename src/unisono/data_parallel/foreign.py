@@ -11,7 +11,6 @@ import json
 import weakref
 import zlib
 from collections.abc import Mapping
-from functools import partial
 from typing import Any, cast
 
 import torch
@@ -23,7 +22,8 @@ from unisono.comm import Communicator
 from unisono.comm.health import check
 from unisono.data_parallel.replicas import ReplicaCheck, plain_settings, unlike_settings
 from unisono.errors import LayoutError, explain
-from unisono.torch_private import at_end_of_backward, is_joining
+from unisono.operators.gradients import BackwardWatch
+from unisono.torch_private import is_joining
 
 
 def follow(ddp: DistributedDataParallel) -> None:
@@ -45,7 +45,7 @@ class _Followed:
         self._replicas = ReplicaCheck(equal_batches=False)
         self._step = 0
         self._comm: Communicator | None = None
-        self._under_way: Any = lambda: None
+        self._backward = BackwardWatch()
 
     @property
     def module(self) -> nn.Module:
@@ -79,15 +79,12 @@ class _Followed:
         return trains and not torch.compiler.is_compiling() and not is_joining(ddp)
 
     def _begin_backward(self, _gradient: Tensor) -> None:
-        if self._under_way() is not None:
-            return
-        end = partial(self._end_backward)
-        self._under_way = weakref.ref(end)
-        at_end_of_backward(end)
+        if not self._backward.is_running:
+            self._backward.begin(self._end_backward)
 
     def _end_backward(self) -> None:
         """Compare this rank with the others. Collective over DDP's ranks."""
-        self._replicas.count_backward()
+        self._replicas.backwards += 1
         ddp = self._ddp()
         if ddp is not None and ddp.require_backward_grad_sync and self.comm.size > 1:
             self._step += 1

@@ -30,7 +30,6 @@ class DataParallelMultiGPU(DataParallel):
         bucket_mb: largest gradient bucket.
         compression: of gradients inside the node, as for `DataParallel`.
         broadcast_buffers: the node's first rank's buffers go to the others before each forward.
-        find_unused: look for unused parameters after forward; speed only.
         reset_parameters: re-initialise the module first, by a fixed seed.
     """
 
@@ -45,7 +44,6 @@ class DataParallelMultiGPU(DataParallel):
         bucket_mb: float | None = None,
         compression: object = None,
         broadcast_buffers: bool = True,
-        find_unused: bool = False,
         reset_parameters: bool = False,
     ) -> None:
         expect("optimizer", optimizer, DASO, "DASO(optimizer, total_epochs), or DataParallel")
@@ -65,7 +63,6 @@ class DataParallelMultiGPU(DataParallel):
             bucket_mb=bucket_mb,
             compression=compression,
             broadcast_buffers=broadcast_buffers,
-            find_unused=find_unused,
             reset_parameters=reset_parameters,
         )
         self.comm = optimizer.comm if comm is None else comm

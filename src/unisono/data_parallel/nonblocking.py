@@ -155,7 +155,7 @@ class DeferredUpdates:
 
     def check_untouched(self, bucket: GradientBucket) -> None:
         """Raise if the gradients were written to of `bucket`, which has just arrived."""
-        if bucket.version != bucket.sent_version and not self._engine.in_backward:
+        if bucket.version != bucket.sent_version and not self._engine.backward.is_open:
             raise refusal(
                 RuntimeError,
                 "gradients written to while they travelled",

@@ -7,6 +7,7 @@ values, and watched for changes.
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import zip_longest
@@ -17,6 +18,7 @@ from torch import Tensor, nn
 
 from unisono.accelerator import forked_generators
 from unisono.comm import Communicator
+from unisono.comm.collectives import all_reduce_together
 from unisono.comm.mpi_style import get_comm
 from unisono.errors import CollectiveMismatch, UnisonoError, explain
 from unisono.expect import one_line, refusal
@@ -83,13 +85,11 @@ def broadcast_tensors(tensors: Iterable[Tensor], comm: Communicator, src: int = 
 
 def average_tensors(tensors: Iterable[Tensor], comm: Communicator) -> None:
     """Replace tensors by their means, in one message per device and dtype. Collective."""
-    kinds: dict[tuple[torch.device, torch.dtype], list[Tensor]] = defaultdict(list)
+    by_device: dict[torch.device, list[Tensor]] = defaultdict(list)
     for x in tensors:
-        kinds[x.device, x.dtype].append(x)
-    for (device, _), members in kinds.items():
-        flat = flatten(members)
-        on_device(comm, device).all_reduce_(flat, "mean")
-        write_back(flat, members)
+        by_device[x.device].append(x.detach())
+    for device, members in by_device.items():
+        all_reduce_together(on_device(comm, device), members, "mean", max_mb=math.inf)
 
 
 def flatten(tensors: Iterable[Tensor]) -> Tensor:

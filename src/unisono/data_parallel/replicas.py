@@ -124,7 +124,8 @@ class ReplicaCheck:
         self._batches: list[Tensor] = []
         self._forwards = 0
         self._rows = -1
-        self._backwards = 0
+        self.backwards = 0
+        """Backwards that have added to the gradients of this step."""
         self._generator = 0
         self._buffers: list[int] | None = None
         self._buffers_changed = False
@@ -157,10 +158,6 @@ class ReplicaCheck:
         if check.active:
             self._buffers = _buffers_of(module)
 
-    def count_backward(self) -> None:
-        """Count a backward that adds to the gradients of this step. Local."""
-        self._backwards += 1
-
     # -- what ranks tell each other ---------------------------------------------------------------
 
     def compare(self, engine: Averaged, step: int) -> None:
@@ -173,7 +170,7 @@ class ReplicaCheck:
         Raises:
             LayoutError: on all ranks, where parameters have drifted apart.
         """
-        backwards, self._backwards = self._backwards, 0
+        backwards, self.backwards = self.backwards, 0
         is_early = step <= EVERY and step & (step - 1) == 0 and step > 1
         if not (check.active or is_early or step % EVERY == 0):
             return

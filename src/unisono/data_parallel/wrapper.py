@@ -57,7 +57,6 @@ class DataParallel(nn.Module):
         bucket_mb: largest bucket; None: by transport.
         compression: None, `"bf16"`, `"fp16"`, `"powersgd"`, a `PowerSGD` or a function.
         broadcast_buffers: whether rank 0's buffers go to all at each synchronising forward.
-        find_unused: look for unused parameters after forward; speed only.
         reset_parameters: re-initialise all layers first, with a fixed seed, as HeAT does.
         sync_batch_norm: take the statistics of batch normalisation over all ranks, as one process
             does; its layers are exchanged in place.
@@ -93,7 +92,6 @@ class DataParallel(nn.Module):
         bucket_mb: float | None = None,
         compression: object = None,
         broadcast_buffers: bool = True,
-        find_unused: bool = False,
         reset_parameters: bool = False,
         sync_batch_norm: bool = False,
         equal_batches: bool = False,
@@ -105,9 +103,7 @@ class DataParallel(nn.Module):
         expect("blocking_parameter_updates", blocking_parameter_updates, bool)
         expect("reset_parameters", reset_parameters, bool)
         expect("sync_batch_norm", sync_batch_norm, bool)
-        self._options = Options(
-            bucket_mb, compression, broadcast_buffers, find_unused, equal_batches
-        )
+        self._options = Options(bucket_mb, compression, broadcast_buffers, equal_batches)
         _check_module(type(self).__name__, module)
         optimizers = _checked_optimizers(optimizer, module)
         self.communicator = communicator_of(comm)
@@ -408,9 +404,10 @@ _INSTEAD_OF_DDP = {
     "init_sync": "leave it out: all ranks take the values of rank 0",
     "delay_all_reduce_named_params": "comm.all_reduce_(p.grad, op='mean') where you want it",
     "mixed_precision": "torch.autocast around forward, compression='bf16' for what travels",
-    "skip_all_reduce_unused_params": "find_unused=True",
+    "skip_all_reduce_unused_params": "leave it out",
+    "find_unused": "leave it out: unused parameters are found without being asked for",
 }
-"""Arguments of torch's DistributedDataParallel, and what to write here."""
+"""Arguments of torch's DistributedDataParallel, or of earlier versions, and what to write here."""
 
 
 def _refuse_ddp_arguments(wrapper: str, arguments: dict[str, object]) -> None:
@@ -418,7 +415,8 @@ def _refuse_ddp_arguments(wrapper: str, arguments: dict[str, object]) -> None:
         if name not in _INSTEAD_OF_DDP:
             raise TypeError(f"{wrapper}.__init__() got an unexpected keyword argument {name!r}")
         call = f"{wrapper}(..., {name}=...)"
-        raise refusal(TypeError, call, "an argument of torch's DDP", hint=_INSTEAD_OF_DDP[name])
+        problem = "an argument of torch's DDP, or of an earlier version"
+        raise refusal(TypeError, call, problem, hint=_INSTEAD_OF_DDP[name])
 
 
 def _leave(engine: GradientEngine) -> None:

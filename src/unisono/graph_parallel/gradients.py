@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from functools import partial
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -18,13 +17,17 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from unisono.comm import Communicator
 from unisono.comm.claims import check_unclaimed, claim, is_claimed
-from unisono.comm.collectives import all_reduce_together
 from unisono.comm.health import check as checking
 from unisono.errors import CollectiveMismatch, LayoutError, PartitionError
 from unisono.expect import expect, expect_float
 from unisono.graph_parallel.groups import GraphGroups, alone, current_groups, graph_groups
 from unisono.graph_parallel.regions import difference_over_ranks
-from unisono.torch_private import at_end_of_backward
+from unisono.operators.gradients import (
+    BackwardWatch,
+    EarlierGradients,
+    GradientPolicy,
+    reduce_gradients,
+)
 
 
 class GraphParallel(nn.Module):
@@ -65,10 +68,9 @@ class GraphParallel(nn.Module):
         self._is_local = False
         self._holds_terms = False
         """Whether `.grad` holds terms of backwards in `no_sync`, not yet summed."""
-        self._under_way: Callable[[], object | None] | None = None
-        """Gives None once the backward that has begun is over; itself None before one begins."""
-        self._complete: list[tuple[Tensor, Tensor | None]] = []
-        """Gradients of earlier backwards, set aside while the terms of this one are summed."""
+        self._backward = BackwardWatch()
+        self._earlier: EarlierGradients | None = None
+        """Gradients of earlier backwards, while the terms of this one are summed."""
         check_unclaimed(module.parameters(), self, self._ranks)
         self._share()
         self._watch()
@@ -117,13 +119,12 @@ class GraphParallel(nn.Module):
                 tensor.copy_(comm.broadcast(tensor.detach(), 0))
 
     @property
-    def _ranks(self) -> set[int]:
-        return {rank for comm in (self._groups.gp, self._groups.dp) for rank in comm.ranks}
+    def _ranks(self) -> frozenset[int]:
+        return GradientPolicy(mean_over=(self._groups.gp, self._groups.dp)).ranks
 
     def _watch(self) -> None:
         """Look at every trained parameter: new ones, and those of a copy, too."""
-        trained = [p for p in self.module.parameters() if p.requires_grad]
-        new = [p for p in trained if p not in self._watched]
+        new = [p for p in self._trained() if p not in self._watched]
         if not new:
             return
         claim(new, self, self._ranks)
@@ -142,21 +143,19 @@ class GraphParallel(nn.Module):
 
         Not where gradients were cleared since: then those before it are to be forgotten, too.
         """
-        if self._under_way is None or self._under_way() is not None:
-            return self._under_way is not None
-        if _any_gradient([p for p, _ in self._complete]):
-            for p, before in self._complete:
-                p.grad = before
-        self._under_way, self._complete = None, []
-        return False
+        if self._backward.is_open and not self._backward.is_running:
+            if self._earlier is not None and _any_gradient(self._trained()):
+                self._earlier.put_back()
+            self._backward.close()
+            self._earlier = None
+        return self._backward.is_open
 
     def _begin(self, _: Tensor) -> None:
         """Get ready before the first gradient of a backward is added to `.grad`."""
         if self._is_running():
             return
-        trained = [p for p in self.module.parameters() if p.requires_grad]
         if self._is_local and not self._holds_terms:
-            if _any_gradient(trained):
+            if _any_gradient(self._trained()):
                 raise LayoutError.because(
                     "backward() in GraphParallel.no_sync()",
                     "gradients that are summed over ranks already would be summed again",
@@ -165,28 +164,25 @@ class GraphParallel(nn.Module):
                 )
             self._holds_terms = True
         elif not self._holds_terms:
-            self._complete = [(p, p.grad) for p in trained]
-            for p in trained:
-                p.grad = None
-        end = partial(self._end)
-        self._under_way = weakref.ref(end)
-        at_end_of_backward(end)
+            self._earlier = EarlierGradients(self._trained())
+        self._backward.begin(self._end)
 
     def _end(self) -> None:
-        self._under_way = None
+        self._backward.close()
         if self._is_local:
             return
         _sync(_listed(self.module), self._replicated, self._groups, self._bucket_mb)
         self._holds_terms = False
-        with torch.no_grad():
-            for p, before in self._complete:
-                if before is not None:
-                    p.grad = before if p.grad is None else before.add_(p.grad)
-        self._complete = []
+        if self._earlier is not None:
+            self._earlier.add()
+            self._earlier = None
+
+    def _trained(self) -> list[nn.Parameter]:
+        return [p for p in self.module.parameters() if p.requires_grad]
 
     def __getstate__(self) -> dict[str, Any]:
         """A copy is in no backward."""
-        return self.__dict__ | {"_under_way": None, "_complete": [], "_watched": None}
+        return self.__dict__ | {"_backward": BackwardWatch(), "_earlier": None, "_watched": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """A copy looks after its own parameters."""
@@ -237,24 +233,14 @@ def _sync(
             "they would keep the gradients of this rank alone",
             "sync_gradients(model, replicated=model.head)",
         )
-    wanted = [p for p in parameters if p.requires_grad]
-    with torch.no_grad():
-        grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in wanted]
-        is_whole = [id(p) in whole for p in wanted]
-        if checking.active and groups.gp.size > 1:
-            _compare([g for g, r in zip(grads, is_whole, strict=True) if r], groups.gp)
-        has_grad = [p.grad is not None for p in wanted]
-        present = torch.ones(len(wanted), device=groups.gp.device)
-        if not all(has_grad):
-            present.copy_(torch.tensor(has_grad))
-        for comm in (groups.gp, groups.dp):
-            if comm.size > 1:
-                all_reduce_together(comm, [*grads, present], "sum", bucket_mb)
-        # What this rank has, somebody has: the sums are read only where it lacks one.
-        seen = has_grad if all(has_grad) else present.tolist()
-        for p, grad, replicate, count in zip(wanted, grads, is_whole, seen, strict=True):
-            if count:
-                p.grad = grad.div_(groups.dp.size * (groups.gp.size if replicate else 1))
+    if checking.active and groups.gp.size > 1:
+        trained = [p for p in parameters if id(p) in whole and p.requires_grad]
+        grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in trained]
+        _compare(grads, groups.gp)
+    of_terms = GradientPolicy(sum_over=(groups.gp,), mean_over=(groups.dp,))
+    of_whole = GradientPolicy(mean_over=(groups.gp, groups.dp))
+    policies = [(p, of_whole if id(p) in whole else of_terms) for p in parameters]
+    reduce_gradients(policies, bucket_mb)
 
 
 def _any_gradient(parameters: Iterable[Tensor]) -> bool:

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Literal, cast, get_args
+from typing import Literal, cast, get_args
 
 import torch
 from torch import Tensor
@@ -20,9 +20,7 @@ from torch import Tensor
 from unisono.comm import Communicator
 from unisono.errors import PartitionError
 from unisono.expect import expect_choice
-from unisono.operators import SumToReplicated
 from unisono.operators.partitioned import FanPlan, fan_plan, spread
-from unisono.operators.plans import GroupPlan
 from unisono.topology import Partition
 from unisono.topology.decompose import Interval
 from unisono.topology.fanout import Group, broadcast_groups, reduce_groups
@@ -205,38 +203,6 @@ class WeightGrid:
         groups = reduce_groups(self.ranks, self._outputs)
         shapes = [partials[group.peers[0]] for group in groups]
         return fan_plan(groups, self.ranks.root, shapes, dtype, empty=(*shape_in[:1], 0))
-
-
-class _SumGradients(torch.autograd.Function):
-    """The identity on parameters that several ranks hold; their gradients are summed together."""
-
-    @staticmethod
-    def forward(ctx: Any, plan: GroupPlan, *tensors: Tensor) -> tuple[Tensor, ...]:
-        ctx.plan = plan
-        ctx.set_materialize_grads(False)
-        return tuple(map(Tensor.view_as, tensors, tensors))
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        present = [g for g in grads if g is not None]
-        if not present:
-            return None, *grads
-        flat = torch.cat([g.reshape(-1) for g in present])
-        total = SumToReplicated.apply_in_backward(flat, ctx.plan)
-        parts = iter(total.split([g.numel() for g in present]))
-        return None, *[None if g is None else next(parts).view(g.shape) for g in grads]
-
-
-def summed_gradients(comm: Communicator, *tensors: Tensor) -> tuple[Tensor, ...]:
-    """Return the tensors, which all ranks of `comm` hold equal; their gradients are summed.
-
-    One message in the backward for all of them.
-    """
-    if comm.size > 1:
-        for x in tensors:
-            if x.requires_grad:
-                return _SumGradients.apply(GroupPlan(comm), *tensors)
-    return tensors
 
 
 def plan_from_first(

@@ -29,11 +29,16 @@ from unisono.nn.parameters import (
     from_first,
     plan_from_first,
     shared_generator,
-    summed_gradients,
     whole,
 )
 from unisono.nn.planned import PlannedModule
 from unisono.nn.split_tensors.module import SplitModule
+from unisono.operators.gradients import (
+    EarlierGradients,
+    GradientPolicy,
+    reduce_gradients,
+    summed_gradients,
+)
 from unisono.operators.partitioned import FanPlan
 from unisono.topology import Partition
 
@@ -352,16 +357,15 @@ def no_sync(module: nn.Module) -> Iterator[None]:
         and all(holders[id(p)] == 1 for p in layer.parameters(recurse=False))
     ]
     before = [(layer, layer._sums_gradients) for layer in layers]
-    stashed = [
-        (layer, name, p, p.grad)
+    held = [
+        (layer, name, p)
         for layer in layers
         for name, p in layer.named_parameters(recurse=False)
         if name in layer._holdings
     ]
+    earlier = EarlierGradients(p for _, _, p in held)
     for layer in layers:
         layer._sums_gradients = False
-    for _, _, p, _ in stashed:
-        p.grad = None
     try:
         with ExitStack() as inside:
             for part in module.modules():
@@ -369,19 +373,14 @@ def no_sync(module: nn.Module) -> Iterator[None]:
                     inside.enter_context(part.no_sync())
             yield
     except BaseException:
-        for _, _, p, earlier in stashed:
-            p.grad = earlier  # what the block has added is not summed, and would not be alike
+        earlier.put_back()  # what the block has added is not summed, and would not be alike
         raise
     finally:
         for layer, flag in before:
             layer._sums_gradients = flag
-    for layer, name, p, earlier in stashed:
-        comm = layer._gradient_comm(name)
-        if comm is not None and comm.size > 1 and p.requires_grad:
-            grad = torch.zeros_like(p) if p.grad is None else p.grad
-            p.grad = comm.all_reduce(grad)
-        if earlier is not None:
-            p.grad = earlier if p.grad is None else earlier + p.grad
+    users = [(p, layer._gradient_comm(name)) for layer, name, p in held]
+    reduce_gradients((p, GradientPolicy(sum_over=(comm,))) for p, comm in users if comm is not None)
+    earlier.add()
 
 
 _mode: StateMode = "full"

@@ -15,9 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from unisono.bayes import OutputUpdater, Sequential
-from unisono.data_parallel.bucket import plan_buckets
-from unisono.data_parallel.engine import NETWORK_MB
 from unisono.graph_parallel import GraphPartition, GraphStats
+from unisono.operators.gradients import BUCKET_MB, plan_buckets
 from unisono.plan.subject import GraphInput, Subject
 from unisono.plan.workload import Layer, Pace, Sent, SentBucket, Share, Workload, fit_pace
 from unisono.topology.window import per_dim
@@ -335,7 +334,7 @@ def _sent_buckets(model: nn.Module, layers: Sequence[Layer]) -> list[SentBucket]
         return next((places[name] for name in outer if name in places), 0)
 
     found: list[SentBucket] = []
-    for members in plan_buckets(kinds, NETWORK_MB * 2**20):
+    for members in plan_buckets(kinds, BUCKET_MB * 2**20):
         first = min(place(named[i][0]) for i in members)
         size = sum(kinds[i][0] for i in members)
         found.append(SentBucket(nbytes=size, ready=1 - before[first], needed=before[first]))

@@ -200,14 +200,6 @@ def test_a_preview_changes_nothing(schedule, losses):
     assert schedule.state_dict() == before
 
 
-def test_the_cost_of_epochs_counts_exchanges_messages_and_bytes():
-    schedule = DasoSchedule(3, 1, 1)
-    costs = schedule.preview_cost([1.0] * 3, n_batches=10, parameters=25, sending_chunk_size=10)
-    assert [cost.exchanges for cost in costs] == [10, 3, 10]
-    assert [cost.messages for cost in costs] == [30, 9, 30]
-    assert [cost.bytes for cost in costs] == [10 * 50, 2 * 100 + 50, 10 * 50]
-
-
 def test_a_plan_has_the_five_named_parts():
     assert with_skips(4, 1, 1).plan(0, 10, None) == BatchPlan(
         local_sync=True, merge=False, send=True, blocking=False, close=False

@@ -8,7 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from unisono.data_parallel.bucket import GradientBucket, plan_buckets
+from unisono.data_parallel.bucket import GradientBucket
+from unisono.operators.gradients import plan_buckets
 
 
 @given(

@@ -139,7 +139,7 @@ def sampler():
         (lambda: DataParallel(LAYER, compression="zip"), ValueError, '"bf16", "fp16"'),
         (lambda: DataParallel(LAYER, compression=3), ValueError, '"bf16", "fp16"'),
         (lambda: DataParallel(LAYER, compression=PowerSGD), ValueError, '"bf16", "fp16"'),
-        (lambda: DataParallel(LAYER, find_unused="x"), TypeError, "HINT: find_unused=True, or F"),
+        (lambda: DataParallel(LAYER, find_unused=True), TypeError, "HINT: leave it out"),
         (lambda: DataParallel(LAYER, broadcast_buffers=2), TypeError, "HINT: broadcast_buffers=T"),
         (lambda: DataParallel(LAYER, reset_parameters=1), TypeError, "HINT: reset_parameters=Tru"),
         (lambda: DataParallelMultiGPU(SGD, DASO(SGD, 3)), TypeError, r"^module=SGD\(\.\.\.\)\n"),

@@ -127,12 +127,10 @@ class FailsMidway(nn.Module):
         return self.layers[3](h) + (self.extra(h) if extra else 0)
 
 
-def train_through_a_failure(clear, bucket_mb, find_unused, blocking):
+def train_through_a_failure(clear, bucket_mb, blocking):
     module, twin = built(FailsMidway)
     optimizer = DataParallelOptimizer(OPTIMIZERS["sgd"](module.parameters()))
-    model = DataParallel(
-        module, None, optimizer, blocking, bucket_mb=bucket_mb, find_unused=find_unused
-    )
+    model = DataParallel(module, None, optimizer, blocking, bucket_mb=bucket_mb)
     twin_optimizer = OPTIMIZERS["sgd"](twin.parameters())
     cleared = optimizer if clear.startswith("ours") else optimizer.torch_optimizer
     for step in range(4):
@@ -144,7 +142,7 @@ def train_through_a_failure(clear, bucket_mb, find_unused, blocking):
         if module.refuses:
             # Over a network ranks have sent different numbers of buckets by then.
             with pytest.raises(ArithmeticError, match="refused"):
-                loss_of(model(mine, world().rank == 1 and not find_unused)).backward()
+                loss_of(model(mine, world().rank == 1)).backward()
             cleared.zero_grad(set_to_none="none" in clear)  # while they travel
             twin_optimizer.zero_grad(set_to_none="none" in clear)
             continue
@@ -160,10 +158,10 @@ def train_through_a_failure(clear, bucket_mb, find_unused, blocking):
 @both
 @both_modes
 def test_gradients_are_right_again_after_a_backward_that_raised(blocking):
-    for bucket_mb, find_unused in ((None, False), (0.001, False), (0.001, True)):
+    for bucket_mb in (None, 0.001):
         # Without our knowledge zeros would be written to gradients that still travel.
         for clear in ("ours", "ours, none", "torch, none", *["torch"] * blocking):
-            train_through_a_failure(clear, bucket_mb, find_unused, blocking)
+            train_through_a_failure(clear, bucket_mb, blocking)
 
 
 @both

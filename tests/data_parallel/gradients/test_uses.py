@@ -55,50 +55,47 @@ def wrapped(module, blocking, lr=0.1, **options):
 @both_modes
 def test_branches_that_depend_on_the_rank_average_with_zeros(blocking):
     comm = world()
-    for find_unused in (False, True):
-        module, twin = built(Branches)
-        model, optimizer = wrapped(module, blocking, bucket_mb=0.0001, find_unused=find_unused)
-        twin_optimizer = sgd(twin)
-        xs = [
-            torch.randn(3, 4, generator=torch.Generator().manual_seed(r)).double()
-            for r in range(comm.size)
-        ]
-        for step in range(4):
-            right = [step != 1 and (r + step) % 2 == 1 for r in range(comm.size)]
-            optimizer.zero_grad(set_to_none=True)
-            loss_of(model(xs[comm.rank], right[comm.rank])).backward()
-            optimizer.step()
-            twin_optimizer.zero_grad()
-            losses = [loss_of(twin(x, go)) for x, go in zip(xs, right, strict=True)]
-            (sum(losses) / comm.size).backward()
-            twin_optimizer.step()
-        model.finalize()
-        assert_same_parameters(module, twin)  # weight decay did not move `never`
-        assert module.never.weight.grad is None
-        assert_replicas_equal(module)
+    module, twin = built(Branches)
+    model, optimizer = wrapped(module, blocking, bucket_mb=0.0001)
+    twin_optimizer = sgd(twin)
+    xs = [
+        torch.randn(3, 4, generator=torch.Generator().manual_seed(r)).double()
+        for r in range(comm.size)
+    ]
+    for step in range(4):
+        right = [step != 1 and (r + step) % 2 == 1 for r in range(comm.size)]
+        optimizer.zero_grad(set_to_none=True)
+        loss_of(model(xs[comm.rank], right[comm.rank])).backward()
+        optimizer.step()
+        twin_optimizer.zero_grad()
+        losses = [loss_of(twin(x, go)) for x, go in zip(xs, right, strict=True)]
+        (sum(losses) / comm.size).backward()
+        twin_optimizer.step()
+    model.finalize()
+    assert_same_parameters(module, twin)  # weight decay did not move `never`
+    assert module.never.weight.grad is None
+    assert_replicas_equal(module)
 
 
 @both
 @both_modes
-def test_what_the_loss_alone_uses_is_averaged_whoever_looks_for_unused(blocking):
+def test_what_the_loss_alone_uses_is_averaged(blocking):
     comm = world()
     x = torch.ones(3, 4).double()
 
     def loss(net, inside, rank):
-        # Backward takes the newest first: on rank 0 the bucket of `never`, which the outputs do not
-        # use, has left when its gradient comes.
+        # Backward takes the newest first: on rank 0 the gradient of `never` comes last.
         older = inside.never.weight.square().sum() if rank == 0 else 0
         out = loss_of(net(x, rank > 0))
         return out + older + (inside.never.weight.exp().sum() if rank > 0 else 0)
 
-    for find_unused in (False, True):
-        module, twin = built(Branches)
-        model, optimizer = wrapped(module, blocking, bucket_mb=0.0001, find_unused=find_unused)
-        optimizer.zero_grad(set_to_none=True)
-        loss(model, module, comm.rank).backward()
-        (sum(loss(twin, twin, rank) for rank in range(comm.size)) / comm.size).backward()
-        model.finalize()
-        assert_same_gradients(module, twin)
+    module, twin = built(Branches)
+    model, optimizer = wrapped(module, blocking, bucket_mb=0.0001)
+    optimizer.zero_grad(set_to_none=True)
+    loss(model, module, comm.rank).backward()
+    (sum(loss(twin, twin, rank) for rank in range(comm.size)) / comm.size).backward()
+    model.finalize()
+    assert_same_gradients(module, twin)
 
 
 @both
@@ -189,7 +186,7 @@ def test_reentrant_checkpoints_reduce_every_gradient(blocking):
 def test_a_forward_that_a_checkpoint_repeats_leaves_the_backward_alone(blocking):
     for reentrant in (True, False):
         module, twin = built(mlp)
-        model, optimizer = wrapped(module, blocking, bucket_mb=0.0001, find_unused=reentrant)
+        model, optimizer = wrapped(module, blocking, bucket_mb=0.0001)
         optimizer.zero_grad()
         everything, mine = batch((6,))
         for one, x in ((model, mine), (twin, everything)):
@@ -532,32 +529,3 @@ def test_a_parameter_among_the_outputs_gathers_no_hooks():
         if number == 0:
             before = len(module.bias._backward_hooks)
     assert len(module.bias._backward_hooks) == before
-
-
-class Result:
-    """An output that is no list, mapping or dataclass; it refers to itself."""
-
-    def __init__(self, value):
-        self.inside = {"value": value}
-        self.itself = self
-
-
-class InAnObject(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.layers = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2))
-
-    def forward(self, x):
-        return Result(self.layers(x))
-
-
-@pytest.mark.ranks(2, backend="gloo", timeout=60)
-def test_outputs_in_an_object_do_not_pass_for_unused():
-    module, twin = built(InAnObject)
-    model = DataParallel(module, find_unused=True)
-    everything, mine = batch((4,))
-    loss_of(model(mine).inside["value"]).backward()
-    loss_of(twin(everything).inside["value"]).backward()
-    assert_same_gradients(module, twin)
-    # 23 gradients and 4 flags travelled once, not again for those that seemed to be unused.
-    assert model.stats().bytes == (23 + 4) * 8

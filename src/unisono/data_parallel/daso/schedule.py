@@ -45,15 +45,6 @@ class BatchPlan(NamedTuple):
     """The epoch ends with this batch."""
 
 
-class EpochCost(NamedTuple):
-    """What one epoch sends between nodes, for each rank that takes part in an exchange."""
-
-    skips: Skips
-    exchanges: int
-    messages: int
-    bytes: int
-
-
 class DetectMetricPlateau:
     """Watches one number an epoch and tells when it no longer gets better.
 
@@ -269,61 +260,16 @@ class DasoSchedule:
             close=close,
         )
 
-    def exchanges(self, n_batches: int) -> list[tuple[int, str]]:
-        """Return (batch, `"send"` or `"mean"`) for every exchange of an epoch with these skips."""
-        exchanges: list[tuple[int, str]] = []
-        for batch in range(n_batches):
-            # Whether one is in flight decides about merges only, which send nothing.
-            plan = self.plan(batch, n_batches, None)
-            if plan.blocking or plan.send:
-                exchanges.append((batch, "mean" if plan.blocking else "send"))
-        return exchanges
-
     def preview(self, losses: Sequence[float]) -> list[Skips]:
         """Return the skips of the coming epochs if they ended with these losses. Changes nothing.
 
         Args:
             losses: loss at the end of each epoch, beginning with the current one.
         """
-        return [schedule.skips for schedule in self._rehearsal(losses)]
-
-    def preview_cost(
-        self,
-        losses: Sequence[float],
-        *,
-        n_batches: int,
-        parameters: int,
-        mean_bytes: int = 2,
-        send_bytes: int = 4,
-        sending_chunk_size: int = 10_000_000,
-    ) -> list[EpochCost]:
-        """Return what the coming epochs would send between nodes. Changes nothing.
-
-        Args:
-            losses: as for `preview`.
-            n_batches: batches of an epoch.
-            parameters: number of trainable elements of the model.
-            mean_bytes: bytes of an element in a blocking mean (2 for bfloat16).
-            send_bytes: bytes of an element in the background.
-            sending_chunk_size: elements of a message.
-        """
-        bytes_of = {"mean": mean_bytes * parameters, "send": send_bytes * parameters}
-        per_exchange = math.ceil(parameters / sending_chunk_size)
-        costs: list[EpochCost] = []
-        for schedule in self._rehearsal(losses):
-            kinds = [kind for _, kind in schedule.exchanges(n_batches)]
-            total = sum(bytes_of[kind] for kind in kinds)
-            costs.append(EpochCost(schedule.skips, len(kinds), len(kinds) * per_exchange, total))
-        return costs
-
-    def _rehearsal(self, losses: Sequence[float]) -> list[DasoSchedule]:
-        """Return a copy of this schedule as it will be in each of the coming epochs."""
-        stages: list[DasoSchedule] = []
-        current = copy.deepcopy(self)
-        for loss in losses:
-            stages.append(copy.deepcopy(current))
-            current.epoch_end(loss)
-        return stages
+        rehearsal, skips = copy.deepcopy(self), [self.skips]
+        for loss in losses[:-1]:
+            skips.append(rehearsal.epoch_end(loss))
+        return skips[: len(losses)]
 
     def state_dict(self) -> dict[str, Any]:
         """Return epoch, skips and detector as plain values."""

@@ -7,7 +7,7 @@ import sys
 import warnings
 import zlib
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, NoReturn
 
@@ -20,7 +20,6 @@ from unisono.comm.digest import digest
 from unisono.errors import CollectiveMismatch, UnisonoError, explain
 from unisono.expect import expect, expect_choice
 from unisono.nn.agreement import current_mode
-from unisono.nn.parameters import summed_gradients
 from unisono.nn.split_tensors.functions import prepare_hooks
 from unisono.nn.split_tensors.tensor import (
     Cut,
@@ -33,10 +32,15 @@ from unisono.nn.split_tensors.tensor import (
     refuse_passed_by,
     splits_in,
 )
+from unisono.operators.gradients import (
+    BUCKET_MB,
+    GradientPolicy,
+    plan_buckets,
+    reduce_gradients,
+    summed_gradients,
+)
 from unisono.topology import Partition
 
-_BUCKET_BYTES = 25 * 2**20
-"""Gradients of this many bytes are summed at a time."""
 _LARGE_GATHER = 2**18
 """Points from which on a gathered tensor is warned of."""
 
@@ -216,7 +220,10 @@ class SplitModule(nn.Module):
             return
         axes = frozenset(axis for cut in cuts for axis in cut.axes)
         trained = [p for p in self.module.parameters() if p.requires_grad]
-        for bucket in _buckets(p for p in trained if not _is_sharded(p)):
+        whole = [p for p in trained if not _is_sharded(p)]
+        sizes, largest = [(p.nbytes, p.dtype) for p in whole], BUCKET_MB * 2**20
+        for members in plan_buckets(sizes, largest, largest):
+            bucket = [whole[i] for i in members]
             if self._unsummed is None:
                 copies = summed_gradients(run.comm, *bucket)
             else:
@@ -236,12 +243,11 @@ class SplitModule(nn.Module):
             held = self._unsummed
         finally:
             self._unsummed = before
-        for bucket in _buckets(held):
-            grads = [torch.zeros_like(p) if held[p].grad is None else held[p].grad for p in bucket]
-            flat = torch.cat([g.reshape(-1) for g in grads])  # type: ignore[union-attr]
-            total = self.partition.comm.all_reduce_(flat)
-            for p, part in zip(bucket, total.split([p.numel() for p in bucket]), strict=True):
-                p.grad = part.view_as(p) if p.grad is None else p.grad + part.view_as(p)
+        policy = GradientPolicy(sum_over=(self.partition.comm,))
+        reduce_gradients((leaf, policy) for leaf in held.values())
+        for p, leaf in held.items():
+            if leaf.grad is not None:
+                p.grad = leaf.grad if p.grad is None else p.grad + leaf.grad
 
     def report(self) -> list[tuple[Gathered, int]]:
         """Return what had to be gathered in the latest forward, and how often."""
@@ -349,19 +355,6 @@ def _bits(x: Tensor) -> int:
 def _digest(lines: list[str]) -> int:
     """Return a number for what is described; 0 for nothing."""
     return zlib.crc32("\n".join(lines).encode()) + 1 if lines else 0
-
-
-def _buckets(parameters: Iterable[nn.Parameter]) -> list[list[nn.Parameter]]:
-    """Return parameters whose gradients travel together, last ones first: backward has them so."""
-    buckets: list[list[nn.Parameter]] = []
-    size = 0
-    for p in reversed(list(parameters)):
-        if not buckets or size > _BUCKET_BYTES or buckets[-1][0].dtype != p.dtype:
-            buckets.append([])
-            size = 0
-        buckets[-1].append(p)
-        size += p.numel() * p.element_size()
-    return buckets
 
 
 def _leaf_like(p: nn.Parameter) -> Tensor:

@@ -13,7 +13,6 @@ from torch import Tensor
 
 from unisono.comm import Communicator
 from unisono.errors import UnisonoError
-from unisono.nn.parameters import summed_gradients
 from unisono.nn.precision import as_autocast, is_plain, wide
 from unisono.nn.split_tensors.blocks import fitted, placed, recut
 from unisono.nn.split_tensors.reductions import added
@@ -26,6 +25,7 @@ from unisono.nn.split_tensors.tensor import (
     rule,
 )
 from unisono.operators import all_gather, all_sum_reduce
+from unisono.operators.gradients import summed_gradients
 from unisono.operators.linear import identity, slopes
 from unisono.topology.decompose import split_sizes
 

@@ -350,6 +350,8 @@ class Checkpoint:
 
         def prepare() -> tuple[Reading, dict[str, Part], dict[str, Any]]:
             parts = parts_to_restore(saved, objects, partial)
+            if not same:
+                _refuse_other_ranks(call, parts)
             as_rank = self.comm.rank if same else 0
             reading = Reading(saved, as_rank, weights_only=weights_only)
             reading.check_fits(parts)
@@ -483,6 +485,14 @@ def _take_back(parts: Mapping[str, Part], before: Mapping[str, Any]) -> list[str
         except Exception:
             refused.append(name)
     return refused
+
+
+def _refuse_other_ranks(call: str, parts: Mapping[str, Part]) -> None:
+    """Refuse states that are those of one rank among equally many."""
+    for name, part in parts.items():
+        if part.other_ranks is not None:
+            problem = f"{name}={part.kind} has the position of one rank among those that saved it"
+            raise CheckpointError.because(call, problem, hint=part.other_ranks)
 
 
 # What ranks do or refuse together: an error on one of them becomes the same error on all.

@@ -37,7 +37,8 @@ class Part:
         kind: what it is, for messages.
         capture: returns the state as a tree of plain values, tensors and `Shard`s; copies nothing.
         take: takes a state back.
-        of_rank: whether the state means something only to the same rank among equally many.
+        of_rank: whether the state is left out on another number of ranks.
+        other_ranks: for states that do not fit another number of ranks, what does.
     """
 
     in_place = False
@@ -50,11 +51,13 @@ class Part:
         take: Callable[[Any], object],
         *,
         of_rank: bool = False,
+        other_ranks: str | None = None,
     ) -> None:
         self.kind = kind
         self.capture = capture
         self.take = take
         self.of_rank = of_rank
+        self.other_ranks = other_ranks
         self.blocks: dict[Path, Any] = {}
         """Where tensors of the state may be cut: by path, or its beginning, one that says how."""
 
@@ -284,7 +287,8 @@ def _part_of(name: str, value: Any, modules: Mapping[str, ModulePart]) -> Part |
         return OptimizerPart(value, modules)
     if isinstance(value, torch.Generator):
         return Part("generator", value.get_state, value.set_state)
-    if isinstance(value, torch.utils.data.DataLoader):
+    is_loader = isinstance(value, torch.utils.data.DataLoader)
+    if is_loader and not hasattr(value, "state_dict"):
         raise CheckpointError.because(
             f"{name}=DataLoader",
             "torch's loader does not know how far it has come",
@@ -296,7 +300,14 @@ def _part_of(name: str, value: Any, modules: Mapping[str, ModulePart]) -> Part |
     if callable(getattr(value, "state_dict", None)) and callable(
         getattr(value, "load_state_dict", None)
     ):
-        return Part(type(value).__name__, value.state_dict, value.load_state_dict)
+        return Part(
+            type(value).__name__,
+            value.state_dict,
+            value.load_state_dict,
+            other_ranks="loader = Resumable(DataLoader(...)), which begins at the same sample"
+            if is_loader
+            else None,
+        )
     if callable(getattr(value, "set_epoch", None)) and hasattr(value, "epoch"):
         return Part(type(value).__name__, lambda: _epoch_of(value), lambda s: _set_epoch(value, s))
     return None
