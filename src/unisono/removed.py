@@ -23,6 +23,10 @@ REMOVED: dict[str, str] = {
     "unisono.DASO.diloco": (
         "DASO.post_local_sgd(optimizer, total_epochs, every=50); an optimizer on the means is gone"
     ),
+    "unisono.data_parallel.DasoSchedule.preview_cost": (
+        "schedule.preview(losses), and 2 bytes a parameter (bfloat16) for each exchange"
+    ),
+    "unisono.data_parallel.DasoSchedule.exchanges": "schedule.plan(batch, n_batches, None)",
     "unisono.graph_parallel.layout_check": "unisono.comm.check(), or UNISONO_CHECK=1",
     "unisono.graph_parallel.layout_of": "unisono.comm.check(), which compares values",
     "unisono.graph_parallel.mark": "unisono.comm.check(), which compares values",

@@ -35,7 +35,7 @@ ROOMS: dict[str, tuple[str, ...]] = {
         "test_complex_channels_last_and_half_parameters_are_averaged",
         "test_gradients_are_views_of_the_buckets",
     ),
-    "data_parallel.gradients.test_uses": (
+    "data_parallel.gradients.test_accumulation_and_join": (
         "test_a_rank_that_runs_out_while_it_accumulates_loses_nothing",
         "test_join_nests_with_no_sync_and_samples",
     ),

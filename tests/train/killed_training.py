@@ -25,7 +25,7 @@ from unisono.comm import world
 from unisono.data_parallel import DataParallel
 from unisono.train import Checkpoint, Resumable
 
-KILLS, STEPS, STEPS_A_LIFE, RANKS = 20, 28, 1, 2
+KILLS, STEPS, STEPS_A_LIFE, RANKS = 8, 16, 1, 2
 
 
 def train(directory, life, lives):

@@ -14,6 +14,8 @@ import sys
 import threading
 import time
 import warnings
+import zlib
+from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -21,6 +23,8 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import nn
 from torch.distributed.checkpoint import FileSystemWriter
 from torch.distributed.checkpoint.filesystem import _StorageInfo
@@ -39,7 +43,7 @@ from unisono.launch.pool import monitor
 from unisono.nn import DistributedLinear, full_state_dict
 from unisono.topology import Partition
 from unisono.train import Checkpoint
-from unisono.train.checkpoint import folder, storage
+from unisono.train.checkpoint import folder, saving
 
 
 def model(seed=0, width=4):
@@ -370,6 +374,25 @@ def test_a_damaged_checkpoint_is_passed_over_with_a_warning(tmp_path, harm):
         checkpoint.restore(model=net)
 
 
+def checksum_of(*parts):
+    checksum = folder.Checksum()
+    for part in parts:
+        checksum.add(memoryview(part))
+    return checksum.value
+
+
+@given(cuts=st.lists(st.integers(0, 1_000_000), max_size=5), flipped=st.integers(0, 999_999))
+def test_a_checksum_does_not_depend_on_how_data_is_written_and_knows_each_byte(cuts, flipped):
+    data = bytearray(np.random.default_rng(0).bytes(1_000_000))
+    places = [0, *sorted(cuts), len(data)]
+    expected = checksum_of(data)
+    assert checksum_of(*(data[a:b] for a, b in pairwise(places))) == expected
+    piece = 1 << 18
+    assert checksum_of(data[piece:], data[:piece]) != expected
+    data[flipped] ^= 1
+    assert checksum_of(data) != expected
+
+
 @pytest.mark.ranks(2, timeout=60)
 def test_a_file_that_one_rank_cannot_read_is_damage_for_all(tmp_path, monkeypatch):
     net, checkpoint = model(), Checkpoint(tmp_path)
@@ -377,10 +400,10 @@ def test_a_file_that_one_rank_cannot_read_is_damage_for_all(tmp_path, monkeypatc
     checkpoint.save(2, model=net)
     measured = folder._measured
 
-    def fails(path):
+    def fails(path, version):
         if world().rank == 1 and path.parent.name == "step-00000002":
             raise OSError(errno.EIO, "Input/output error")
-        return measured(path)
+        return measured(path, version)
 
     monkeypatch.setattr(folder, "_measured", fails)
     with pytest.warns(UserWarning, match="cannot be read: .*Input/output error"):
@@ -524,26 +547,26 @@ class Evil:
 
 def test_what_ranks_leave_each_other_in_a_checkpoint_is_plain_data():
     index = MetadataIndex("model.weight", [2, 0], 1)
-    known = storage.Outcome(
+    known = saving.Outcome(
         None,
         [WriteResult(index, 12, _StorageInfo("__1_0.distcp", 4, 8))],
         {"__1_0.distcp": (12, 99)},
     )
-    again = storage.Outcome.from_json(known.to_json())
+    again = saving.Outcome.from_json(known.to_json())
     assert again == known
     assert (again.results[0].index.offset, again.results[0].index.index) == (torch.Size([2, 0]), 1)
-    assert storage.Outcome.from_json(storage.Outcome("full").to_json()).error == "full"
+    assert saving.Outcome.from_json(saving.Outcome("full").to_json()).error == "full"
     elsewhere = known.to_json().replace("__1_0.distcp", "../../x")
     for text in ("{}", "[1]", "3", '{"error": null, "results": [3], "files": {}}', elsewhere):
         with pytest.raises(ValueError, match="the outcome of a save"):
-            storage.Outcome.from_json(text)
+            saving.Outcome.from_json(text)
 
 
 def test_a_pickle_that_somebody_puts_into_a_checkpoint_is_not_read(tmp_path):
     order = SimpleNamespace(ranks=2, partial=tmp_path, timeout_s=5.0, cards=[own_card()] * 2)
     (tmp_path / "outcome-1").write_bytes(pickle.dumps(Evil(tmp_path / "unpickled"), protocol=0))
     with pytest.raises(ValueError, match="Expecting value"):
-        storage.outcomes_of(order, storage.Outcome())  # rank 0 waits for the outcome of rank 1
+        saving.outcomes_of(order, saving.Outcome())  # rank 0 waits for the outcome of rank 1
     assert not (tmp_path / "unpickled").exists()
 
 
@@ -780,7 +803,7 @@ def restore_02(directory: str) -> tuple[float, float, int, str, float]:
 def test_a_checkpoint_of_0_2_is_read_by_other_numbers_of_ranks(tmp_path):
     shutil.unpack_archive(OF_02, tmp_path)
     assert "format" not in json.loads((tmp_path / "step-00000003" / folder.MANIFEST).read_text())
-    for ranks in (1, 2, 3):
+    for ranks in (1, 3):
         for total, *rest in unisono.run(restore_02, str(tmp_path), ranks=ranks):
             assert total == pytest.approx(1.1149952, abs=1e-6)
             assert rest == [pytest.approx(0.001), 2, "of 0.2", 3]
@@ -794,7 +817,9 @@ def test_a_checkpoint_of_0_2_is_converted(tmp_path, capsys):
     assert capsys.readouterr().out.split() == [str(new / "step-00000003")]
     assert everything(old) == before
     assert everything(new) == before
-    assert json.loads((new / "step-00000003" / folder.MANIFEST).read_text())["format"] == 3
+    assert (
+        json.loads((new / "step-00000003" / folder.MANIFEST).read_text())["format"] == folder.FORMAT
+    )
     assert restore_02(str(new))[0] == pytest.approx(1.1149952, abs=1e-6)
     damage_flip(old / "step-00000003")
     for place in (old, tmp_path / "nothing"):
@@ -844,7 +869,8 @@ def test_a_table_of_contents_that_would_run_code_is_refused(tmp_path):
     saved = tmp_path / "saved" / "step-00000001"
     (saved / ".metadata").write_bytes(pickle.dumps(Surprise(mark)))
     manifest = json.loads((saved / folder.MANIFEST).read_text())
-    manifest["files"] |= {n: list(v) for n, v in folder.checked_files(saved, ".metadata").items()}
+    content = (saved / ".metadata").read_bytes()
+    manifest["files"][".metadata"] = len(content), zlib.crc32(content)
     (saved / folder.MANIFEST).write_text(json.dumps(manifest))
     with pytest.raises(CheckpointError, match="table of contents"):
         checkpoint.restore()

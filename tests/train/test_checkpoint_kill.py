@@ -12,11 +12,11 @@ PROGRAM = Path(__file__).with_name("killed_training.py")
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_a_training_that_is_killed_twenty_times_ends_with_the_same_losses(interpreter, tmp_path):
+def test_a_training_that_is_killed_again_and_again_ends_with_the_same_losses(interpreter, tmp_path):
     done = interpreter.run([str(PROGRAM), str(tmp_path)], cwd=tmp_path, timeout_s=590)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
-    assert len(found["losses"]) == 28
+    assert len(found["losses"]) == 16
     assert found["losses"] == found["expected"]
-    assert found["interrupted saves"] >= 3, "kills have to hit saves"
-    assert found["left"] == ["step-00000027", "step-00000028"]
+    assert found["interrupted saves"] >= 1, "kills have to hit saves"
+    assert found["left"] == ["step-00000015", "step-00000016"]

@@ -7,12 +7,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from unisono.train.checkpoint.blocks import Piece, compare, put_together, taken_apart
-from unisono.train.checkpoint.storage import save_plans
+from unisono.train.checkpoint.blocks import BlockFacts, compare, put_together, taken_apart
+from unisono.train.checkpoint.saving import save_plans
 
 
 def block(place, content, *, of=6, size=3):
-    return Piece(((of,), torch.float32), (place,), (size,), 4 * size, content)
+    return BlockFacts(((of,), torch.float32), (place,), (size,), 4 * size, content)
 
 
 @given(

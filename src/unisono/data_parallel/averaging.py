@@ -27,7 +27,7 @@ _SEED = 20190901
 
 
 @dataclass(frozen=True)
-class Handle:
+class PendingBucket:
     """A bucket under way."""
 
     wait: Callable[[], object]
@@ -56,7 +56,7 @@ class Averaging(ABC):
     """Bytes handed to the communicator so far."""
 
     @abstractmethod
-    def start(self, bucket: GradientBucket, comm: Communicator) -> Handle | None:
+    def start(self, bucket: GradientBucket, comm: Communicator) -> PendingBucket | None:
         """Begin to average `bucket`; None: it holds the mean already.
 
         Collective; buckets start in the same order on all ranks.
@@ -86,14 +86,14 @@ class PlainSum(Averaging):
         self.eager = not in_shared_memory
         self._at_once = in_shared_memory and blocking
 
-    def start(self, bucket: GradientBucket, comm: Communicator) -> Handle | None:
+    def start(self, bucket: GradientBucket, comm: Communicator) -> PendingBucket | None:
         """Begin to average a bucket. Collective."""
         self.sent += bucket.nbytes
         if self._at_once:
             comm.all_reduce_(bucket.flat, "sum")
             return None
         pending = comm.start.all_reduce_(bucket.flat, "sum")
-        return Handle(pending.wait, pending.done)
+        return PendingBucket(pending.wait, pending.done)
 
 
 @dataclass(frozen=True)
@@ -157,13 +157,13 @@ class Cast(Averaging):
         self._blocking = blocking
         self._wires: dict[int, Tensor] = {}
 
-    def start(self, bucket: GradientBucket, comm: Communicator) -> Handle | None:
+    def start(self, bucket: GradientBucket, comm: Communicator) -> PendingBucket | None:
         """Begin to average a bucket. Collective."""
         flat = bucket.flat
         if flat.element_size() <= self._dtype.itemsize:
             self.sent += bucket.nbytes
             pending = comm.start.all_reduce_(flat, "sum")
-            return Handle(pending.wait, pending.done)
+            return PendingBucket(pending.wait, pending.done)
         if flat.is_complex():
             flat = torch.view_as_real(flat).view(-1)
         if comm.backend != "shm":
@@ -179,10 +179,10 @@ class Cast(Averaging):
             flat.copy_(comm.all_reduce_(wire, "sum"))
             return None
         pending = comm.start.all_reduce_(wire, "sum")
-        return Handle(lambda: flat.copy_(pending.wait()), pending.done)
+        return PendingBucket(lambda: flat.copy_(pending.wait()), pending.done)
 
 
-def _in_shares(flat: Tensor, dtype: torch.dtype, comm: Communicator) -> Handle:
+def _in_shares(flat: Tensor, dtype: torch.dtype, comm: Communicator) -> PendingBucket:
     """Start a narrow sum in two messages: each rank adds up its share, then shares are joined.
 
     A backend's own sum would round after every addition, or travel wide.
@@ -204,7 +204,7 @@ def _in_shares(flat: Tensor, dtype: torch.dtype, comm: Communicator) -> Handle:
         proceed()
         flat.copy_(joined[0].wait()[: flat.numel()])
 
-    return Handle(wait, lambda: bool(joined) and joined[0].done(), proceed)
+    return PendingBucket(wait, lambda: bool(joined) and joined[0].done(), proceed)
 
 
 class GradBucket:
@@ -249,7 +249,7 @@ class UserFunction(Averaging):
         self._function = function
         self._last: torch.futures.Future[Any] | None = None
 
-    def start(self, bucket: GradientBucket, comm: Communicator) -> Handle:  # noqa: ARG002
+    def start(self, bucket: GradientBucket, comm: Communicator) -> PendingBucket:  # noqa: ARG002
         """Begin to average a bucket. Collective."""
         if self._last is not None:
             # The function may start messages of its own when others arrive. Nothing else may be
@@ -267,7 +267,7 @@ class UserFunction(Averaging):
             if mean.data_ptr() != data.data_ptr():
                 data.copy_(mean.view(-1))
 
-        return Handle(wait, future.done, future.wait)
+        return PendingBucket(wait, future.done, future.wait)
 
 
 class PowerSGDAveraging(Averaging):

@@ -21,14 +21,19 @@ from torch.utils.hooks import RemovableHandle
 from unisono.comm import Communicator
 from unisono.comm.health.trace import AveragingCosts, announce
 from unisono.data_parallel.averaging import (
-    Handle,
+    PendingBucket,
     SparseParameters,
     averaging_for,
     check_compression,
     sparse_parameters,
 )
 from unisono.data_parallel.bucket import Bucket, GradientBucket
-from unisono.data_parallel.ranks import Structure, broadcast_tensors, check_same_module, on_device
+from unisono.data_parallel.ranks import (
+    ModuleStructure,
+    broadcast_tensors,
+    check_same_module,
+    on_device,
+)
 from unisono.data_parallel.replicas import ReplicaCheck
 from unisono.errors import CollectiveMismatch, RankTimeout
 from unisono.expect import expect, refusal
@@ -152,11 +157,11 @@ class GradientEngine:
         self._divisor = GradientPolicy(mean_over=(comm,)).divisor
         self.backward = BackwardWatch()
         """The backward whose gradients are coming."""
-        self._handles: dict[int, Handle] = {}  # of buckets under way, by index
+        self._handles: dict[int, PendingBucket] = {}  # of buckets under way, by index
         self._comms: dict[torch.device, Communicator] = {}
         self._hooks: list[RemovableHandle] = []
         self._sparse = SparseParameters([])
-        self._structure: Structure | None = None
+        self._structure: ModuleStructure | None = None
         self._costs = AveragingCosts(type(module).__name__, comm.size)
         self._on_output = _calling(self, GradientEngine.begin_backward)
         self._got_any = self._syncing = False
@@ -193,7 +198,7 @@ class GradientEngine:
             add(param.register_post_accumulate_grad_hook(hook))
         if self.updates is not None:
             self.updates.attach()
-        self._structure = Structure(self.module)
+        self._structure = ModuleStructure(self.module)
 
     def _make_buckets(self, named: Sequence[tuple[str, nn.Parameter]]) -> None:
         is_shared = self.comm.backend == "shm"

@@ -277,8 +277,8 @@ class Join:
         optimizers = [x for x in stepped if isinstance(x, optim.Optimizer)]
         rates = [_rates(x) for x in optimizers]
         before = list(self._first_rates.values())
-        mine = (self._batches, [_describe(x) for x in stepped], rates, rates != before)
-        reports = comm.all_gather_object(mine)
+        report = (self._batches, [_describe(x) for x in stepped], rates, rates != before)
+        reports = comm.all_gather_object(report)
         batches = [report[0] for report in reports]
         _check_descriptions(batches, [report[1] for report in reports])
         if not any(_is_schedule(x) for x in stepped):

@@ -219,7 +219,7 @@ def name_as_wrapped(state: dict[str, Any], prefix: str, module: nn.Module) -> No
     state.update((inside + name, x) for name, x in moved.items())
 
 
-class Structure:
+class ModuleStructure:
     """The parameters of a module as they were: which objects, trainable or not, dtype, shape.
 
     Asked at every forward, so it looks into the tables of the modules instead of walking the tree.

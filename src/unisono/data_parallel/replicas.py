@@ -213,14 +213,14 @@ class ReplicaCheck:
             record, values, count = replace(record, is_comparable=0), [], 0
         numbers = [int(x) for x in values]
         batches = numbers[count:]
-        mine = {
+        fields = {
             **vars(record),
             "parameters": _number(repr(numbers[:count]).encode()),
             "batches": _number(repr(batches).encode()) if batches else 0,
             "is_varied": int(len(set(batches)) > 1 or (step > 2 and bool(batches))),
         }
         comm = engine.comm
-        table = [_Record(*row) for row in comm.all_gather_ints(list(mine.values()))]
+        table = [_Record(*row) for row in comm.all_gather_ints(list(fields.values()))]
         if all(row.is_comparable for row in table):
             if any(row.parameters != table[0].parameters for row in table):
                 _report_drift(engine, self._equal_at, step)

@@ -9,6 +9,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from unisono.comm import world
+from unisono.data_parallel import DataParallel, DataParallelOptimizer
 
 LOCAL = 4
 """Samples a rank."""
@@ -165,3 +166,12 @@ def assert_replicas_equal(module):
     """Every rank holds the very same bits."""
     flat = torch.cat([p.detach().double().reshape(-1) for p in module.parameters()])
     assert world().all_equal(flat)
+
+
+def sgd(module, lr=0.1):
+    return torch.optim.SGD(module.parameters(), lr=lr, momentum=0.9, weight_decay=0.1)
+
+
+def wrapped(module, blocking, lr=0.1, **options):
+    optimizer = DataParallelOptimizer(sgd(module, lr))
+    return DataParallel(module, None, optimizer, blocking, **options), optimizer

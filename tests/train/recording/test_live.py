@@ -101,11 +101,6 @@ def test_only_the_right_word_and_host_name_are_answered(a_run):
             assert get(view.url, host=host)[0] == 403, host
         assert get(view.url, f"{path}other")[0] == 404
         assert get(view.url, f"{path}state")[0] == 200
-        status, text = get(view.url, f"{path}metrics")
-        assert status == 200
-        assert "unisono_up 1\n" in text
-        assert 'unisono_metric{name="loss"} ' in text
-        assert 'unisono_rank_step{rank="1"} ' in text
     with pytest.raises(ConnectionError):
         get(view.url)
 

@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 
 from unisono.comm import Communicator, Pending, world
 from unisono.data_parallel.ranks import (
-    Structure,
+    ModuleStructure,
     average_tensors,
     broadcast_tensors,
     flatten,
@@ -150,7 +150,7 @@ class FlatParameters:
 
     def __init__(self, module: nn.Module) -> None:
         self.named = [(name, p) for name, p in module.named_parameters() if p.requires_grad]
-        self.structure = Structure(module)
+        self.structure = ModuleStructure(module)
         kinds: dict[tuple[torch.device, torch.dtype], list[tuple[str, Tensor]]] = defaultdict(list)
         for name, param in self.named:
             kinds[param.device, param.dtype].append((name, param))

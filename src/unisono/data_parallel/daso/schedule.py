@@ -9,9 +9,10 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 from unisono.expect import expect_choice, expect_float, expect_int, refusal
+from unisono.removed import removed_name
 
 PATIENCE = 2
 """Cycling epochs without improvement before the skips change."""
@@ -135,16 +136,16 @@ class DetectMetricPlateau:
 
     def set_state(self, state: dict[str, object]) -> None:
         """Continue from a state that `get_state` gave."""
-        own = vars(self)
-        if state.keys() != own.keys():
+        attributes = vars(self)
+        if state.keys() != attributes.keys():
             raise refusal(
                 ValueError,
                 f"set_state of {sorted(state)}",
-                f"missing {sorted(own.keys() - state.keys())}, "
-                f"unknown {sorted(state.keys() - own.keys())}",
+                f"missing {sorted(attributes.keys() - state.keys())}, "
+                f"unknown {sorted(state.keys() - attributes.keys())}",
                 hint="pass what get_state() returned",
             )
-        own.update(state)
+        attributes.update(state)
 
 
 class DasoSchedule:
@@ -270,6 +271,10 @@ class DasoSchedule:
         for loss in losses[:-1]:
             skips.append(rehearsal.epoch_end(loss))
         return skips[: len(losses)]
+
+    def __getattr__(self, name: str) -> NoReturn:
+        """Say of a name that is gone what to write instead."""
+        raise removed_name(f"unisono.data_parallel.DasoSchedule.{name}")
 
     def state_dict(self) -> dict[str, Any]:
         """Return epoch, skips and detector as plain values."""

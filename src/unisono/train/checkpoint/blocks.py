@@ -149,7 +149,7 @@ def unpacked(data: io.BytesIO, *, weights_only: bool) -> Any:
 
 
 @dataclass(frozen=True)
-class Piece:
+class BlockFacts:
     """What a rank has under a name: a block of a tensor, or an object."""
 
     kind: tuple[Any, ...]
@@ -161,7 +161,9 @@ class Piece:
     """Equal for equal content."""
 
 
-def describe(values: Mapping[str, Shard | bytes], compared: Collection[str]) -> dict[str, Piece]:
+def describe(
+    values: Mapping[str, Shard | bytes], compared: Collection[str]
+) -> dict[str, BlockFacts]:
     """Describe what this rank has, for a comparison with other ranks.
 
     The digests are made where the tensors are, of all their words: a sample would take ranks whose
@@ -182,17 +184,17 @@ def describe(values: Mapping[str, Shard | bytes], compared: Collection[str]) -> 
     return {name: _piece(value, numbers.get(name, 0)) for name, value in values.items()}
 
 
-def _piece(value: Shard | bytes, digest: int) -> Piece:
+def _piece(value: Shard | bytes, digest: int) -> BlockFacts:
     if isinstance(value, bytes):
         number = int.from_bytes(hashlib.sha256(value).digest()[:8], "little")
-        return Piece((), (), (), len(value), number)
+        return BlockFacts((), (), (), len(value), number)
     tensor = value.tensor
     kind = (value.global_shape, tensor.dtype)
-    return Piece(kind, value.offsets, tuple(tensor.shape), tensor.nbytes, digest)
+    return BlockFacts(kind, value.offsets, tuple(tensor.shape), tensor.nbytes, digest)
 
 
 @dataclass(frozen=True)
-class Comparison:
+class Offers:
     """The versions of what ranks have, and the ranks that can write each of them."""
 
     offers: list[list[tuple[str, int]]]
@@ -201,7 +203,7 @@ class Comparison:
     """For names with several versions, that of each rank."""
 
 
-def compare(pieces: Sequence[Mapping[str, Piece]]) -> Comparison:
+def compare(pieces: Sequence[Mapping[str, BlockFacts]]) -> Offers:
     """Compare what each rank has; the same answer on all ranks."""
     offers: list[list[tuple[str, int]]] = [[] for _ in pieces]
     versions: dict[str, list[int]] = {}
@@ -215,10 +217,10 @@ def compare(pieces: Sequence[Mapping[str, Piece]]) -> Comparison:
             for rank, piece in there.items():
                 if piece in blocks:
                     offers[rank].append((name, version))
-    return Comparison(offers, versions)
+    return Offers(offers, versions)
 
 
-def _versions(pieces: Mapping[int, Piece]) -> tuple[dict[int, int], list[list[int]]]:
+def _versions(pieces: Mapping[int, BlockFacts]) -> tuple[dict[int, int], list[list[int]]]:
     """Return the version of each rank, and for each version the ranks whose blocks make it whole.
 
     The i-th holders of all blocks of a tensor belong together: on a mesh they are one replica.

@@ -29,10 +29,7 @@ from unisono.expect import expect_choice, is_integer
 from unisono.nn import Shard
 from unisono.train.checkpoint import folder
 from unisono.train.checkpoint.blocks import (
-    Path as PathInTree,
-)
-from unisono.train.checkpoint.blocks import (
-    Piece,
+    BlockFacts,
     compare,
     describe,
     is_empty,
@@ -43,10 +40,13 @@ from unisono.train.checkpoint.blocks import (
     stored_name,
     taken_apart,
 )
+from unisono.train.checkpoint.blocks import (
+    Path as PathInTree,
+)
 from unisono.train.checkpoint.folder import Manifest, Saved
 from unisono.train.checkpoint.parts import Part, parts_of, parts_to_restore
 from unisono.train.checkpoint.reading import Reading
-from unisono.train.checkpoint.storage import Background, Order, advice, as_text, save, save_plans
+from unisono.train.checkpoint.saving import Background, Order, advice, as_text, save, save_plans
 from unisono.train.exact.run import writes_here
 from unisono.train.generators import (
     random_states,
@@ -453,7 +453,7 @@ class _Captured:
     state: dict[str, Shard | bytes] = field(default_factory=dict)
     """Blocks of tensors and packed objects, by name."""
     paths: dict[str, PathInTree] = field(default_factory=dict)
-    pieces: dict[str, Piece] = field(default_factory=dict)
+    pieces: dict[str, BlockFacts] = field(default_factory=dict)
     """What other ranks learn of the state."""
     kinds: dict[str, str] = field(default_factory=dict)
     space: int = 0

@@ -1,17 +1,35 @@
-"""A checkpoint as one rank reads it: what it needs, from the files of all ranks."""
+"""A checkpoint as one rank reads it: what it needs, from the files of all ranks.
+
+torch's reader and planner do it, without communication; no code in the files is run.
+"""
 
 from __future__ import annotations
 
+import io
+import pathlib
 import pickle
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, cast
 
 import torch
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadItem
+from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
 from unisono.errors import CheckpointError
 from unisono.nn import Shard
-from unisono.train.checkpoint import storage
+from unisono.train.checkpoint import folder
 from unisono.train.checkpoint.blocks import (
     Path,
     empty_like,
@@ -20,9 +38,11 @@ from unisono.train.checkpoint.blocks import (
     shard_of,
     stored_name,
     taken_apart,
+    unpacked,
 )
 from unisono.train.checkpoint.folder import Saved
 from unisono.train.checkpoint.parts import Part, described
+from unisono.train.checkpoint.saving import without_communication
 
 _SHOWN = 8
 """Lines of a list of differences."""
@@ -42,7 +62,7 @@ class Reading:
         self._weights_only = weights_only
         self._versions = saved.manifest.versions
         self._as_rank = as_rank
-        self._contents = storage.read_contents(saved.path)
+        self._contents = read_contents(saved.path)
         self._rests: dict[str, dict[str, Any]] = {}
 
     def check_fits(self, parts: Mapping[str, Part]) -> None:
@@ -107,7 +127,7 @@ class Reading:
 
     def _load(self, state: dict[str, Any]) -> None:
         try:
-            storage.load(self._path, self._contents, state, weights_only=self._weights_only)
+            load(self._path, self._contents, state, weights_only=self._weights_only)
         except pickle.UnpicklingError as error:
             objects = ", ".join(name.strip("~") or "values" for name in state)
             raise CheckpointError.because(
@@ -116,3 +136,100 @@ class Reading:
                 "to read it, code named in the file has to be run",
                 "restore(..., weights_only=False), if you trust the file as you trust code",
             ) from None
+
+
+# torch's reader and planner.
+
+_TYPES_OF_CONTENTS = {
+    "torch.distributed.checkpoint.metadata": {
+        *("Metadata", "MetadataIndex", "TensorProperties", "ChunkStorageMetadata", "StorageMeta"),
+        *("BytesStorageMetadata", "TensorStorageMetadata", "_MEM_FORMAT_ENCODING"),
+    },
+    "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
+    "torch.serialization": {"_get_layout"},
+    "torch": {"Size", *(str(x)[6:] for x in vars(torch).values() if isinstance(x, torch.dtype))},
+    "pathlib": {"PosixPath", "PurePosixPath", "WindowsPath", "PureWindowsPath"},
+    "collections": {"OrderedDict"},
+}
+
+
+class _PlainUnpickler(pickle.Unpickler):
+    """Reads a table of contents, which torch pickles, and nothing that could run code."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        if name not in _TYPES_OF_CONTENTS.get(module, ()):
+            raise pickle.UnpicklingError(f"{module}.{name} in a table of contents")
+        return super().find_class(module, name)
+
+
+def read_contents(path: pathlib.Path) -> Metadata:
+    """Return the table of contents of a checkpoint; no code in it is run."""
+    with (path / folder.CONTENTS).open("rb") as file:
+        contents: Metadata = _PlainUnpickler(file).load()
+    if contents.storage_meta is None:
+        contents.storage_meta = StorageMeta()
+    return contents
+
+
+class _Reader(FileSystemReader):
+    """Reads a checkpoint whose table of contents is known."""
+
+    def __init__(self, path: pathlib.Path, contents: Metadata) -> None:
+        super().__init__(path)
+        self._contents = contents
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:  # noqa: ARG002
+        """Return the table of contents, which was read by `read_contents`."""
+        return self._contents
+
+
+class _LoadPlanner(DefaultLoadPlanner):
+    """Reads tensors into the blocks that wait for them, and objects."""
+
+    def __init__(self, *, weights_only: bool) -> None:
+        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
+        self._weights_only = weights_only
+
+    def set_up_planner(
+        self,
+        state_dict: dict[str, Any],
+        metadata: Metadata | None = None,
+        is_coordinator: bool = False,
+    ) -> None:
+        """Take the blocks as they are."""
+        self.state_dict, self.metadata = state_dict, metadata
+        self.is_coordinator = is_coordinator
+
+    def create_local_plan(self) -> LoadPlan:
+        """Return what to read from where."""
+        items: list[ReadItem] = []
+        contents = cast("Metadata", self.metadata).state_dict_metadata
+        for name, shard in self.state_dict.items():
+            entry = contents[name]
+            if isinstance(entry, BytesStorageMetadata):
+                index, nothing = MetadataIndex(name), torch.Size((0,))
+                items.append(
+                    ReadItem(LoadItemType.BYTE_IO, index, nothing, index, nothing, nothing)
+                )
+            elif shard.tensor.numel():
+                chunk = ChunkStorageMetadata(torch.Size(shard.offsets), shard.tensor.shape)
+                items += create_read_items_for_chunk_list(name, entry, [chunk])
+        return LoadPlan(items)
+
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        """Take an object."""
+        item = unpacked(value, weights_only=self._weights_only)
+        self.state_dict[read_item.dest_index.fqn] = item
+
+    def lookup_tensor(self, index: MetadataIndex) -> Tensor:
+        """Return the block that waits for this tensor."""
+        return self.state_dict[index.fqn].tensor
+
+
+def load(
+    path: pathlib.Path, contents: Metadata, state: dict[str, Any], *, weights_only: bool
+) -> None:
+    """Read into the blocks of `state`; None in it becomes the object of that name. Local."""
+    planner = _LoadPlanner(weights_only=weights_only)
+    with without_communication():
+        dcp.load(state, storage_reader=_Reader(path, contents), planner=planner, no_dist=True)

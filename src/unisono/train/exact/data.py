@@ -22,7 +22,7 @@ from unisono.train.generators import (
 )
 
 
-class Pair(NamedTuple):
+class LabelledBatch(NamedTuple):
     """A batch of inputs and targets."""
 
     x: Any
@@ -198,4 +198,4 @@ def _as_it_is(batch: Any) -> Any:
 def _named(batch: Any) -> Any:
     """Return a batch of two as inputs and targets."""
     is_plain = type(batch) in (list, tuple)
-    return Pair(*batch) if is_plain and len(batch) == 2 else batch
+    return LabelledBatch(*batch) if is_plain and len(batch) == 2 else batch

@@ -41,7 +41,7 @@ class InVain(Exception):
     """The members have changed: the step will be begun again."""
 
 
-class Link:
+class ElasticLink:
     """What a member needs of the others; this one is for a world of one.
 
     Attributes:
@@ -160,7 +160,7 @@ class Link:
         """Wait a moment for marks and orders."""
 
 
-class MemberLink(Link):
+class MemberLink(ElasticLink):
     """A member of a job: its parent carries its words, memory of this host the rest.
 
     Args:
@@ -333,12 +333,12 @@ def is_member() -> bool:
     return place is not None and bool(place.shared_fds)
 
 
-def open_link() -> Link:
+def open_link() -> ElasticLink:
     """Return the way to the members of this job; a world of one without such a job."""
     global _has_joined
     place = here()
     if place is None or not place.shared_fds or place.orders is None or place.report_fd is None:
-        return Link()
+        return ElasticLink()
     if _has_joined:
         raise PlatformError.because(
             "a second elastic training in one elastic job",

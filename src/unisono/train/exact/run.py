@@ -4,46 +4,32 @@ from __future__ import annotations
 
 import hashlib
 import io
-import itertools
-import json
 import platform
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.serialization import default_restore_location
 
 from unisono import accelerator
-from unisono.accelerator import is_accelerator
-from unisono.comm import Communicator
-from unisono.comm import call as calls
 from unisono.errors import (
     CheckpointError,
-    LayoutError,
     PlatformError,
     UnisonoError,
-    an,
 )
 from unisono.expect import expect, expect_float, expect_int
 from unisono.launch import stopping
-from unisono.launch.context import here
+from unisono.train.exact.checks import check_model, check_world, device_of
 from unisono.train.exact.data import Loader, Shards
-from unisono.train.exact.link import InVain, Link, is_member, open_link
-from unisono.train.exact.peers import Ranges
-from unisono.train.exact.shards import Layout, nodes_in, tree_sum, undisturbed
-from unisono.train.generators import seed_generators, seed_of
+from unisono.train.exact.link import ElasticLink, InVain, open_link
+from unisono.train.exact.shards import undisturbed
+from unisono.train.exact.sums import Closure, ShardSums
+from unisono.train.generators import seed_of
 
-Closure = Callable[[Any], Tensor]
 _DATA_EVERY = 64
 """Steps between two comparisons of a sample over members."""
-
-_COMMUNICATE = {
-    *("DataParallel", "DistributedDataParallel", "FullyShardedDataParallel", "SyncBatchNorm")
-}
-"""Classes of modules that talk to other ranks in each forward, by their names."""
 
 
 def elastic(
@@ -120,8 +106,8 @@ def elastic(
             f"{batch_size} < {shards}",
             f"shards={batch_size}, or a larger batch",
         )
-    _check_world(shards)
-    _check_model(model, optimizer)
+    check_world(shards)
+    check_model(model, optimizer)
     fetched = Shards(data, batch_size, shards, seed, shuffle=shuffle, collate=collate)
     last = epochs * fetched.steps_per_epoch if steps is None else steps
     return ElasticRun(
@@ -138,7 +124,7 @@ def elastic(
     )
 
 
-class Step:
+class ElasticStep:
     """One step of the loop; call it once with what computes the loss of a shard.
 
     Attributes:
@@ -217,24 +203,20 @@ class ElasticRun:
         """Ranks of the last step."""
         self._last, self._clip, self._threads = last, clip, threads
         self._scheduler, self._scaler, self._strict = scheduler, scaler, strict
-        self._loader = Loader(shards, workers, last)
         self._extra: dict[str, Any] = {}
-        self._link: Link | None = None
+        self._link: ElasticLink | None = None
         self._is_logger = self._is_stopping = False
         self._epoch = 0
-        named = dict(model.named_parameters())
-        trained = {name: p for name, p in named.items() if p.requires_grad}
-        self._parameters = list(trained.values())
-        self._buffers = list(model.buffers())
-        self._device = _device_of(model)
-        self._layout = Layout(self._parameters, self._buffers, len(shards.cuts))
+        trained = [name for name, p in model.named_parameters() if p.requires_grad]
+        self._device = device_of(model)
+        self._sums = ShardSums(model, shards, Loader(shards, workers, last), scaler, self._device)
         buffers = [name for name, _ in model.named_buffers()]
         self._facts = {
             "batch_size": shards.batch_size,
             "clip": clip,
             "cpu": f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()}",
             "device": accelerator.name(self._device),
-            "model": self._layout.digest([*trained, *buffers]),
+            "model": self._sums.layout.digest([*trained, *buffers]),
             "optimizer": type(optimizer).__name__,
             "samples": shards.samples,
             "seed": shards.seed,
@@ -243,16 +225,7 @@ class ElasticRun:
             "threads": threads,
             "torch": str(torch.__version__),
         }
-        self._total = torch.empty(self._layout.bytes, dtype=torch.uint8)
-        """Where the sum of all shards arrives."""
-        self._result, self._staged = self._total, None
-        """The same where the model is; and what a shard gives before it is copied to the board."""
-        if is_accelerator(self._device):
-            self._result, self._staged = (self._total.to(self._device) for _ in range(2))
-        self._scratch: list[Tensor] = []
-        self._views: dict[int, list[Tensor]] = {}
-        """Parts of vectors by their addresses, which stay."""
-        self._watched = [*model.parameters(), *self._buffers]
+        self._watched = [*model.parameters(), *model.buffers()]
         self._versions: list[int] = []
         self._changed = ""
         """Digest of a model that the program has changed since the last step, else nothing."""
@@ -325,7 +298,7 @@ class ElasticRun:
         """Number of steps of the whole training."""
         return self._last
 
-    def __iter__(self) -> Iterator[Step]:
+    def __iter__(self) -> Iterator[ElasticStep]:
         """Join the other members, and yield the steps that are left."""
         if self._link is not None:
             raise UnisonoError.because(
@@ -338,7 +311,7 @@ class ElasticRun:
         try:
             self._join(link)
             while self.number < self._last:
-                step = Step(self, self.number, self._is_logger)
+                step = ElasticStep(self, self.number, self._is_logger)
                 yield step
                 if not step.is_done:
                     raise UnisonoError.because(
@@ -354,12 +327,12 @@ class ElasticRun:
             finally:
                 link.close()
 
-    def _join(self, link: Link) -> None:
+    def _join(self, link: ElasticLink) -> None:
         """Become a member: with the state of another one, or as the first."""
         samples = self.shards.samples
         # Not a fact of a checkpoint, which may go on with other data.
         facts = {**self._facts, "data": self.shards.digest(0, samples // 2, samples - 1)}
-        link.join(facts, self._layout.board_bytes, len(self.shards.cuts), self.number)
+        link.join(facts, self._sums.layout.board_bytes, len(self.shards.cuts), self.number)
         while (order := link.order())["kind"] == "load":
             state = link.get_state(order)
             if state is not None:
@@ -379,7 +352,7 @@ class ElasticRun:
         """Return memory of a member's device as memory of ours; step counters stay on the CPU."""
         return storage if place == "cpu" else default_restore_location(storage, str(self._device))
 
-    def take(self, step: Step, closure: Closure) -> None:
+    def take(self, step: ElasticStep, closure: Closure) -> None:
         """Follow orders until the step has happened."""
         if (link := self._link) is None:
             raise UnisonoError("a step of an elastic training outside of its loop")
@@ -395,9 +368,9 @@ class ElasticRun:
                     continue
                 try:
                     if due == "compute":
-                        self._compute(link, step, closure)
+                        self._sums.compute(link, step, closure)
                     elif due == "reduce":
-                        self._reduce(link, step.number)
+                        self._sums.reduce(link, step.number)
                     is_new = due != "confirm"
                     link.show(due, word | stopping.is_wanted() if is_new else None)
                 except InVain:
@@ -427,164 +400,17 @@ class ElasticRun:
         data = self.shards.digest(self.number) if self.number % _DATA_EVERY == 0 else 0
         return seed_of(settings, self._changed, data) >> 1
 
-    # Compute.
-
-    def _compute(self, link: Link, step: Step, closure: Closure) -> None:
-        """Leave the sums of this member's shards on the board."""
-        order, layout = link.follower.order, self._layout
-        run = order["runs"][order["place"]]
-        self._loader.expect(step.number, [run])
-        for node in nodes_in(run, 0, layout.shards):
-            at = layout.row(step.number, node[0])
-            free = [*self._scratch, link.view(at, at + layout.bytes)]
-
-            def leaf(shard: int, count: int, free: list[Tensor] = free) -> Tensor | None:
-                if count > 1:
-                    return None
-                if link.is_disturbed():
-                    raise InVain
-                if not free:
-                    self._scratch.append(torch.empty(layout.bytes, dtype=torch.uint8))
-                    free.append(self._scratch[-1])
-                return self._shard(link, step, closure, shard, free.pop())
-
-            def add(left: Tensor, right: Tensor, free: list[Tensor] = free) -> Tensor:
-                free.append(right)
-                return layout.add(left, right)  # so that all comes to where the first one is
-
-            tree_sum(*node, leaf, add)
-            link.publish(self._parts_of_row(link, at))
-
-    def _parts_of_row(self, link: Link, at: int) -> Ranges:
-        """Return what members need of the sum at a byte of the board: their pieces, or all."""
-        layout, cut = self._layout, len(link.follower.order["ranks"])
-        if link.follower.adds_up_alone:
-            return lambda _: [(at, at + layout.bytes)]
-
-        def pieces(places: Sequence[int]) -> Iterator[tuple[int, int]]:
-            for section in layout.sections:
-                for place in places:
-                    begin, end = section.bounds(place, cut)
-                    yield at + begin, at + end
-
-        return pieces
-
-    def _shard(self, link: Link, step: Step, closure: Closure, shard: int, out: Tensor) -> Tensor:
-        """Compute gradient, buffers and loss of one shard, from the state before the step."""
-        batch = self._loader.fetch(step.number, shard)
-        seed_generators(seed_of(self.shards.seed, "model", step.number, shard))
-        weight, before = self.shards.weight(shard), [b.clone() for b in self._buffers]
-        step.logged, latest = {}, calls.latest_call
-        try:
-            loss = closure(batch)
-            _check_loss(loss)
-            _check_calls(latest)
-            share = loss * weight
-            if self._scaler is not None:
-                share = self._scaler.scale(share)
-            gradients = torch.autograd.grad(share, self._parameters, allow_unused=True)
-        finally:
-            logged, step.logged = step.logged, None
-        views, used = self._views_of(out if self._staged is None else self._staged), 0
-        with torch.no_grad():
-            for place, (view, gradient) in enumerate(zip(views, gradients, strict=False)):
-                if gradient is None:
-                    view.zero_()
-                else:
-                    view.copy_(_dense(gradient))
-                    used |= 1 << place
-            for view, buffer, old in zip(
-                views[len(gradients) :], self._buffers, before, strict=True
-            ):
-                if buffer.is_floating_point() or buffer.is_complex():
-                    # The change, so that what does not change stays as it is; infinities do not.
-                    change = (buffer - old).mul_(weight)
-                    torch.where(buffer == old, torch.zeros_like(change), change, out=view)
-                else:
-                    view.copy_(buffer)
-                buffer.copy_(old)
-        if self._staged is not None:
-            out.copy_(self._staged)  # the host waits: others will read it
-        note = {"step": step.number, "loss": loss.item(), "log": logged, "used": f"{used:x}"}
-        self._write_note(link, shard, note)
-        return out
-
-    def _views_of(self, vector: Tensor) -> list[Tensor]:
-        address = vector.data_ptr()
-        if address not in self._views:
-            self._views[address] = self._layout.views(vector)
-        return self._views[address]
-
-    def _write_note(self, link: Link, shard: int, note: dict[str, Any]) -> None:
-        data, room = json.dumps(note).encode(), self._layout.note_bytes
-        if len(data) > room:
-            raise UnisonoError.because(
-                "step.log(...) of an elastic training",
-                f"{len(note['log'])} numbers, of which one shard has room for fewer",
-                f"{len(data)} bytes > {room}",
-                "log fewer numbers",
-            )
-        begin = self._layout.notes(note["step"]) + shard * room
-        link.view(begin, begin + room).copy_(
-            torch.frombuffer(bytearray(data.ljust(room)), dtype=torch.uint8)
-        )
-        link.publish(lambda _: [(begin, begin + room)])
-
-    # Reduce and commit.
-
-    def _reduce(self, link: Link, step: int) -> None:
-        """Add up this member's piece of all shards, and leave it as a part of the result."""
-        layout, order = self._layout, link.follower.order
-        piece, cut = order["place"], len(order["ranks"])
-
-        def out(begin: int, end: int) -> Tensor:
-            return link.view(layout.result + begin, layout.result + end)
-
-        layout.reduce(step, order["runs"], piece, cut, link.view, out)
-        bounds = [section.bounds(piece, cut) for section in layout.sections]
-        link.publish(lambda _: [(layout.result + b, layout.result + e) for b, e in bounds])
-
-    def _apply(self, link: Link, step: Step) -> None:
+    def _apply(self, link: ElasticLink, step: ElasticStep) -> None:
         """The step has happened: change the model as every member does."""
-        layout, order = self._layout, link.follower.order
-        self._agree(link, step, order)
-        if link.follower.adds_up_alone:
-            layout.reduce(
-                step.number, order["runs"], 0, 1, link.view, lambda a, b: self._total[a:b]
-            )
-        else:
-            self._total.copy_(link.view(layout.result, layout.result + layout.bytes))
-        if self._result is not self._total:
-            self._result.copy_(self._total)
-        room = layout.note_bytes
-        begin = layout.notes(step.number)
-        raw = bytes(link.view(begin, begin + layout.shards * room).numpy())
-        notes = [json.loads(raw[s * room : (s + 1) * room]) for s in range(layout.shards)]
-        if any(note["step"] != step.number for note in notes):  # a mistake of ours, not a result
-            raise UnisonoError(f"step {step.number}: the board holds shards of another step")
-        step.loss = self._mean([note["loss"] for note in notes])
-        names = dict.fromkeys(name for note in notes for name in note["log"])
-        step.metrics = {
-            name: self._mean([note["log"].get(name, float("nan")) for note in notes])
-            for name in names
-        }
-        used = 0
-        for note in notes:
-            used |= int(note["used"], 16)
-        views = self._views_of(self._result)
-        for place, (parameter, view) in enumerate(zip(self._parameters, views, strict=False)):
-            parameter.grad = view if used >> place & 1 else None
-        with torch.no_grad():
-            for buffer, view in zip(self._buffers, views[len(self._parameters) :], strict=True):
-                if buffer.is_floating_point() or buffer.is_complex():
-                    buffer.add_(view)
-                else:
-                    buffer.copy_(view)
+        self._agree(link, step, link.follower.order)
+        step.loss, step.metrics = self._sums.deliver(link, step.number)
         if self._scaler is not None:
-            self._scaler.scale(self._result.new_zeros(1))  # a member without shards has to begin
+            self._scaler.scale(
+                self._sums.result.new_zeros(1)
+            )  # a member without shards has to begin
             self._scaler.unscale_(self.optimizer)
         if self._clip is not None:
-            nn.utils.clip_grad_norm_(self._parameters, self._clip)
+            nn.utils.clip_grad_norm_(self._sums.parameters, self._clip)
         if self._scaler is not None:
             self._scaler.step(self.optimizer)
             self._scaler.update()
@@ -593,7 +419,7 @@ class ElasticRun:
         if self._scheduler is not None:
             self._scheduler.step()
 
-    def _agree(self, link: Link, step: Step, order: dict[str, Any]) -> None:
+    def _agree(self, link: ElasticLink, step: ElasticStep, order: dict[str, Any]) -> None:
         """Take over what all members say of the step; end if their programs have parted."""
         ways: dict[int, list[int]] = {}
         words = link.words()
@@ -616,15 +442,6 @@ class ElasticRun:
             self._epoch = order["epoch"]
             link.tell("going", epoch=self._epoch)
 
-    def _mean(self, values: list[float]) -> float:
-        """Return the mean over the batch of what each shard has, added up in the tree."""
-        weighted = [value * self.shards.weight(shard) for shard, value in enumerate(values)]
-
-        def known(first: int, count: int) -> float | None:
-            return weighted[first] if count == 1 else None
-
-        return tree_sum(0, len(values), known, lambda left, right: left + right)
-
 
 _active: ElasticRun | None = None
 
@@ -634,7 +451,7 @@ def writes_here() -> bool:
     return _active is None or _active._is_logger
 
 
-def _record(step: Step, samples: int) -> None:
+def _record(step: ElasticStep, samples: int) -> None:
     """Put a step into the record of the run, if one is open."""
     from unisono.train.recording.run import log
 
@@ -652,98 +469,3 @@ def _set_state(target: Any, state: Any) -> None:
         target.update(state)
     else:
         target[:] = state
-
-
-def _dense(gradient: Tensor) -> Tensor:
-    if gradient.is_sparse:
-        raise LayoutError.because(
-            "a gradient of an elastic training",
-            "a sparse one, which other shards cannot be added to",
-            hint="nn.Embedding(..., sparse=False)",
-        )
-    return gradient
-
-
-def _check_loss(loss: Any) -> None:
-    if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:
-        problem, hint = type(loss).__name__, "return the mean loss of the batch, one element"
-        if isinstance(loss, Tensor):
-            problem = f"a tensor of shape {list(loss.shape)}, requires_grad={loss.requires_grad}"
-            if not loss.requires_grad:
-                hint = (
-                    "compute it from parameters with requires_grad=True, outside of "
-                    "torch.no_grad(), without .detach(), .item() or .data"
-                )
-        raise UnisonoError.because(
-            "the closure of an elastic step", f"it returned {problem}", hint=hint
-        )
-
-
-def _check_calls(latest: calls.Call | None) -> None:
-    """Refuse a closure that has called a collective: how often, and with whom, is unknown."""
-    if (call := calls.latest_call) is not latest and call is not None:
-        raise UnisonoError.because(
-            "the closure of an elastic step",
-            f"it called {call.op}: a closure runs once per shard, again for shards of ranks that "
-            "died, and each member is a world of one, so nothing was exchanged",
-            hint="return the mean loss of the batch, step.log(name=value) for other means; "
-            "your own collectives belong into a world that stays, unisono.run(..., elastic=False)",
-        )
-
-
-def _check_world(shards: int) -> None:
-    place = here()
-    if is_member():
-        if place is not None and place.rank == 0 and (most := place.platform.world_size) > shards:
-            warnings.warn(
-                f"elastic(..., shards={shards}) on up to {most} ranks: {most - shards} of them "
-                f"have nothing to compute; shards={most} or more gives work to all",
-                UserWarning,
-                stacklevel=3,
-            )
-    elif (size := Communicator.of(None).size) > 1:
-        raise PlatformError.because(
-            "unisono.train.elastic(...)",
-            f"a world of {size} ranks that stays as it is: each would train on its own",
-            hint=f"unisono.run(train, ranks={size}, elastic=True)",
-        )
-
-
-def _device_of(model: nn.Module) -> torch.device:
-    """Return where the tensors of a model are."""
-    tensors = itertools.chain(model.parameters(), model.buffers())
-    return next((tensor.device for tensor in tensors), torch.device("cpu"))
-
-
-def _check_model(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Refuse what cannot be the same for any number of members."""
-    expect("model", model, nn.Module)
-    expect("optimizer", optimizer, torch.optim.Optimizer)
-    call = f"unisono.train.elastic({type(model).__name__}, optimizer, ...)"
-    for name, module in model.named_modules():
-        if not _COMMUNICATE.isdisjoint(kind.__name__ for kind in type(module).__mro__):
-            raise PlatformError.because(
-                call,
-                f"{name or 'the model'} is {an(type(module).__name__)}, which talks to other ranks",
-                hint="the plain module: elastic adds up gradients and averages buffers itself",
-            )
-    device = _device_of(model)
-    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
-        if isinstance(tensor, DTensor) or tensor.device != device or tensor.is_meta:
-            where = "split over ranks" if isinstance(tensor, DTensor) else f"on {tensor.device}"
-            raise PlatformError.because(
-                call,
-                f"{name} is {where}",
-                None if tensor.device == device else f"{tensor.device} != {device}, of the others",
-                "whole tensors, all on the CPU or all on the device of this rank",
-            )
-    module_ids = {id(p) for p in model.parameters()}
-    stray = sum(
-        id(p) not in module_ids for group in optimizer.param_groups for p in group["params"]
-    )
-    if stray:
-        raise PlatformError.because(
-            call,
-            f"{stray} tensors of the optimizer are not parameters of the model",
-            hint="one module that holds all: nn.ModuleList([encoder, head])",
-        )

@@ -52,15 +52,15 @@ def nodes_in(run: Run, first: int, count: int) -> list[tuple[int, int]]:
 
 
 def tree_sum(
-    first: int, count: int, known: Callable[[int, int], T | None], add: Callable[[T, T], T]
+    first: int, count: int, sum_of: Callable[[int, int], T | None], add: Callable[[T, T], T]
 ) -> T:
-    """Add up the nodes that are known, in the order of the tree."""
-    value = known(first, count)
+    """Add up the nodes whose sums exist, in the order of the tree."""
+    value = sum_of(first, count)
     if value is not None:
         return value
     cut = half(count)
-    left = tree_sum(first, cut, known, add)
-    return add(left, tree_sum(first + cut, count - cut, known, add))
+    lower = tree_sum(first, cut, sum_of, add)
+    return add(lower, tree_sum(first + cut, count - cut, sum_of, add))
 
 
 @contextmanager
@@ -107,7 +107,7 @@ class Section:
         return self.begin + first * self.dtype.itemsize, self.begin + end * self.dtype.itemsize
 
 
-class Layout:
+class VectorLayout:
     """Where everything that shards add up lies: gradients, changes of buffers, notes, the result.
 
     Args:
@@ -162,11 +162,11 @@ class Layout:
             for (number, at), tensor in zip(self._places, everything, strict=True)
         ]
 
-    def add(self, left: Tensor, right: Tensor) -> Tensor:
+    def add(self, lower: Tensor, upper: Tensor) -> Tensor:
         """Add the second vector to the first."""
         for section in self.sections:
-            _add(section, section.of(left), section.of(right), section.of(left))
-        return left
+            _add(section, section.of(lower), section.of(upper), section.of(lower))
+        return lower
 
     def reduce(
         self,
@@ -193,7 +193,7 @@ class Layout:
             if end == begin:
                 continue
 
-            def known(
+            def sum_of(
                 first: int, count: int, begin: int = begin, end: int = end, s: Section = section
             ) -> Tensor | None:
                 if (first, count) not in nodes:
@@ -201,17 +201,17 @@ class Layout:
                 at = self.row(step, first)
                 return row(at + begin, at + end).view(s.dtype)
 
-            def add(left: Tensor, right: Tensor, s: Section = section) -> Tensor:
-                return _add(s, left, right, None)
+            def add(lower: Tensor, upper: Tensor, s: Section = section) -> Tensor:
+                return _add(s, lower, upper, None)
 
             total = out(begin, end).view(section.dtype)
-            if (whole := known(0, self.shards)) is not None:
+            if (whole := sum_of(0, self.shards)) is not None:
                 total.copy_(whole)
             else:
                 middle = half(self.shards)
-                left = tree_sum(0, middle, known, add)
-                right = tree_sum(middle, self.shards - middle, known, add)
-                _add(section, left, right, total)
+                lower = tree_sum(0, middle, sum_of, add)
+                upper = tree_sum(middle, self.shards - middle, sum_of, add)
+                _add(section, lower, upper, total)
 
     def digest(self, names: Sequence[str]) -> str:
         """Return a short word for names, shapes and dtypes."""
@@ -220,16 +220,16 @@ class Layout:
         return hashlib.blake2b(repr(parts).encode(), digest_size=6).hexdigest()
 
 
-def _add(section: Section, left: Tensor, right: Tensor, out: Tensor | None) -> Tensor:
+def _add(section: Section, lower: Tensor, upper: Tensor, out: Tensor | None) -> Tensor:
     if section.is_sum:
-        return torch.add(left, right, out=out)
-    if not torch.equal(left, right):
+        return torch.add(lower, upper, out=out)
+    if not torch.equal(lower, upper):
         raise UnisonoError.because(
             "integer buffers after a step of an elastic training",
             f"shards of one batch have left them with other values ({section.dtype})",
             hint="count batches, not what is in them; or a float buffer, which is averaged",
         )
-    return left if out is None else out.copy_(left)
+    return lower if out is None else out.copy_(lower)
 
 
 def fresh(batch: Any) -> Any:

@@ -201,35 +201,6 @@ def judge(
     return "stalled" if has_logged or quiet_s > START_S else "starting"
 
 
-def prometheus(state: Mapping[str, Any]) -> str:
-    """Return the state of a job as Prometheus reads it.
-
-    >>> empty = {"status": "running", "seconds": 2.0, "steps": 0, "metrics": [], "ranks": []}
-    >>> print(prometheus(empty | {"throughput": {"unit": "steps/s", "values": []}}), end="")
-    unisono_up 1
-    unisono_seconds 2.0
-    unisono_steps 0
-    """
-    lines = [
-        f"unisono_up {int(state['status'] not in ENDS)}",
-        f"unisono_seconds {state['seconds']}",
-        f"unisono_steps {state['steps']}",
-    ]
-    if rates := state["throughput"]["values"]:
-        lines.append(f'unisono_throughput{{unit="{state["throughput"]["unit"]}"}} {rates[-1]}')
-    for curve in state["metrics"]:
-        name = curve["name"].replace("\\", r"\\").replace('"', r"\"")
-        last = curve["mean"][-1]
-        lines.append(f'unisono_metric{{name="{name}"}} {"NaN" if last is None else last}')
-    for rank in state["ranks"]:
-        labels = f'rank="{rank["rank"]}"'
-        lines.append(f'unisono_rank_state{{{labels},state="{rank["state"]}"}} 1')
-        for name in ("step", "quiet_s"):
-            if rank[name] is not None:
-                lines.append(f"unisono_rank_{name}{{{labels}}} {rank[name]}")
-    return "\n".join(lines) + "\n"
-
-
 class _Server(ThreadingHTTPServer):
     """Answers on the loopback interface only; closing it waits for requests under way."""
 
@@ -264,8 +235,6 @@ class _Handler(BaseHTTPRequestHandler):
         elif rest[0] == "state":
             state = self.server.view.state(asks=query == "ask")
             self._answer(HTTPStatus.OK, "application/json", json.dumps(_without_nan(state)))
-        elif rest[0] == "metrics":
-            self._answer(HTTPStatus.OK, "text/plain", prometheus(self.server.view.state()))
         elif rest[0] == "":
             self._answer(HTTPStatus.OK, "text/html", self.server.view.page())
         else:

@@ -426,16 +426,16 @@ def _zero_of_run(started_ns: int, rank: int, size: int) -> int:
         rank: this rank.
         size: number of ranks.
     """
-    own = time.perf_counter_ns() - (time.time_ns() - started_ns)
+    zero_ns = time.perf_counter_ns() - (time.time_ns() - started_ns)
     whole = store_of_world()
     if whole is None or detect().nodes == 1:
-        return own
+        return zero_ns
     store = PrefixStore("unisono/record", whole)
     store = PrefixStore(str((store.add("round", 1) - 1) // size), store)
     if rank == 0:
-        store.set("zero", str(own))
+        store.set("zero", str(zero_ns))
     offset = clock_offset_ns(store, rank, size)
-    return own if rank == 0 else int(store.get("zero")) - offset
+    return zero_ns if rank == 0 else int(store.get("zero")) - offset
 
 
 # The record that is open in this process.

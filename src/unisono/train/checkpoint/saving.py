@@ -1,7 +1,7 @@
-"""Checkpoints as torch.distributed.checkpoint writes and reads them.
+"""Saving as torch.distributed.checkpoint does it.
 
 Ranks agree on the plan by the verbs of their communicator, which are signed and have deadlines;
-then each of them runs torch's `save` or `load` alone. In the background ranks leave each other
+then each of them runs torch's `save` alone. In the background ranks leave each other
 files in the new directory: a thread that took part in collectives would get in the way of those of
 the training. These files are plain data, for others may be able to write there.
 """
@@ -13,10 +13,8 @@ import io
 import json
 import os
 import pathlib
-import pickle
 import time
 import warnings
-import zlib
 from collections.abc import Callable, Generator, Mapping, Sequence
 from concurrent.futures import Future, wait
 from contextlib import contextmanager
@@ -25,29 +23,22 @@ from typing import Any, cast
 
 import torch
 import torch.distributed.checkpoint as dcp
-from torch import Tensor
-from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint import FileSystemWriter
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.distributed.checkpoint.metadata import (
-    BytesStorageMetadata,
     ChunkStorageMetadata,
     Metadata,
     MetadataIndex,
-    StorageMeta,
     TensorProperties,
 )
 from torch.distributed.checkpoint.planner import (
-    LoadItemType,
-    LoadPlan,
-    ReadItem,
     SavePlan,
     TensorWriteData,
     WriteItem,
     WriteItemType,
 )
-from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 from torch.distributed.checkpoint.storage import WriteResult
 
 from unisono.comm.machine import is_card_dead
@@ -57,7 +48,7 @@ from unisono.launch.pool.rank import add_work, remove_work
 from unisono.nn import Shard
 from unisono.torch_private import storage_info
 from unisono.train.checkpoint import folder
-from unisono.train.checkpoint.blocks import Comparison, Path, Piece, copied, stored_name, unpacked
+from unisono.train.checkpoint.blocks import BlockFacts, Offers, Path, copied, stored_name
 from unisono.train.checkpoint.folder import Manifest
 
 _OUTCOME = "outcome-"
@@ -102,7 +93,7 @@ def advice(text: str) -> str | None:
 
 
 @contextmanager
-def _alone() -> Generator[None]:
+def without_communication() -> Generator[None]:
     """Let torch's `save` or `load` run without communication, and raise what it met as it was."""
     try:
         with warnings.catch_warnings():
@@ -116,7 +107,7 @@ def _alone() -> Generator[None]:
 
 
 def save_plans(
-    comparison: Comparison, pieces: Sequence[Mapping[str, Piece]], paths: Mapping[str, Path]
+    comparison: Offers, pieces: Sequence[Mapping[str, BlockFacts]], paths: Mapping[str, Path]
 ) -> tuple[list[SavePlan], Metadata, int]:
     """Return the plan of every rank, the table of contents, and the bytes to be written.
 
@@ -140,7 +131,7 @@ def save_plans(
     return plans, contents, sum(size[i.index.fqn] for plan, size in rows for i in plan.items)
 
 
-def _write_item(name: str, piece: Piece) -> WriteItem:
+def _write_item(name: str, piece: BlockFacts) -> WriteItem:
     if not piece.kind:
         return WriteItem(MetadataIndex(name), WriteItemType.BYTE_IO)
     shape, dtype = piece.kind
@@ -184,12 +175,14 @@ class _SavePlanner(DefaultSavePlanner):
 class _Checked(io.FileIO):
     """A file that adds up the checksum of what is written to it, from beginning to end."""
 
-    checksum = 0
+    def __init__(self, path: str) -> None:
+        super().__init__(path, "w")
+        self.checksum = folder.Checksum()
 
     def write(self, data: Any) -> int:
         """Write all of the data."""
         rest = memoryview(data).cast("B")
-        self.checksum = zlib.crc32(rest, self.checksum)
+        self.checksum.add(rest)
         total = len(rest)
         while rest:
             rest = rest[super().write(rest) or 0 :]
@@ -209,9 +202,10 @@ class _CheckedFiles(FileSystem):
             with pathlib.Path(path).open(mode) as plain:
                 yield cast("io.IOBase", plain)
             return
-        with _Checked(os.fspath(path), "w") as file:
+        with _Checked(os.fspath(path)) as file:
             yield file
-        self.files[pathlib.Path(path).name] = (pathlib.Path(path).stat().st_size, file.checksum)
+        size = pathlib.Path(path).stat().st_size
+        self.files[pathlib.Path(path).name] = (size, file.checksum.value)
 
 
 @dataclass(frozen=True)
@@ -244,7 +238,7 @@ class Outcome:
                 WriteResult(MetadataIndex(*row["index"]), row["size"], storage_info(**row["place"]))
                 for row in data["results"]
             ]
-            files = {name: (size, crc) for name, (size, crc) in data["files"].items()}
+            files = {name: (size, checksum) for name, (size, checksum) in data["files"].items()}
         except (KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"not the outcome of a save: {error}") from error
         names = [r.storage_data.relative_path for r in results]
@@ -355,7 +349,7 @@ def save(
     """Write and publish; return what went wrong, on rank 0 for all ranks."""
     writer = Writer(order, exchange)
     planner = _SavePlanner(order.plan, order.contents)
-    with _alone():
+    with without_communication():
         dcp.save(state, storage_writer=writer, planner=planner, no_dist=True)
     return writer.error
 
@@ -431,100 +425,3 @@ def outcomes_of(order: Order, outcome: Outcome) -> Sequence[Outcome]:
             error = f"ranks {late} have written nothing for {order.timeout_s:g} s"
             return [*outcomes.values(), Outcome(error=error)]
         time.sleep(_POLL_S)
-
-
-# Loading.
-
-_TYPES_OF_CONTENTS = {
-    "torch.distributed.checkpoint.metadata": {
-        *("Metadata", "MetadataIndex", "TensorProperties", "ChunkStorageMetadata", "StorageMeta"),
-        *("BytesStorageMetadata", "TensorStorageMetadata", "_MEM_FORMAT_ENCODING"),
-    },
-    "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
-    "torch.serialization": {"_get_layout"},
-    "torch": {"Size", *(str(x)[6:] for x in vars(torch).values() if isinstance(x, torch.dtype))},
-    "pathlib": {"PosixPath", "PurePosixPath", "WindowsPath", "PureWindowsPath"},
-    "collections": {"OrderedDict"},
-}
-
-
-class _PlainUnpickler(pickle.Unpickler):
-    """Reads a table of contents, which torch pickles, and nothing that could run code."""
-
-    def find_class(self, module: str, name: str) -> Any:
-        if name not in _TYPES_OF_CONTENTS.get(module, ()):
-            raise pickle.UnpicklingError(f"{module}.{name} in a table of contents")
-        return super().find_class(module, name)
-
-
-def read_contents(path: pathlib.Path) -> Metadata:
-    """Return the table of contents of a checkpoint; no code in it is run."""
-    with (path / folder.CONTENTS).open("rb") as file:
-        contents: Metadata = _PlainUnpickler(file).load()
-    if contents.storage_meta is None:
-        contents.storage_meta = StorageMeta()
-    return contents
-
-
-class _Reader(FileSystemReader):
-    """Reads a checkpoint whose table of contents is known."""
-
-    def __init__(self, path: pathlib.Path, contents: Metadata) -> None:
-        super().__init__(path)
-        self._contents = contents
-
-    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:  # noqa: ARG002
-        """Return the table of contents, which was read by `read_contents`."""
-        return self._contents
-
-
-class _LoadPlanner(DefaultLoadPlanner):
-    """Reads tensors into the blocks that wait for them, and objects."""
-
-    def __init__(self, *, weights_only: bool) -> None:
-        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
-        self._weights_only = weights_only
-
-    def set_up_planner(
-        self,
-        state_dict: dict[str, Any],
-        metadata: Metadata | None = None,
-        is_coordinator: bool = False,
-    ) -> None:
-        """Take the blocks as they are."""
-        self.state_dict, self.metadata = state_dict, metadata
-        self.is_coordinator = is_coordinator
-
-    def create_local_plan(self) -> LoadPlan:
-        """Return what to read from where."""
-        items: list[ReadItem] = []
-        contents = cast("Metadata", self.metadata).state_dict_metadata
-        for name, shard in self.state_dict.items():
-            entry = contents[name]
-            if isinstance(entry, BytesStorageMetadata):
-                index, nothing = MetadataIndex(name), torch.Size((0,))
-                items.append(
-                    ReadItem(LoadItemType.BYTE_IO, index, nothing, index, nothing, nothing)
-                )
-            elif shard.tensor.numel():
-                chunk = ChunkStorageMetadata(torch.Size(shard.offsets), shard.tensor.shape)
-                items += create_read_items_for_chunk_list(name, entry, [chunk])
-        return LoadPlan(items)
-
-    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        """Take an object."""
-        item = unpacked(value, weights_only=self._weights_only)
-        self.state_dict[read_item.dest_index.fqn] = item
-
-    def lookup_tensor(self, index: MetadataIndex) -> Tensor:
-        """Return the block that waits for this tensor."""
-        return self.state_dict[index.fqn].tensor
-
-
-def load(
-    path: pathlib.Path, contents: Metadata, state: dict[str, Any], *, weights_only: bool
-) -> None:
-    """Read into the blocks of `state`; None in it becomes the object of that name. Local."""
-    planner = _LoadPlanner(weights_only=weights_only)
-    with _alone():
-        dcp.load(state, storage_reader=_Reader(path, contents), planner=planner, no_dist=True)
