@@ -1,34 +1,12 @@
-"""The layout of buckets, which is pure, and the views into them."""
+"""The views of gradients into a bucket."""
 
 from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from torch import nn
 
 from unisono.data_parallel.bucket import GradientBucket
-from unisono.operators.gradients import plan_buckets
-
-
-@given(
-    sizes=st.lists(st.tuples(st.integers(0, 50), st.sampled_from("ab")), max_size=20),
-    limit=st.integers(1, 60),
-)
-def test_every_parameter_is_in_one_bucket_in_reverse_order(sizes, limit):
-    plan = plan_buckets(sizes, limit, first_bytes=10)
-    flat = [i for members in plan for i in members]
-    assert sorted(flat) == list(range(len(sizes)))
-    for members in plan:
-        assert members == sorted(members, reverse=True)
-        assert len({sizes[i][1] for i in members}) == 1
-        assert len(members) == 1 or sum(sizes[i][0] for i in members) <= limit
-    if plan:
-        assert sum(sizes[i][0] for i in plan[0][:-1]) < 10
-    assert [members[0] for members in plan] == sorted(
-        (members[0] for members in plan), reverse=True
-    )
 
 
 def make_bucket(*shapes, dtype=torch.float32):
