@@ -10,8 +10,7 @@ from __future__ import annotations
 import dataclasses
 import time
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from types import FunctionType, ModuleType
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -37,7 +36,13 @@ from unisono.data_parallel.ranks import (
 from unisono.data_parallel.replicas import ReplicaCheck
 from unisono.errors import CollectiveMismatch, RankTimeout
 from unisono.expect import expect, refusal
-from unisono.operators.gradients import BUCKET_MB, BackwardWatch, GradientPolicy, plan_buckets
+from unisono.operators.gradients import (
+    BUCKET_MB,
+    BackwardWatch,
+    GradientPolicy,
+    plan_buckets,
+    tensors_in,
+)
 from unisono.torch_private import runs_uncompiled
 
 if TYPE_CHECKING:
@@ -287,7 +292,7 @@ class GradientEngine:
             return
         if self.module.training:
             self.replicas.end_forward(self.module)
-        for x in _tensors_in(outputs, _OBJECTS, set()):
+        for x in tensors_in(outputs, objects=4):
             # Called in the outermost backward, so that one inside a checkpoint does not end it. A
             # leaf, such as a parameter that is returned, would keep the hook for ever.
             if x.grad_fn is not None:
@@ -593,35 +598,3 @@ def named_error(
     explained = type(error)("\n".join(lines))
     explained.__dict__.update(error.__dict__)
     return explained
-
-
-_OPAQUE = (nn.Module, type, ModuleType, FunctionType)
-"""What no forward returns its result in."""
-
-_OBJECTS = 4
-"""How many ordinary objects, one inside the other, are looked into."""
-
-
-def _tensors_in(outputs: Any, depth: int, visited: set[int]) -> Iterator[Tensor]:
-    """Yield the tensors in nested lists, tuples, mappings, dataclasses and other objects."""
-    if isinstance(outputs, Tensor):
-        yield outputs
-        return
-    parts: Iterable[Any] = ()
-    if isinstance(outputs, Mapping):
-        parts = outputs.values()
-    elif isinstance(outputs, list | tuple):
-        parts = outputs
-    elif dataclasses.is_dataclass(outputs) and not isinstance(outputs, type):
-        parts = [getattr(outputs, field.name) for field in dataclasses.fields(outputs)]
-    elif (
-        depth > 0
-        and hasattr(outputs, "__dict__")
-        and not isinstance(outputs, _OPAQUE)
-        and id(outputs) not in visited
-    ):
-        visited.add(id(outputs))
-        depth -= 1
-        parts = list(vars(outputs).values())
-    for value in parts:
-        yield from _tensors_in(value, depth, visited)

@@ -22,7 +22,7 @@ from unisono.comm import Communicator
 from unisono.comm.health import check
 from unisono.data_parallel.replicas import ReplicaCheck, plain_settings, unlike_settings
 from unisono.errors import LayoutError, explain
-from unisono.operators.gradients import BackwardWatch
+from unisono.operators.gradients import BackwardWatch, tensors_in
 from unisono.torch_private import is_joining
 
 
@@ -71,8 +71,9 @@ class _Followed:
         """Wait for the backward of what a forward has returned. Local."""
         if self._is_watching(ddp):
             self._replicas.end_forward(self.module)
-            for x in _with_gradient(outputs):
-                x.register_hook(self._begin_backward)
+            for x in tensors_in(outputs, objects=4):
+                if x.grad_fn is not None:
+                    x.register_hook(self._begin_backward)
 
     def _is_watching(self, ddp: nn.Module) -> bool:
         trains = check.active and ddp.training and torch.is_grad_enabled()
@@ -109,13 +110,3 @@ def compare_settings(optimizer: torch.optim.Optimizer) -> None:
             "the same optimizer settings on all ranks",
         )
     )
-
-
-def _with_gradient(outputs: Any) -> list[Tensor]:
-    if isinstance(outputs, Tensor):
-        return [outputs] if outputs.grad_fn is not None else []
-    if isinstance(outputs, Mapping):
-        outputs = list(outputs.values())
-    if isinstance(outputs, list | tuple):
-        return [x for part in outputs for x in _with_gradient(part)]
-    return []

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import gc
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -26,6 +26,7 @@ from unisono.comm.health import check
 from unisono.data_parallel.divisor import Divisor
 from unisono.errors import LayoutError, explain, name_ranks
 from unisono.launch.functional import SharedBatchNorm
+from unisono.operators.gradients import tensors_in
 
 EVERY = 64
 """Steps between two comparisons; the first ones come earlier, at powers of two."""
@@ -141,7 +142,8 @@ class ReplicaCheck:
         if self._forwards >= _BATCHES and not check.active:
             return
         self._forwards += 1
-        tensors = list(_tensors_in(inputs))
+        plain = (x for x in tensors_in(inputs) if type(x) is Tensor)
+        tensors = [x for x in plain if x.numel() and not x.is_meta]
         self._rows = tensors[0].shape[0] if tensors and tensors[0].dim() else -1
         if tensors:
             first, *others = digests_of(tensors[:4], _WORDS)
@@ -458,14 +460,3 @@ def _buffers_of(module: nn.Module) -> list[int]:
 
 def _number(data: bytes) -> int:
     return int.from_bytes(hashlib.blake2b(data, digest_size=7).digest()) + 1
-
-
-def _tensors_in(values: Any) -> Iterator[Tensor]:
-    if isinstance(values, Tensor):
-        if values.numel() and not values.is_meta and type(values) is Tensor:
-            yield values
-    elif isinstance(values, dict):
-        yield from _tensors_in(list(values.values()))
-    elif isinstance(values, list | tuple):
-        for value in values:
-            yield from _tensors_in(value)

@@ -7,15 +7,17 @@ carried out at one of three times: inside backward, to any order (`summed_gradie
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from types import FunctionType, ModuleType
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from unisono.comm import Communicator
 from unisono.comm.collectives import all_reduce_together
@@ -198,3 +200,44 @@ class BackwardWatch:
     def close(self) -> None:
         """Note that the backward is over."""
         self.is_open = False
+
+
+_OPAQUE = (nn.Module, type, ModuleType, FunctionType)
+"""What holds no results of a forward."""
+
+
+def tensors_in(values: Any, objects: int = 0) -> Iterator[Tensor]:
+    """Yield the tensors in nested lists, tuples, mappings and dataclasses.
+
+    Args:
+        values: inputs or outputs of a module, or a batch.
+        objects: how many other objects, one inside the other, are looked into.
+
+    >>> [x.item() for x in tensors_in({"a": [torch.tensor(1), 2], "b": torch.tensor(3)})]
+    [1, 3]
+    """
+    yield from _walked(values, objects, set())
+
+
+def _walked(values: Any, objects: int, visited: set[int]) -> Iterator[Tensor]:
+    if isinstance(values, Tensor):
+        yield values
+        return
+    parts: Iterable[Any] = ()
+    if isinstance(values, Mapping):
+        parts = values.values()
+    elif isinstance(values, list | tuple):
+        parts = values
+    elif dataclasses.is_dataclass(values) and not isinstance(values, type):
+        parts = [getattr(values, field.name) for field in dataclasses.fields(values)]
+    elif (
+        objects > 0
+        and hasattr(values, "__dict__")
+        and not isinstance(values, _OPAQUE)
+        and id(values) not in visited
+    ):
+        visited.add(id(values))
+        objects -= 1
+        parts = list(vars(values).values())
+    for value in parts:
+        yield from _walked(value, objects, visited)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 from unisono.comm.digest import digest
 from unisono.errors import PlatformError
 from unisono.launch.elastic.coordinator import Run, split
+from unisono.operators.gradients import tensors_in
 from unisono.train.exact.shards import fresh
 from unisono.train.generators import (
     random_states,
@@ -124,7 +125,7 @@ class Shards(Dataset[Any]):
             batch = (self._collate or default_collate)(samples)
         finally:
             set_random_states(before)
-        return seed_of([digest(x) for x in _tensors_in(batch)])
+        return seed_of([digest(x) for x in tensors_in(batch)])
 
 
 class Loader:
@@ -178,17 +179,6 @@ class _Ahead:
         for step in range(self.step, self.last):
             for shard in self.numbers:
                 yield step, shard
-
-
-def _tensors_in(value: Any) -> Iterator[Tensor]:
-    """Yield the tensors in nested lists, tuples and mappings."""
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, Mapping):
-        yield from _tensors_in(list(value.values()))
-    elif isinstance(value, list | tuple):
-        for part in value:
-            yield from _tensors_in(part)
 
 
 def _as_it_is(batch: Any) -> Any:
