@@ -3,27 +3,20 @@
 from __future__ import annotations
 
 import copy
-import secrets
 import shutil
-import socket
-import time
 import warnings
-from collections.abc import Callable, Iterator, KeysView, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Iterator, KeysView, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, TypeVar, cast
+from typing import Any, Literal
 
 from unisono import accelerator
 from unisono.comm import Communicator
 from unisono.comm.machine import own_card
 from unisono.errors import (
-    SAVED_ALONE,
     CheckpointError,
-    CollectiveMismatch,
-    RankTimeout,
     Requeue,
-    compress_ranks,
 )
 from unisono.expect import expect_choice, is_integer
 from unisono.nn import Shard
@@ -47,6 +40,13 @@ from unisono.train.checkpoint.folder import Manifest, Saved
 from unisono.train.checkpoint.parts import Part, parts_of, parts_to_restore
 from unisono.train.checkpoint.reading import Reading
 from unisono.train.checkpoint.saving import Background, Order, advice, as_text, save, save_plans
+from unisono.train.checkpoint.together import (
+    check_equal,
+    check_problems,
+    on_all_ranks,
+    shared_directory,
+    together,
+)
 from unisono.train.exact.run import writes_here
 from unisono.train.generators import (
     random_states,
@@ -57,10 +57,7 @@ from unisono.train.generators import (
 
 __all__ = ["Checkpoint", "Restored"]
 
-T = TypeVar("T")
 _RANDOM, _VALUES = "~random", "~values"
-_SHARED_S = 5.0
-"""How long a network file system may take to show a file to other hosts."""
 
 
 @dataclass(frozen=True)
@@ -142,17 +139,17 @@ class Checkpoint:
         self.asynchronous = asynchronous
         self.keep, self.keep_best = keep, keep_best
         settings = {"keep": keep, "keep_best": keep_best, "asynchronous": asynchronous}
-        with _on_all_ranks():
+        with on_all_ranks():
             settings_by_rank = self.comm.all_gather_object(settings)
         for name in settings:
             values = [theirs[name] for theirs in settings_by_rank]
-            _check_equal("Checkpoint(...)", name, values, f"the same {name} on all ranks")
+            check_equal("Checkpoint(...)", name, values, f"the same {name} on all ranks")
         if keep is not None and (not is_integer(keep) or keep < 1):
             call = f"Checkpoint(keep={keep!r})"
             raise CheckpointError.because(call, "not an integer >= 1", hint="keep=3, or None")
         if keep_best is not None:
             expect_choice("keep_best", keep_best, ("min", "max"), error=CheckpointError)
-        self._token = _shared_directory(self.comm, self.directory)
+        self._token = shared_directory(self.comm, self.directory)
         self._cards = self.comm.all_gather_object(own_card())
         self._saves = 0
         self._under_way: Background | None = None
@@ -195,7 +192,7 @@ class Checkpoint:
         self.wait()
         call = f"Checkpoint.save({step!r})"
         captured = self._capture(objects)
-        with _on_all_ranks():
+        with on_all_ranks():
             by_rank = self.comm.all_gather_object(
                 (
                     step,
@@ -207,11 +204,11 @@ class Checkpoint:
                 )
             )
         steps, metrics, names, problems, everything, (space, *_) = zip(*by_rank, strict=True)
-        _check(call, problems, captured.problem)
-        _check_equal(call, "step", steps, "count steps alike on all ranks")
+        check_problems(call, problems, captured.problem)
+        check_equal(call, "step", steps, "count steps alike on all ranks")
         hint = "one number for all: comm.all_reduce(loss, 'mean').item()"
-        _check_equal(call, "metric", list(map(str, metrics)), hint)
-        _check_equal(call, "objects", names, "name the same objects on all ranks")
+        check_equal(call, "metric", list(map(str, metrics)), hint)
+        check_equal(call, "objects", names, "name the same objects on all ranks")
         if not is_integer(step) or step < 0:
             raise CheckpointError.because(call, "not the number of a step", hint="save(100, ...)")
         try:
@@ -340,8 +337,8 @@ class Checkpoint:
             *self.comm.all_gather_object((step, dict.fromkeys(objects))), strict=True
         )
         call = f"Checkpoint.restore({'' if step is None else step})"
-        _check_equal(call, "step", steps, "the same step on all ranks, or restore() for the latest")
-        _check_equal(call, "objects", names, "name the same objects on all ranks")
+        check_equal(call, "step", steps, "the same step on all ranks, or restore() for the latest")
+        check_equal(call, "objects", names, "name the same objects on all ranks")
         saved = self._chosen(step)
         if saved is None:
             return None
@@ -358,7 +355,7 @@ class Checkpoint:
             small = {name: part for name, part in parts.items() if not part.in_place}
             return reading, parts, reading.trees({**small, _VALUES: None})
 
-        reading, parts, trees = _together(self.comm, call, prepare)
+        reading, parts, trees = together(self.comm, call, prepare)
         small = {name: part for name, part in parts.items() if not part.in_place}
         large = {name: part for name, part in parts.items() if part.in_place}
         self._take_small(call, {n: p for n, p in small.items() if same or not p.of_rank}, trees)
@@ -370,7 +367,7 @@ class Checkpoint:
                 self._restore_random(saved)
 
         call = f"{call}: some objects have changed; restore again, or start the program again"
-        _together(self.comm, call, load)
+        together(self.comm, call, load)
         return Restored(saved.step, saved.path, saved.manifest.ranks, trees[_VALUES])
 
     def _take_small(self, call: str, parts: Mapping[str, Part], trees: dict[str, Any]) -> None:
@@ -392,7 +389,7 @@ class Checkpoint:
             lost = self.comm.all_gather_object(_take_back(parts, before))
             odd = ", ".join(dict.fromkeys(name for names in lost for name in names))
             but = f", but {odd} would not take its state of before" if odd else ""
-            _check(f"{call}: all objects are as they were{but}", problems, problem)
+            check_problems(f"{call}: all objects are as they were{but}", problems, problem)
 
     def _restore_random(self, saved: Saved) -> None:
         """Go on with the states of this rank; a rank that is new gets a stream of its own.
@@ -493,86 +490,3 @@ def _refuse_other_ranks(call: str, parts: Mapping[str, Part]) -> None:
         if part.other_ranks is not None:
             problem = f"{name}={part.kind} has the position of one rank among those that saved it"
             raise CheckpointError.because(call, problem, hint=part.other_ranks)
-
-
-# What ranks do or refuse together: an error on one of them becomes the same error on all.
-
-
-@contextmanager
-def _on_all_ranks() -> Iterator[None]:
-    """Add to the error of a call that other ranks do not make that a save is collective."""
-    try:
-        yield
-    except (CollectiveMismatch, RankTimeout) as error:
-        error.add_note(SAVED_ALONE)
-        raise
-
-
-def _together(comm: Communicator, call: str, action: Callable[[], T]) -> T:
-    """Do something local on all ranks; if it fails on one, all raise. Collective."""
-    result: T | None = None
-    problem: BaseException | None = None
-    try:
-        result = action()
-    except Exception as error:
-        problem = error
-    _check(call, comm.all_gather_object(as_text(problem)), problem)
-    return cast("T", result)
-
-
-def _check(call: str, problems: Sequence[str | None], cause: BaseException | None) -> None:
-    """Raise if a rank has a problem; `mine` is the own one."""
-    failed = [rank for rank, text in enumerate(problems) if text]
-    if isinstance(cause, CheckpointError):
-        raise cause
-    if failed:
-        text = f"{problems[failed[0]]}"
-        raise CheckpointError.because(
-            call, f"rank {failed[0]}: {text}", f"ranks: {compress_ranks(failed)}", advice(text)
-        ) from cause
-
-
-def _check_equal(call: str, what: str, values: Sequence[Any], hint: str) -> None:
-    """Raise if ranks do not agree on something."""
-    for rank, value in enumerate(values):
-        if value != values[0]:
-            raise CheckpointError.because(
-                call,
-                f"rank 0 has {what} {_short(values[0])}, rank {rank} has {_short(value)}",
-                hint=hint,
-            )
-
-
-def _short(value: Any) -> str:
-    return ", ".join(value) if isinstance(value, dict) else repr(value)
-
-
-def _shared_directory(comm: Communicator, directory: Path) -> str:
-    """Make a directory, check that all ranks see it, return a token of this run. Collective."""
-    call = f"Checkpoint({str(directory)!r})"
-    token = comm.broadcast_object(secrets.token_hex(6))
-    sign = directory / f".seen-{token}"
-
-    def make() -> None:
-        if comm.rank == 0:
-            directory.mkdir(parents=True, exist_ok=True)
-            sign.touch()
-
-    _together(comm, call, make)
-    end = time.monotonic() + _SHARED_S
-    while not (is_visible := sign.exists()) and time.monotonic() < end:
-        time.sleep(0.05)
-    views = comm.all_gather_object((is_visible, str(directory), socket.gethostname()))
-    if comm.rank == 0:
-        sign.unlink(missing_ok=True)
-    blind = [rank for rank, (sees, _, _) in enumerate(views) if not sees]
-    if blind:
-        _, place, host = views[blind[0]]
-        raise CheckpointError.because(
-            call,
-            f"rank {blind[0]} on {host} looks into {place} and does not see what rank 0 on "
-            f"{views[0][2]} writes into {views[0][1]}",
-            f"ranks without the directory: {compress_ranks(blind)}",
-            "a directory on a file system that all hosts share, the same on all ranks",
-        )
-    return token
