@@ -8,7 +8,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from unisono.train.checkpoint.blocks import BlockFacts, compare, put_together, taken_apart
-from unisono.train.checkpoint.saving import save_plans
 
 
 def block(place, content, *, of=6, size=3):
@@ -39,20 +38,6 @@ def test_every_rank_finds_its_own_block_in_its_version(contents, lacking):
     places = {have["w"].offsets for have in pieces if have}
     for version in {version for version, _ in stored}:
         assert {offsets for v, offsets in stored if v == version} == places, "a version is whole"
-
-
-def test_equal_tensors_are_written_once_and_shared_out_by_size():
-    pieces = [{f"p{i}": block(0, i, of=3) for i in range(8)} for _ in range(4)]
-    comparison = compare(pieces)
-    plans, _, size = save_plans(comparison, pieces, {})
-    assert [len(plan.items) for plan in plans] == [2, 2, 2, 2]
-    assert size == 8 * 12
-    assert comparison.versions == {}
-
-
-def test_ranks_with_tensors_of_other_shapes_have_versions_of_their_own():
-    pieces = [{"x": block(0, 1, of=3)}, {"x": block(0, 1, of=3)}, {"x": block(0, 1, of=2, size=2)}]
-    assert compare(pieces).versions == {"x": [0, 0, 1]}
 
 
 @given(
