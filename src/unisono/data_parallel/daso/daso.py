@@ -16,19 +16,16 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from unisono import torch_private as private
-from unisono.comm import Communicator, detect
-from unisono.comm.mpi_style import MPI_WORLD, get_comm
 from unisono.data_parallel.daso.exchange import (
     InFlight,
     NodeExchange,
-    NodeLayout,
     average_buffers,
     average_state,
 )
+from unisono.data_parallel.daso.nodes import all_ranks, layout_of
 from unisono.data_parallel.daso.schedule import DasoSchedule
-from unisono.data_parallel.ranks import broadcast_module, communicator_of
-from unisono.errors import MeshError
-from unisono.expect import expect, expect_choice, expect_int, is_integer, refusal
+from unisono.data_parallel.ranks import broadcast_module
+from unisono.expect import expect, expect_choice, expect_int, refusal
 from unisono.removed import removed_name
 
 _WIRES = (torch.float32, torch.bfloat16, torch.float16)
@@ -142,7 +139,7 @@ class DASO(Optimizer):
             every=every,
         )
         self.local_optimizer = local_optimizer
-        self.communicator = _all_ranks(comm)
+        self.communicator = all_ranks(comm)
         self.comm = self.communicator if comm is None else comm
         self.verbose = verbose
         self.cast_dtype = downcast_type
@@ -158,7 +155,7 @@ class DASO(Optimizer):
         """Whether ranks of the node may differ since they were brought together."""
         self._switch: Callable[[bool], None] | None = None
         self._by_epoch = scheduler_step == "epoch" or isinstance(scheduler, ReduceLROnPlateau)
-        layout = _node_layout(self.communicator, ranks_per_node)
+        layout = layout_of(self.communicator, ranks_per_node)
         self.reduced_ranks = layout.groups
         self.exchange = NodeExchange(
             self.communicator,
@@ -621,35 +618,3 @@ def _check_optimizer(local_optimizer: Any, scheduler: Any) -> None:
                 "it was made for another optimizer than local_optimizer",
                 hint=f"{type(scheduler).__name__}(local_optimizer, ...)",
             )
-
-
-def _node_layout(comm: Communicator, ranks_per_node: Any) -> NodeLayout:
-    """Return which ranks share a node. Collective over `comm` when hostnames decide."""
-    if ranks_per_node is None:
-        return NodeLayout.of_hosts(comm.hosts)
-    expect("ranks_per_node", ranks_per_node, (int, list, tuple, type(None)), "2, or [2, 3]")
-    for size in [ranks_per_node] if is_integer(ranks_per_node) else ranks_per_node:
-        expect("ranks_per_node", size, int)
-    return NodeLayout.of_blocks(comm.size, ranks_per_node)
-
-
-def _all_ranks(comm: object) -> Communicator:
-    """Return the ranks that train together; by default all that the launcher has started.
-
-    Where each node has a default process group of its own, that is not the world. Local, except
-    that the first use of MPI's world is collective over it.
-    """
-    ranks, started = communicator_of(comm), detect()
-    is_default = comm is MPI_WORLD or (comm is None and get_comm() is MPI_WORLD)
-    if not is_default or not started.is_world or started.size <= ranks.size:
-        return ranks
-    if started.kind not in ("mpich", "openmpi"):
-        raise MeshError.because(
-            "DASO(comm=None)",
-            f"torch's default process group has {ranks.size} ranks, {started.size} were started",
-            f"{ranks.size} < {started.size}",
-            "comm= a group of all ranks, such as mpi4py's MPI.COMM_WORLD",
-        )
-    from mpi4py import MPI
-
-    return Communicator.of(MPI.COMM_WORLD)

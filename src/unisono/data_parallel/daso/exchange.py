@@ -10,16 +10,15 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
-from itertools import accumulate, pairwise
+from itertools import accumulate
 from typing import cast
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from unisono.comm import Communicator, Pending, world
+from unisono.comm import Communicator, Pending
+from unisono.data_parallel.daso.nodes import NodeLayout, group_of_node
 from unisono.data_parallel.ranks import (
     ModuleStructure,
     average_tensors,
@@ -29,89 +28,7 @@ from unisono.data_parallel.ranks import (
     real_view,
     write_back,
 )
-from unisono.errors import MeshError, UnisonoError, explain
-from unisono.expect import is_integer
-from unisono.topology import decompose
-
-
-@dataclass(frozen=True)
-class NodeLayout:
-    """Ranks of each node, in rank order; nodes ordered by their lowest rank.
-
-    >>> layout = NodeLayout.of_hosts(["a", "b", "a", "b", "b"])
-    >>> layout.nodes, layout.groups
-    (((0, 2), (1, 3, 4)), ((0, 1), (2, 3)))
-    >>> layout.weights
-    (0.8, 1.2)
-    """
-
-    nodes: tuple[tuple[int, ...], ...]
-
-    @classmethod
-    def of_hosts(cls, hosts: Sequence[str]) -> NodeLayout:
-        """Return the layout of ranks that run on these hosts."""
-        nodes: dict[str, list[int]] = {}
-        for rank, host in enumerate(hosts):
-            nodes.setdefault(host, []).append(rank)
-        return cls(tuple(tuple(ranks) for ranks in nodes.values()))
-
-    @classmethod
-    def of_blocks(cls, size: int, ranks_per_node: int | Sequence[int]) -> NodeLayout:
-        """Return the layout of consecutive ranks.
-
-        Args:
-            size: number of ranks.
-            ranks_per_node: ranks of every node, or of each node.
-
-        Raises:
-            MeshError: the blocks do not make up `size` ranks.
-        """
-        if is_integer(ranks_per_node):
-            if ranks_per_node < 1 or size % ranks_per_node:
-                share = (
-                    f"{size} / {ranks_per_node} = {size / ranks_per_node:g}"
-                    if ranks_per_node > 0
-                    else f"{ranks_per_node} < 1"
-                )
-                raise MeshError.because(
-                    f"ranks_per_node={ranks_per_node}",
-                    f"{size} ranks",
-                    share,
-                    f"a divisor of {size}, or a list of block sizes that add up to it",
-                )
-            blocks = [ranks_per_node] * (size // ranks_per_node)
-        else:
-            blocks = list(ranks_per_node)
-        if min(blocks, default=0) < 1 or sum(blocks) != size:
-            written = " + ".join(map(str, blocks)) or "nothing"
-            raise MeshError.because(
-                f"ranks_per_node={blocks}",
-                f"{size} ranks",
-                f"{written} = {sum(blocks)} != {size}"
-                if sum(blocks) != size
-                else f"{min(blocks)} < 1",
-                "positive block sizes that add up to the number of ranks",
-            )
-        return cls(tuple(tuple(range(a, b)) for a, b in pairwise(decompose.bounds(blocks))))
-
-    @cached_property
-    def groups(self) -> tuple[tuple[int, ...], ...]:
-        """Global groups: group `i` holds the `i`-th rank of every node.
-
-        There are as many as the smallest node has ranks.
-        """
-        smallest = min(len(node) for node in self.nodes)
-        return tuple(tuple(node[i] for node in self.nodes) for i in range(smallest))
-
-    @cached_property
-    def weights(self) -> tuple[float, ...]:
-        """Share of each node in a mean times the number of nodes: 1 for equal nodes."""
-        size = sum(len(node) for node in self.nodes)
-        return tuple(len(self.nodes) * len(node) / size for node in self.nodes)
-
-    def node_of(self, rank: int) -> int:
-        """Return the number of the node of a rank."""
-        return next(i for i, node in enumerate(self.nodes) if rank in node)
+from unisono.errors import UnisonoError, explain
 
 
 class NonFiniteParameters(UnisonoError, ValueError):
@@ -192,27 +109,6 @@ class FlatParameters:
         return -1
 
 
-def _torchs_node(comm: Communicator, members: Sequence[int]) -> Communicator | None:
-    """Return torch's default group where it has the ranks of a node, on every node; else None.
-
-    Scripts for HeAT begin so: a group of torch's on each node, whose backend fits the devices, and
-    MPI between nodes. Collective over `comm`.
-
-    Args:
-        comm: all ranks, which are no part of torch's default group.
-        members: those of the own node.
-    """
-    if comm._entry.maker is None:
-        return None
-    is_there = dist.is_initialized() and dist.get_world_size() == len(members)
-    is_there = is_there and members[dist.get_rank()] == comm.rank
-    if not all(flag for (flag,) in comm.all_gather_ints([int(is_there)])):
-        return None
-    node = world()
-    is_node = [rank for (rank,) in node.all_gather_ints([comm.rank])] == list(members)
-    return node if all(flag for (flag,) in comm.all_gather_ints([int(is_node)])) else None
-
-
 class NodeExchange:
     """Averages of parameters between nodes, once it is connected to their ranks.
 
@@ -249,7 +145,7 @@ class NodeExchange:
         self.comm = comm
         self.layout = layout
         this_node = layout.node_of(comm.rank)
-        node = _torchs_node(comm, layout.nodes[this_node]) or comm.sub(layout.nodes[this_node])
+        node = group_of_node(comm, layout.nodes[this_node]) or comm.sub(layout.nodes[this_node])
         self.node = cast(Communicator, node)
         self._groups = [comm.sub(ranks) for ranks in layout.groups]
         self.n_nodes = len(layout.nodes)
