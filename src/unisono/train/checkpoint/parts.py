@@ -287,7 +287,7 @@ def _part_of(name: str, value: Any, modules: Mapping[str, ModulePart]) -> Part |
         return OptimizerPart(value, modules)
     if isinstance(value, torch.Generator):
         return Part("generator", value.get_state, value.set_state)
-    is_loader = isinstance(value, torch.utils.data.DataLoader)
+    is_loader = _is_loader(value)
     if is_loader and not hasattr(value, "state_dict"):
         raise CheckpointError.because(
             f"{name}=DataLoader",
@@ -311,6 +311,10 @@ def _part_of(name: str, value: Any, modules: Mapping[str, ModulePart]) -> Part |
     if callable(getattr(value, "set_epoch", None)) and hasattr(value, "epoch"):
         return Part(type(value).__name__, lambda: _epoch_of(value), lambda s: _set_epoch(value, s))
     return None
+
+
+def _is_loader(value: object) -> bool:
+    return isinstance(value, torch.utils.data.DataLoader)
 
 
 def _epoch_of(sampler: Any) -> dict[str, Any]:
