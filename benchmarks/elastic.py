@@ -1,14 +1,11 @@
 """What exact and elastic steps cost: against DataParallel on shared memory, by number of shards.
 
     python benchmarks/elastic.py [--quick]
-    python benchmarks/elastic.py --chaos 100 [--seed 0] [--model CNN]
     python benchmarks/elastic.py --hosts
 
 Elastic ranks are no world, so both cannot take turns in the same processes: jobs do, and a round
-compares medians of neighbours. `--chaos` kills and stops ranks of four models at random moments,
-also two at once and while a death is made good, compares hashes, looks for anything left behind,
-and tells how long deaths and joins took, which the launcher times. `--hosts` trains on two hosts of
-two members each, which are network namespaces (as root), and counts the bytes between them.
+compares medians of neighbours. `--hosts` trains on two hosts of two members each, which are network
+namespaces (as root), and counts the bytes between them.
 """
 
 from __future__ import annotations
@@ -23,7 +20,6 @@ import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import torch
 from harness import Row, Timing, markdown, parser_for, publish
@@ -32,15 +28,9 @@ from torch.nn.functional import cross_entropy
 
 import unisono
 from unisono.data_parallel import DataParallel
-from unisono.launch.api import execute
-from unisono.launch.elastic import policy
-from unisono.launch.elastic.settings import Chaos
-from unisono.launch.request import checked_request
 
 RANKS, BATCH = 2, 256
 MODELS = ("MLP", "CNN", "transformer", "LSTM")
-RECOVERED_S, RECOVERED_STEPS, JOINED_S = 0.5, 5, 1.0
-"""Longest time, or as many steps, from a death to the next commit; and of a join."""
 
 
 class Attending(nn.Module):
@@ -161,91 +151,6 @@ def compare(name: str, shards: tuple[int, ...], rounds: int, steps: int) -> list
     return rows
 
 
-class Kept(policy.ElasticPolicy):
-    """A policy that can be asked afterwards."""
-
-    latest: Kept
-
-    def __init__(self, **settings: Any) -> None:
-        """Remember the latest one."""
-        super().__init__(**settings)
-        Kept.latest = self
-
-
-def disturbed(name: str, steps: int, kills: int, seed: int) -> tuple[Any, int]:
-    """Train under fire; return what ranks returned, and how many were killed or stopped."""
-    request = checked_request(
-        trained,
-        (name, 8, steps),
-        {},
-        on="cpu",
-        ranks=4,
-        nodes=None,
-        timeout_s=600.0,
-        max_restarts=None,
-        logs=None,
-        elastic=True,
-        chaos=Chaos(seed=seed, kills=kills, every_s=0.4),
-    )
-    results = execute(request)
-    return results, kills - Kept.latest.kills_left
-
-
-def leftovers(folder: str) -> set[str]:
-    """Return what is there of files, shared memory and processes that a run could leave."""
-    parents = {}
-    for path in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            words = path.read_text().rpartition(")")[2].split()
-        except OSError:
-            continue
-        parents[int(path.parent.name)] = int(words[1])
-    mine, found = {os.getpid()}, {*map(str, (*Path(folder).iterdir(), *Path("/dev/shm").iterdir()))}
-    while more := {pid for pid, parent in parents.items() if parent in mine} - mine:
-        mine |= more
-    return found | {f"process {pid}" for pid in mine}
-
-
-def chaos(models: tuple[str, ...], kills: int, seed: int, steps: int) -> tuple[str, bool]:
-    """Kill ranks of each model until as many were hit; return what came of it, and if all is well.
-
-    Other programs that use shared memory at the same time would look like something left behind.
-    """
-    policy.ElasticPolicy = Kept
-    columns = ("model", "runs", "killed or stopped", "other hashes", "step")
-    columns += ("death to commit, median", "largest", "join, median", "largest", "left behind")
-    lines = [f"| {' | '.join(columns)} |", f"|---{'|---:' * (len(columns) - 1)}|"]
-    is_well = True
-    with tempfile.TemporaryDirectory() as folder:
-        tempfile.tempdir = folder
-        for name in models:
-            (_, expected), *_ = unisono.run(trained, name, 8, steps, ranks=1, elastic=True)
-            before = leftovers(folder)
-            hit = runs = others = 0
-            times: list[float] = []
-            recovered: list[float] = []
-            joined: list[float] = []
-            while hit < kills:
-                results, more = disturbed(name, steps, min(25, kills - hit), seed + runs)
-                hit, runs = hit + more, runs + 1
-                others += sum(found != expected for _, found in results)
-                times += results[0][0]
-                recovered += Kept.latest.recovered_s
-                joined += Kept.latest.joined_s
-            left = leftovers(folder) - before
-            step = statistics.median(times)
-            limit = max(RECOVERED_S, RECOVERED_STEPS * step)
-            is_well &= not others and not left and max(recovered) <= limit
-            is_well &= max(joined) <= JOINED_S
-            figures = (step, statistics.median(recovered), max(recovered))
-            figures += (statistics.median(joined), max(joined))
-            shown = " | ".join(f"{1e3 * figure:.0f} ms" for figure in figures)
-            lines.append(f"| {name} | {runs} | {hit} | {others} | {shown} | {len(left)} |")
-            print(lines[-1], *sorted(left), flush=True)
-        tempfile.tempdir = None
-    return "\n".join(lines), is_well
-
-
 ON_HOSTS = """
 import statistics, sys, time
 from pathlib import Path
@@ -327,8 +232,6 @@ def on_hosts(steps: int) -> str:
 def main() -> int:
     """Measure what the command line asks for."""
     parser = parser_for(__doc__)
-    parser.add_argument("--chaos", type=int, metavar="KILLS", help="kill so many ranks instead")
-    parser.add_argument("--seed", type=int, default=0, help="of the chaos")
     parser.add_argument("--model", action="append", choices=MODELS, help="only this one")
     parser.add_argument("--hosts", action="store_true", help="train on two hosts instead")
     options = parser.parse_args()
@@ -337,12 +240,6 @@ def main() -> int:
         text = on_hosts(20 if options.quick else 100)
         publish("Elastic training on two hosts", text, write=not options.quick)
         return 0
-    if options.chaos is not None:
-        models = tuple(options.model or MODELS)
-        kills = -(-options.chaos // len(models))
-        text, is_well = chaos(models, kills, options.seed, 40 if options.quick else 300)
-        publish("Elastic training under fire", text, write=not (options.quick or options.model))
-        return 0 if is_well else 1
     rounds, steps = (1, 15) if options.quick else (3, 40)
     rows = [
         row

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
@@ -19,6 +19,7 @@ from unisono.operators.gradients import (
 )
 
 
+@settings(deadline=None)
 @given(
     sizes=st.lists(st.tuples(st.integers(0, 50), st.sampled_from("ab")), max_size=20),
     limit=st.integers(1, 60),

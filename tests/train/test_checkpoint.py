@@ -23,7 +23,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 from torch.distributed.checkpoint import FileSystemWriter
@@ -381,6 +381,7 @@ def checksum_of(*parts):
     return checksum.value
 
 
+@settings(deadline=None)
 @given(cuts=st.lists(st.integers(0, 1_000_000), max_size=5), flipped=st.integers(0, 999_999))
 def test_a_checksum_does_not_depend_on_how_data_is_written_and_knows_each_byte(cuts, flipped):
     data = bytearray(np.random.default_rng(0).bytes(1_000_000))
@@ -438,9 +439,9 @@ def test_ranks_that_disagree_are_told_so_on_all_ranks(tmp_path, rank_count):
     with pytest.raises(CheckpointError, match="rank 0 has objects model, rank 1 has model, more"):
         checkpoint.save(10, model=model(), **({"more": model()} if rank else {}))
 
-    for settings in ({"keep": 2 + rank}, {"keep": 1 - rank}, {"asynchronous": bool(rank)}):
-        with pytest.raises(CheckpointError, match=rf"rank 0 has {next(iter(settings))} .*, rank 1"):
-            Checkpoint(tmp_path, **settings)
+    for unlike in ({"keep": 2 + rank}, {"keep": 1 - rank}, {"asynchronous": bool(rank)}):
+        with pytest.raises(CheckpointError, match=rf"rank 0 has {next(iter(unlike))} .*, rank 1"):
+            Checkpoint(tmp_path, **unlike)
     with pytest.raises(CheckpointError, match="rank 0 has keep_best None, rank 1 has 'min'"):
         Checkpoint(tmp_path, keep_best="min" if rank else None)
 
