@@ -23,6 +23,7 @@ from typing import IO, Any
 
 import pytest
 
+from tests.waiting import scaled_by_load
 from unisono.launch.pool.client import ForkedProcess, WarmServer
 
 _COMMAND = Path(__file__).with_name("warm_python.py")
@@ -174,6 +175,8 @@ class Interpreter:
     ) -> subprocess.CompletedProcess[str]:
         """Run `python *words` in `cwd`, which is its TMPDIR too; return what it said.
 
+        The deadline is that of an idle machine.
+
         `unload` ends it to the last destructor of torch, as long as that takes.
         """
         env = {k: v for k, v in os.environ.items() if k != "PYTEST_CURRENT_TEST"}
@@ -192,8 +195,9 @@ class Interpreter:
                 request["server_pid"] = server.pid
                 streams = {1: out.fileno(), 2: err.fileno()}
                 script = self._fork("warm_script:be_script", request, launcher, streams=streams)
+            limit_s = scaled_by_load(timeout_s)
             try:
-                has_ended = bool(select.select([script.end_fd], [], [], timeout_s)[0])
+                has_ended = bool(select.select([script.end_fd], [], [], limit_s)[0])
             finally:  # also for pytest-timeout
                 with suppress(ProcessLookupError):
                     os.killpg(script.pid, signal.SIGKILL)
