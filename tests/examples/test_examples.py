@@ -59,29 +59,36 @@ def your_script(interpreter, folder, *words: str) -> list[float]:
     return [float(number) for row in rows for number in row.split(",")]
 
 
-def test_an_ordinary_script_has_the_losses_of_one_rank_on_two_and_four(interpreter, tmp_path):
-    def losses(ranks, *words):
-        folder = tmp_path / "-".join([ranks, *words])
-        return your_script(interpreter, folder, "--ranks", ranks, "--epochs", "2", *words)
-
-    one = losses("1", "--full-precision")
-    assert one[4] < 0.6 * one[1], "it learns"
-    for ranks in ("2", "4"):
-        assert losses(ranks, "--full-precision") == pytest.approx(one, rel=1e-4)
-    compiled = losses("2", "--full-precision", "--compile", "aot_eager")
-    assert compiled == pytest.approx(one, rel=1e-4)
-    mixed = losses("2")
-    assert mixed == pytest.approx(one, rel=0.05)
+@pytest.fixture(scope="module")
+def losses_of_one_rank(interpreter, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("one") / "run"
+    return your_script(interpreter, folder, "--ranks", "1", "--epochs", "2", "--full-precision")
 
 
-def test_an_ordinary_script_resumes_on_another_number_of_ranks(interpreter, tmp_path):
+@pytest.mark.parametrize(
+    ("ranks", "words", "tolerance"),
+    [
+        ("4", ["--full-precision"], 1e-4),
+        ("2", ["--full-precision", "--compile", "aot_eager"], 1e-4),
+        ("2", [], 0.05),
+    ],
+    ids=["four ranks", "two ranks, compiled", "two ranks, mixed precision"],
+)
+def test_an_ordinary_script_has_the_losses_of_one_rank(
+    ranks, words, tolerance, losses_of_one_rank, interpreter, tmp_path
+):
+    assert losses_of_one_rank[4] < 0.6 * losses_of_one_rank[1], "it learns"
+    losses = your_script(interpreter, tmp_path / "run", "--ranks", ranks, "--epochs", "2", *words)
+    assert losses == pytest.approx(losses_of_one_rank, rel=tolerance)
+
+
+def test_an_ordinary_script_resumes_on_another_number_of_ranks(
+    losses_of_one_rank, interpreter, tmp_path
+):
     words = ("--epochs", "2", "--full-precision")
-    whole = your_script(interpreter, tmp_path / "whole", "--ranks", "1", *words)
-    folder = tmp_path / "resumed"
-    your_script(interpreter, folder, "--ranks", "2", "--stop-after", "1", *words)
-    assert your_script(interpreter, folder, "--ranks", "4", *words) == pytest.approx(
-        whole, rel=1e-4
-    )
+    your_script(interpreter, tmp_path / "run", "--ranks", "2", "--stop-after", "1", *words)
+    losses = your_script(interpreter, tmp_path / "run", "--ranks", "4", *words)
+    assert losses == pytest.approx(losses_of_one_rank, rel=1e-4)
 
 
 def test_the_page_of_the_script_shows_every_line_that_differs():
