@@ -589,7 +589,7 @@ def test_members_of_other_settings_are_refused():
     def differ() -> str:
         return train("mlp", seed=int(os.environ["RANK"]))
 
-    with pytest.raises(RankFailed, match=r"seed: \d here, \d there"):
+    with pytest.raises(RankFailed, match=r"seed: \d"):
         unisono.run(differ, ranks=2, elastic=True)
 
 
@@ -602,7 +602,7 @@ def test_members_with_other_data_are_refused_when_they_join():
         for step in unisono.train.elastic(model, optimizer, data, batch_size=8):
             step(lambda batch: model(batch[0]).mean())
 
-    with pytest.raises(RankFailed, match=r"data: \d+ here, \d+ there"):
+    with pytest.raises(RankFailed, match=r"data: \d+"):
         unisono.run(differ, ranks=2, elastic=True)
 
 
