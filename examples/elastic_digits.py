@@ -11,6 +11,7 @@ import hashlib
 import os
 import random
 import signal
+import tempfile
 import time
 from contextlib import suppress
 from pathlib import Path
@@ -22,7 +23,11 @@ from torch import nn
 import unisono
 
 
-def train(epochs: int, pause_s: float = 0.0) -> tuple[list[float], str, float]:
+def train(
+    epochs: int, pause_s: float = 0.0, folder: str | None = None
+) -> tuple[list[float], str, float]:
+    if folder is not None:
+        Path(folder, str(os.getpid())).touch()  # who can be killed
     torch.manual_seed(0)
     digits = load_digits()
     x = torch.tensor(digits.images / 16, dtype=torch.float32).unsqueeze(1)
@@ -49,11 +54,15 @@ def train(epochs: int, pause_s: float = 0.0) -> tuple[list[float], str, float]:
 
 
 def kill_one(directory: Path) -> int | None:
-    """Kill a rank of a job as anybody could, from its process number; return which."""
-    path = random.choice(sorted(directory.glob("rank-*.pid")))
-    with suppress(OSError):
-        os.kill(int(path.read_text().split()[0]), signal.SIGKILL)
-        return int(path.stem.removeprefix("rank-"))
+    """Kill one of the ranks that have left their process number; return the number."""
+    paths = list(directory.iterdir())
+    if not paths:
+        return None
+    path = random.choice(paths)
+    path.unlink()
+    with suppress(ProcessLookupError):
+        os.kill(int(path.name), signal.SIGKILL)
+        return int(path.name)
     return None
 
 
@@ -73,12 +82,14 @@ def main() -> None:
     alone, expected, right = train(options.epochs)
     print(f"{'one process, undisturbed':<26}{drawn(alone)}  {expected}", flush=True)
     pause_s = 4.5 * options.seconds / len(alone)  # long enough for a few kills
-    job = unisono.submit(train, options.epochs, pause_s, ranks=options.ranks, elastic=True)
     kills = 0
-    while not job.wait(options.seconds):
-        if job.members() > 1 and (rank := kill_one(job.dir)) is not None:
-            kills += 1
-            print(f"{f'kill -9 of rank {rank}':<26}(of {options.ranks})", flush=True)
+    with tempfile.TemporaryDirectory() as folder:
+        words = (options.epochs, pause_s, folder)
+        job = unisono.submit(train, *words, ranks=options.ranks, elastic=True)
+        while not job.wait(options.seconds):
+            if job.members() > 1 and (process := kill_one(Path(folder))) is not None:
+                kills += 1
+                print(f"{f'kill -9 of {process}':<26}(one of {options.ranks})", flush=True)
     for rank, (losses, found, _) in enumerate(job.result()):
         print(f"{f'rank {rank}, after {kills} kills':<26}{drawn(losses)}  {found}")
         if (losses, found) != (alone, expected):
