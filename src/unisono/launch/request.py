@@ -231,7 +231,7 @@ def check_call(
             str(error),
             hint,
         ) from None
-    if near := _like_options(kwargs, signature):
+    if kwargs and (near := _like_options(kwargs, signature)):
         words = " and ".join(word for word in kwargs if _option_like(word) in near)
         warn(
             f"unisono.run({name}, ...) hands {words} to {name}, which takes any keyword; "
