@@ -35,7 +35,7 @@ SAVED_ALONE = "save is collective: remove the `if rank == 0:` around it; each ra
 
 
 def explain(
-    asked: str, found: str | None = None, arithmetic: str | None = None, hint: str | None = None
+    request: str, problem: str | None = None, arithmetic: str | None = None, hint: str | None = None
 ) -> str:
     """Build a message of the four parts, one line each; parts that are None are left out.
 
@@ -47,9 +47,9 @@ def explain(
       2 * 3 = 6 != 8
       HINT: Mesh(data=2, graph=4)
     """
-    lines = [asked]
-    if found:
-        lines.append(f"  found: {_indented(found)}")
+    lines = [request]
+    if problem:
+        lines.append(f"  found: {_indented(problem)}")
     if arithmetic:
         lines.append(f"  {_indented(arithmetic)}")
     if hint:
@@ -161,19 +161,19 @@ PYTHON = Spelling()
 class UnisonoError(RuntimeError):
     """Base of all errors of unisono; a `RuntimeError`, as callers of torch.distributed expect.
 
-    Use `SomeError.because(asked, found, arithmetic, hint)` to build one in the four-part form.
+    Use `SomeError.because(request, problem, arithmetic, hint)` to build one in the four-part form.
     """
 
     @classmethod
     def because(
         cls,
-        asked: str,
-        found: str | None = None,
+        request: str,
+        problem: str | None = None,
         arithmetic: str | None = None,
         hint: str | None = None,
     ) -> UnisonoError:
         """Return this kind of error with a four-part message."""
-        return cls(explain(asked, found, arithmetic, hint))
+        return cls(explain(request, problem, arithmetic, hint))
 
 
 class PlatformError(UnisonoError, ValueError):
@@ -323,9 +323,9 @@ class MissingExtra(UnisonoError, ImportError):
     """An optional dependency is needed; the message says which `pip install` brings it."""
 
     @classmethod
-    def of(cls, extra: str, wanted_for: str, found: str | None = None) -> MissingExtra:
+    def of(cls, extra: str, wanted_for: str, problem: str | None = None) -> MissingExtra:
         """Return the error for extra `extra` of this package."""
-        return cls(explain(wanted_for, found, hint=f'pip install "unisono[{extra}]"'))
+        return cls(explain(wanted_for, problem, hint=f'pip install "unisono[{extra}]"'))
 
 
 class Requeue(BaseException):

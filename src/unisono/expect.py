@@ -38,13 +38,13 @@ _SHOWN = {bool: "True, or False", int: "1", float: "0.5"}
 
 def refusal(
     error: type[E],
-    asked: str,
-    found: str | None = None,
+    request: str,
+    problem: str | None = None,
     arithmetic: str | None = None,
     hint: str | None = None,
 ) -> E:
     """Return one of Python's own errors with a four-part message; ours have `because`."""
-    return error(explain(asked, found, arithmetic, hint))
+    return error(explain(request, problem, arithmetic, hint))
 
 
 def one_line(value: object) -> str:
@@ -69,12 +69,12 @@ def expect(
     is_allowed = isinstance(value, allowed) or (int in allowed and is_integer(value))
     if is_stray_bool or not is_allowed:
         expected = " or ".join("None" if kind is type(None) else kind.__name__ for kind in allowed)
-        found = f"{type(value).__name__}, expected {expected}"
+        problem = f"{type(value).__name__}, expected {expected}"
         if hint is None:
             hint = next(
                 (f"{name}={text}" for kind, text in _SHOWN.items() if kind in allowed), None
             )
-        raise TypeError(explain(f"{name}={one_line(value)}", found, hint=hint))
+        raise TypeError(explain(f"{name}={one_line(value)}", problem, hint=hint))
 
 
 def expect_int(
@@ -125,8 +125,8 @@ def number_in(variable: str, *, at_least: float = 0.0) -> float | None:
     with contextlib.suppress(ValueError):
         if at_least <= (value := float(text)) < math.inf:
             return value
-    found, hint = f"not a number >= {at_least:g}", f"{variable}=60, or leave it out"
-    raise PlatformError.because(f"{variable}={text!r}", found, hint=hint)
+    problem, hint = f"not a number >= {at_least:g}", f"{variable}=60, or leave it out"
+    raise PlatformError.because(f"{variable}={text!r}", problem, hint=hint)
 
 
 def expect_choice(

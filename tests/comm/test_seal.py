@@ -153,7 +153,7 @@ def test_a_key_that_others_can_read_is_refused(tmp_path, monkeypatch):
     path = tmp_path / "key"
     path.write_text("0123456789abcdef" * 4)
     path.chmod(0o640)
-    monkeypatch.setattr(seal, "_given", None)
+    monkeypatch.setattr(seal, "_override", None)
     monkeypatch.setenv(seal.VARIABLE, str(path))
     with pytest.raises(PlatformError, match="mode 0640"):
         seal.Seal(dist.HashStore(), 0)
@@ -166,7 +166,7 @@ def test_a_key_that_others_can_read_is_refused(tmp_path, monkeypatch):
 
 def _secret_of_rank() -> tuple[bytes, bool]:
     seen = Path("/proc/self/environ").read_bytes() + repr(dict(os.environ)).encode()
-    return seal._given or b"", (seal._given or b"?").hex().encode() in seen
+    return seal._override or b"", (seal._override or b"?").hex().encode() in seen
 
 
 def test_our_launcher_brings_a_new_secret_with_every_run_and_not_by_the_environment():

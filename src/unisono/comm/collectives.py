@@ -1,6 +1,6 @@
 """The collectives of a communicator: what is added up, what is copied, and Python objects.
 
-Each verb prepares a `Transfer`. `Collectives` performs it and returns the result;
+Each verb prepares a `PreparedCall`. `Collectives` performs it and returns the result;
 `StartedCollectives` (`comm.start`) leaves it under way and returns a `Pending`.
 """
 
@@ -34,7 +34,7 @@ from unisono.comm.arguments import (
     unpack_shape,
 )
 from unisono.comm.health.watchdog import seal_of
-from unisono.comm.perform import Performer, Transfer, started, verb
+from unisono.comm.perform import Performer, PreparedCall, started, verb
 from unisono.comm.reductions import check_op, decode, encode
 from unisono.errors import PartitionError, UnisonoError
 from unisono.torch_private import increment_version
@@ -51,7 +51,7 @@ class Collectives(Performer):
     @verb
     def all_reduce(
         self, x: Tensor, op: str = "sum", *, timeout_s: float | None = None
-    ) -> Transfer[Tensor]:
+    ) -> PreparedCall[Tensor]:
         """Return the reduction of `x` over all ranks. Collective over the communicator.
 
         Args:
@@ -69,14 +69,14 @@ class Collectives(Performer):
     @verb
     def all_reduce_(
         self, x: Tensor, op: str = "sum", *, timeout_s: float | None = None
-    ) -> Transfer[Tensor]:
+    ) -> PreparedCall[Tensor]:
         """Replace `x` by its reduction over all ranks; see `all_reduce`. Returns `x`."""
         check_target(x, self._device_for(x), "all_reduce_")
         return self._reduced(x, x, op, timeout_s)
 
     def _reduced(
         self, out: Tensor, x: Tensor, op: str, timeout_s: float | None
-    ) -> Transfer[Tensor]:
+    ) -> PreparedCall[Tensor]:
         """Prepare the reduction of `out`, which is `x` or a copy of it."""
         check_op(op, x.dtype)
         is_usual = x.device.type == self.device.type
@@ -97,12 +97,12 @@ class Collectives(Performer):
 
         kernel = partial(engine.all_reduce_, work, op)
         end = [out].pop if is_plain and out is not x else finish
-        return Transfer(call, kernel, end, timeout_s, verify=target)
+        return PreparedCall(call, kernel, end, timeout_s, verify=target)
 
     @verb
     def reduce(
         self, x: Tensor, dst: int = 0, op: str = "sum", *, timeout_s: float | None = None
-    ) -> Transfer[Tensor | None]:
+    ) -> PreparedCall[Tensor | None]:
         """Return the reduction of `x` on rank `dst` of the communicator, None on the others.
 
         Collective over the communicator. `x` is unchanged everywhere.
@@ -119,7 +119,7 @@ class Collectives(Performer):
             return decode(work, op, x.dtype) if self.rank == dst else None
 
         kernel = partial(self._engine_for(x.device).reduce_, work, dst, op)
-        return Transfer(call, kernel, finish, timeout_s)
+        return PreparedCall(call, kernel, finish, timeout_s)
 
     @verb
     def reduce_scatter(
@@ -130,7 +130,7 @@ class Collectives(Performer):
         op: str = "sum",
         *,
         timeout_s: float | None = None,
-    ) -> Transfer[Tensor]:
+    ) -> PreparedCall[Tensor]:
         """Return this rank's block along `dim` of the reduction over all ranks.
 
         Collective over the communicator. `x` has the same shape on every rank; `sizes` are the W
@@ -149,7 +149,7 @@ class Collectives(Performer):
         lengths: tuple[int, ...],
         op: str = "sum",
         timeout_s: float | None = None,
-    ) -> Transfer[Tensor]:
+    ) -> PreparedCall[Tensor]:
         """Prepare `reduce_scatter` with arguments that were checked before."""
         rows = rows_first(x, dim)
         work = encode(rows, op)
@@ -164,7 +164,7 @@ class Collectives(Performer):
         ins = work.split_with_sizes(lengths)
         engine = self._engine_for(x.device)
         kernel = partial(engine.reduce_scatter, out, ins, op, alike=alike)
-        return Transfer(call, kernel, finish, timeout_s)
+        return PreparedCall(call, kernel, finish, timeout_s)
 
     # -- copies ---------------------------------------------------------------------------------
 
@@ -176,7 +176,7 @@ class Collectives(Performer):
         *,
         like: Like | None = None,
         timeout_s: float | None = None,
-    ) -> Transfer[Tensor]:
+    ) -> PreparedCall[Tensor]:
         """Return the tensor of rank `src` on every rank. Collective over the communicator.
 
         Receivers pass a tensor of the same shape and dtype, or None with `like=(shape, dtype)`.
@@ -197,7 +197,7 @@ class Collectives(Performer):
     @verb
     def broadcast_(
         self, x: Tensor, src: int = 0, *, timeout_s: float | None = None
-    ) -> Transfer[Tensor]:
+    ) -> PreparedCall[Tensor]:
         """Replace `x` on every rank by the tensor of rank `src`; returns `x`."""
         src = check_rank(src, self.size, "src", "broadcast_")
         check_target(x, self._device_for(x), "broadcast_")
@@ -205,7 +205,7 @@ class Collectives(Performer):
 
     def _broadcast_into(
         self, out: Tensor, work: Tensor, x: Tensor | None, src: int, timeout_s: float | None
-    ) -> Transfer[Tensor]:
+    ) -> PreparedCall[Tensor]:
         leaves = out is x and self.rank != src and leaves_graph(out, "broadcast_")
         call = self._described("broadcast", x, root=src)
         nbytes = work.nbytes
@@ -219,7 +219,7 @@ class Collectives(Performer):
             return out
 
         kernel = partial(self._engine_for(work.device).broadcast_, work, src)
-        return Transfer(call, kernel, finish, timeout_s)
+        return PreparedCall(call, kernel, finish, timeout_s)
 
     @verb
     def all_gather(
@@ -229,7 +229,7 @@ class Collectives(Performer):
         sizes: Sequence[int] | None = None,
         *,
         timeout_s: float | None = None,
-    ) -> Transfer[Tensor]:
+    ) -> PreparedCall[Tensor]:
         """Return the blocks of all ranks joined along `dim`, on every rank.
 
         Collective over the communicator. Blocks may differ along `dim` and may be empty there;
@@ -242,7 +242,7 @@ class Collectives(Performer):
 
     def _joined(
         self, x: Tensor, dim: int, lengths: Sequence[int], timeout_s: float | None = None
-    ) -> Transfer[Tensor]:
+    ) -> PreparedCall[Tensor]:
         """Prepare `all_gather` with arguments that were checked before."""
         rows = rows_first(x, dim)
         out = rows.new_empty((sum(lengths), *rows.shape[1:]))
@@ -251,7 +251,7 @@ class Collectives(Performer):
         call.received = out.nbytes - call.sent
         engine = self._engine_for(x.device)
         kernel = partial(engine.all_gather_rows, out, lengths, rows, alike=dim)
-        return Transfer(call, kernel, partial(rows_back, out, dim), timeout_s)
+        return PreparedCall(call, kernel, partial(rows_back, out, dim), timeout_s)
 
     @verb
     def gather(
@@ -262,7 +262,7 @@ class Collectives(Performer):
         sizes: Sequence[int] | None = None,
         *,
         timeout_s: float | None = None,
-    ) -> Transfer[Tensor | None]:
+    ) -> PreparedCall[Tensor | None]:
         """Return the blocks of all ranks joined along `dim` on rank `dst`, None on the others.
 
         Collective over the communicator; sizes as in `all_gather`.
@@ -275,7 +275,7 @@ class Collectives(Performer):
 
     def _joined_at(
         self, dst: int, x: Tensor, dim: int, lengths: Sequence[int], timeout_s: float | None
-    ) -> Transfer[Tensor | None]:
+    ) -> PreparedCall[Tensor | None]:
         """Prepare `gather` with arguments that were checked before."""
         rows = rows_first(x, dim)
         out = rows.new_empty((sum(lengths), *rows.shape[1:])) if dst == self.rank else None
@@ -284,7 +284,7 @@ class Collectives(Performer):
         call.received = 0 if out is None else out.nbytes
         outs = None if out is None else out.split_with_sizes(lengths)
         kernel = partial(self._engine_for(x.device).gather, outs, rows, dst)
-        return Transfer(
+        return PreparedCall(
             call, kernel, lambda: None if out is None else rows_back(out, dim), timeout_s
         )
 
@@ -298,7 +298,7 @@ class Collectives(Performer):
         *,
         like: Like | None = None,
         timeout_s: float | None = None,
-    ) -> Transfer[Tensor]:
+    ) -> PreparedCall[Tensor]:
         """Return this rank's block along `dim` of the tensor of rank `src`.
 
         Collective over the communicator. Only `src` needs a tensor; the others pass None. `sizes`
@@ -357,7 +357,7 @@ class Collectives(Performer):
         call.received = out.nbytes
         ins = None if rows is None else rows.split_with_sizes(lengths)
         kernel = partial(self._engine.scatter, out, ins, src)
-        return Transfer(call, kernel, lambda: rows_back(out, dim), timeout_s)
+        return PreparedCall(call, kernel, lambda: rows_back(out, dim), timeout_s)
 
     @verb
     def all_to_all(
@@ -367,7 +367,7 @@ class Collectives(Performer):
         recv_sizes: Sequence[int] | None = None,
         *,
         timeout_s: float | None = None,
-    ) -> Transfer[Any]:
+    ) -> PreparedCall[Any]:
         """Send a block of rows to every rank and return the rows received, in rank order.
 
         Collective over the communicator.
@@ -407,7 +407,7 @@ class Collectives(Performer):
         call.received = out.nbytes
         outs, ins = out.split_with_sizes(got), rows.split_with_sizes(sent)
         kernel = partial(self._engine_for(rows.device).all_to_all, outs, ins)
-        return Transfer(call, kernel, lambda: list(outs) if is_list else out, timeout_s)
+        return PreparedCall(call, kernel, lambda: list(outs) if is_list else out, timeout_s)
 
     def _one_per_rank(self, x: Sequence[Tensor]) -> list[Tensor]:
         """Return one tensor for each rank, whose rows have one shape and dtype."""
@@ -430,10 +430,10 @@ class Collectives(Performer):
         return parts
 
     @verb
-    def barrier(self, *, timeout_s: float | None = None) -> Transfer[None]:
+    def barrier(self, *, timeout_s: float | None = None) -> PreparedCall[None]:
         """Return when every rank has called it; on time-out the error names the missing ranks."""
         call = self._described("barrier", None)
-        return Transfer(call, self._engine.barrier, lambda: None, timeout_s)
+        return PreparedCall(call, self._engine.barrier, lambda: None, timeout_s)
 
     # -- small exchanges ------------------------------------------------------------------------
 
@@ -443,7 +443,7 @@ class Collectives(Performer):
         """Do `all_gather_ints` by a transfer that can be left alone (`perform.meanwhile`)."""
         return [tuple(row) for row in self._perform(self._gathered_row(values, timeout_s)).tolist()]
 
-    def _gathered_row(self, values: Sequence[int], timeout_s: float | None) -> Transfer[Tensor]:
+    def _gathered_row(self, values: Sequence[int], timeout_s: float | None) -> PreparedCall[Tensor]:
         """Prepare an exchange of integers, one row per rank; the host wants to know them."""
         row = torch.tensor([list(values)], dtype=torch.int64, device="cpu")
         return replace(self._joined(row, 0, [1] * self.size, timeout_s), is_quiet=True)
@@ -517,7 +517,9 @@ class Collectives(Performer):
     # -- Python objects: pickled by cloudpickle, small things only -------------------------------
 
     @verb
-    def all_gather_object(self, obj: Any, *, timeout_s: float | None = None) -> Transfer[list[Any]]:
+    def all_gather_object(
+        self, obj: Any, *, timeout_s: float | None = None
+    ) -> PreparedCall[list[Any]]:
         """Return the objects of all ranks, in rank order, on every rank. Collective."""
         pickled = self._pickled(obj)
         sizes = self._byte_counts(pickled, timeout_s)
@@ -527,7 +529,7 @@ class Collectives(Performer):
     @verb
     def gather_object(
         self, obj: Any, dst: int = 0, *, timeout_s: float | None = None
-    ) -> Transfer[list[Any] | None]:
+    ) -> PreparedCall[list[Any] | None]:
         """Return the objects of all ranks on rank `dst`, None on the others. Collective."""
         dst = check_rank(dst, self.size, "dst", "gather_object")
         pickled = self._pickled(obj)
@@ -538,7 +540,7 @@ class Collectives(Performer):
     @verb
     def broadcast_object(
         self, obj: Any, src: int = 0, *, timeout_s: float | None = None
-    ) -> Transfer[Any]:
+    ) -> PreparedCall[Any]:
         """Return the object of rank `src` on every rank; the others' is ignored. Collective."""
         src = check_rank(src, self.size, "src", "broadcast_object")
         pickled = self._pickled(obj) if self.rank == src else None
@@ -550,7 +552,7 @@ class Collectives(Performer):
         return sent.then(lambda raw: self._unpickled(raw, [raw.numel()], src)[0])
 
     @verb
-    def all_equal(self, value: Any, *, timeout_s: float | None = None) -> Transfer[bool]:
+    def all_equal(self, value: Any, *, timeout_s: float | None = None) -> PreparedCall[bool]:
         """Return whether all ranks hold an equal value: same type and content. Collective.
 
         Tensors are compared by dtype, shape and bits, dicts and sets in any order, other values by

@@ -12,7 +12,7 @@ from torch.distributed.distributed_c10d import GroupName
 
 from unisono.comm import groups
 from unisono.comm.arguments import check_device, check_ranks, check_timeout, environment_timeout_s
-from unisono.comm.groups import GroupEntry, Handle
+from unisono.comm.groups import GroupEntry, Holder
 from unisono.comm.machine import host_id
 from unisono.comm.messages import MessageVerbs, StartedVerbs
 from unisono.errors import MeshError, UnisonoError, an
@@ -47,7 +47,7 @@ class Communicator(MessageVerbs):
             _engine=entry.engine(device),
             _own_timeout_s=timeout_s,
             _stages=stages,
-            _handle=Handle(),
+            _handle=Holder(),
             _closed=False,
             rank=entry.rank,
             ranks=entry.ranks,
@@ -64,7 +64,7 @@ class Communicator(MessageVerbs):
     group_name: GroupName
     """Name under which torch.distributed knows the group."""
     _own_timeout_s: float | None
-    _handle: Handle
+    _handle: Holder
 
     @classmethod
     def of(

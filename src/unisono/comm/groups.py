@@ -42,7 +42,7 @@ _BESIDE = "gloo"
 """Backend of the CPU group beside a group that serves an accelerator only."""
 
 
-class Handle:
+class Holder:
     """Stands for one communicator that uses a group (communicators compare as values)."""
 
 
@@ -63,7 +63,7 @@ class GroupEntry:
         self.ranks = ranks
         self.made_by_us = made_by_us
         self.rank = group.rank() if group is not None else 0
-        self.holders: weakref.WeakSet[Handle] = weakref.WeakSet()
+        self.holders: weakref.WeakSet[Holder] = weakref.WeakSet()
         self.hosts: tuple[str, ...] | None = None
         self.broken: str | None = None
         """Why the group cannot be used any more."""

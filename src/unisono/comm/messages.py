@@ -23,7 +23,7 @@ from unisono.comm.collectives import (
     leaves_graph,
     replaced,
 )
-from unisono.comm.perform import EXCHANGE_TAG, Transfer, started, verb
+from unisono.comm.perform import EXCHANGE_TAG, PreparedCall, started, verb
 from unisono.errors import MeshError, PartitionError, UnisonoError
 from unisono.expect import expect
 
@@ -34,7 +34,7 @@ class MessageVerbs(Collectives):
     @verb
     def send(
         self, x: Tensor, dst: int, tag: int = 0, *, timeout_s: float | None = None
-    ) -> Transfer[None]:
+    ) -> PreparedCall[None]:
         """Send `x` to rank `dst`, which calls `recv`. Not collective."""
         check_tensor(x, self.device, "send")
         dst = self._check_peer(dst, "dst", "send")
@@ -45,7 +45,7 @@ class MessageVerbs(Collectives):
     @verb
     def recv(
         self, like: Like, src: int, tag: int = 0, *, timeout_s: float | None = None
-    ) -> Transfer[Tensor]:
+    ) -> PreparedCall[Tensor]:
         """Return the tensor that rank `src` sends; `like` gives its shape and dtype."""
         src = self._check_peer(src, "src", "recv")
         tag = self._check_tag(tag, "recv")
@@ -55,7 +55,7 @@ class MessageVerbs(Collectives):
     @verb
     def recv_(
         self, out: Tensor, src: int, tag: int = 0, *, timeout_s: float | None = None
-    ) -> Transfer[Tensor]:
+    ) -> PreparedCall[Tensor]:
         """Fill `out` with the tensor that rank `src` sends, and return it."""
         check_target(out, self.device, "recv_")
         src = self._check_peer(src, "src", "recv_")
@@ -78,7 +78,7 @@ class MessageVerbs(Collectives):
         recvs: Mapping[int, Like],
         *,
         timeout_s: float | None = None,
-    ) -> Transfer[dict[int, Tensor]]:
+    ) -> PreparedCall[dict[int, Tensor]]:
         """Send to some ranks and receive from some, all at once; no pattern can deadlock.
 
         Called by the ranks that take part. What rank a sends to b, b must expect from a with the

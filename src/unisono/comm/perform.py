@@ -1,8 +1,8 @@
 """The one way every verb goes: number the call, compare it, run it to its deadline, report.
 
-A verb is a method that builds a `Transfer`: what it is called, what its kernel does, what becomes
-of the result. `verb` makes it perform the transfer now, `started` leaves it under way and hands out
-a `Pending`. Calls that torch.distributed makes on our groups go the same way.
+A verb is a method that builds a `PreparedCall`: what it is named, what its kernel does, what
+becomes of the result. `verb` makes it perform the call now, `started` leaves it under way and hands
+out a `Pending`. Calls that torch.distributed makes on our groups go the same way.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ EXCHANGE_TAG = 1 << 20
 
 
 @dataclass(slots=True, eq=False)
-class Transfer(Generic[T]):
+class PreparedCall(Generic[T]):
     """A verb that is ready to run."""
 
     call: Call
@@ -59,7 +59,7 @@ class Transfer(Generic[T]):
     verify: Tensor | None = None
     """The tensor whose bits all ranks must share; looked at in check mode."""
 
-    def then(self, step: Callable[[T], U]) -> Transfer[U]:
+    def then(self, step: Callable[[T], U]) -> PreparedCall[U]:
         """Return the same transfer with a further step after it."""
         finish = cast("Callable[[], T]", self.finish)
         return replace(cast("Any", self), finish=lambda: step(finish()))
@@ -117,10 +117,14 @@ class Started(Pending[T]):
     __slots__ = ("_deadline", "_finishing", "_is_inference", "_performer", "_ticket", "_transfer")
 
     def __init__(
-        self, performer: Performer, transfer: Transfer[T], ticket: Ticket | None, deadline: float
+        self,
+        performer: Performer,
+        transfer: PreparedCall[T],
+        ticket: Ticket | None,
+        deadline: float,
     ) -> None:
         self._performer, self._ticket, self._deadline = performer, ticket, deadline
-        self._transfer: Transfer[T] | None = transfer
+        self._transfer: PreparedCall[T] | None = transfer
         self._finishing = threading.Lock()  # a callback of torch may wait in another thread
         self._is_inference = torch.is_inference_mode_enabled()
 
@@ -165,7 +169,7 @@ class Started(Pending[T]):
         return self._ticket is None or self._ticket.done()
 
 
-def verb(prepare: Callable[Concatenate[V, P], Transfer[T]]) -> Callable[Concatenate[V, P], T]:
+def verb(prepare: Callable[Concatenate[V, P], PreparedCall[T]]) -> Callable[Concatenate[V, P], T]:
     """Let a method that prepares a transfer perform it and return its result."""
 
     @functools.wraps(prepare)
@@ -180,7 +184,7 @@ def verb(prepare: Callable[Concatenate[V, P], Transfer[T]]) -> Callable[Concaten
 
 def started(performed: Callable[Concatenate[V, P], T]) -> Callable[Concatenate[Any, P], Pending[T]]:
     """Return a `verb` as a method of `comm.start`, which leaves its transfer under way."""
-    prepare: Callable[..., Transfer[T]] = performed.__wrapped__  # type: ignore[attr-defined]
+    prepare: Callable[..., PreparedCall[T]] = performed.__wrapped__  # type: ignore[attr-defined]
 
     @functools.wraps(prepare)
     def start(self: Any, *args: P.args, **kwargs: P.kwargs) -> Pending[T]:
@@ -210,10 +214,10 @@ class Performer:
     """Whether tensors that no backend of the group serves go through host memory unasked."""
 
     @overload
-    def _perform(self, transfer: Transfer[T]) -> T: ...
+    def _perform(self, transfer: PreparedCall[T]) -> T: ...
     @overload
-    def _perform(self, transfer: Transfer[T], started: Literal[True]) -> Pending[T]: ...
-    def _perform(self, transfer: Transfer[T], started: bool = False) -> Any:
+    def _perform(self, transfer: PreparedCall[T], started: Literal[True]) -> Pending[T]: ...
+    def _perform(self, transfer: PreparedCall[T], started: bool = False) -> Any:
         """Run a transfer and return its result; `started`, what waits for it and has it then."""
         call, entry, engine = transfer.call, self._entry, self._engine
         deadline, group = transfer.timeout_s, entry.group
@@ -291,7 +295,7 @@ class Performer:
             exchange = self._engine.all_gather_ints
             check.verify(call, self.rank, self.ranks, deadline, exchange)
 
-    def _observe_end(self, transfer: Transfer[Any], deadline: float) -> None:
+    def _observe_end(self, transfer: PreparedCall[Any], deadline: float) -> None:
         """Take down a call that has ended; compare its result in check mode."""
         call, recorder = transfer.call, trace.recorder
         if recorder is not None and call.t_start:
@@ -330,7 +334,7 @@ class Performer:
         finish: Callable[[], T],
         timeout_s: float | None = None,
         engine: Engine | None = None,
-    ) -> Transfer[T]:
+    ) -> PreparedCall[T]:
         """Prepare messages to and from several ranks; empty tensors make none.
 
         `engine`: that of their device; None: it is looked up, and they are compared.
@@ -363,7 +367,7 @@ class Performer:
                 entry.awaited[key] = number = entry.awaited.get(key, 0) + 1
                 call.awaits += ((*key, number),)
         kernel = partial(engine.exchange, outgoing, incoming, tag)
-        return Transfer(call, kernel, finish, timeout_s, is_collective=False)
+        return PreparedCall(call, kernel, finish, timeout_s, is_collective=False)
 
     def _device_for(self, x: object) -> torch.device:
         """Return where `x` is expected: on the communicator's device, or where `x` is if the group
@@ -423,7 +427,7 @@ class Performer:
 
     def _planned(
         self, sends: Mapping[int, Tensor], recvs: dict[int, Tensor]
-    ) -> Transfer[dict[int, Tensor]]:
+    ) -> PreparedCall[dict[int, Tensor]]:
         """Prepare messages of slices, as far as the engine takes them; others are copied."""
         engine, device = self._engine, self.device
         for x in (*sends.values(), *recvs.values()):
@@ -482,7 +486,9 @@ class Performer:
             *args: of the kernel.
         """
         call = Call(op, self._entry.name, self._entry.key, root=root)
-        return self._perform(Transfer(call, partial(kernel, *args), None, timeout_s, is_quiet=True))
+        return self._perform(
+            PreparedCall(call, partial(kernel, *args), None, timeout_s, is_quiet=True)
+        )
 
     def _unusable(self, op: str) -> UnisonoError:
         """Return the error of a call on a group that was closed or destroyed, or has failed."""

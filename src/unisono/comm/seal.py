@@ -34,7 +34,7 @@ _SHA = "sha256"
 _CODE_BYTES = 32
 _LEAST_BYTES = 16
 _POLL_S = 0.01
-_given: bytes | None = None
+_override: bytes | None = None
 
 
 class Seal:
@@ -151,13 +151,13 @@ def _forget(ended: weakref.ref[dist.ProcessGroup]) -> None:
 
 def give_secret(secret: bytes) -> None:
     """Have this process use a secret that its launcher has brought by a private way."""
-    global _given
-    _given = secret
+    global _override
+    _override = secret
 
 
 def has_secret() -> bool:
     """Whether a launcher has brought one."""
-    return _given is not None
+    return _override is not None
 
 
 def prove(text: str) -> str:
@@ -177,8 +177,8 @@ def refused(what: str) -> UnisonoError:
 
 def _secret() -> bytes:
     """Return the secret of this process."""
-    if _given is not None:
-        return _given
+    if _override is not None:
+        return _override
     if named := os.environ.get(VARIABLE):
         return _private(Path(named), f"{VARIABLE}={named}")
     try:

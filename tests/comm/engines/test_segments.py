@@ -19,7 +19,7 @@ from unisono.comm import transports, world
 from unisono.comm.engines.shm import core
 from unisono.comm.engines.shm import segment as segments
 from unisono.comm.engines.shm.rendezvous import fitting_slot
-from unisono.comm.engines.shm.segment import KINDS, Segment, SegmentTicket
+from unisono.comm.engines.shm.segment import KINDS, SegmentTicket, SharedSegment
 from unisono.errors import UnisonoError
 from unisono.processes import is_dead, process_start
 
@@ -33,14 +33,14 @@ def open_fds():
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_segment_is_found_by_its_ticket_until_it_is_sealed(kind):
     fds = open_fds()
-    made = Segment.create(8192, kind=kind)
-    found = Segment.open(SegmentTicket.parse(str(made.ticket)))
+    made = SharedSegment.create(8192, kind=kind)
+    found = SharedSegment.open(SegmentTicket.parse(str(made.ticket)))
     memoryview(made.memory)[5000] = 77
     assert memoryview(found.memory)[5000] == 77
     made.seal()
     made.seal()
     with pytest.raises(OSError, match=r"."):
-        Segment.open(made.ticket)
+        SharedSegment.open(made.ticket)
     found.seal()
     assert memoryview(found.memory)[5000] == 77
     assert open_fds() == fds
@@ -48,8 +48,8 @@ def test_a_segment_is_found_by_its_ticket_until_it_is_sealed(kind):
 
 
 def test_a_named_segment_is_private_and_its_name_cannot_be_guessed():
-    made = Segment.create(4096, kind="named")
-    other = Segment.create(4096, kind="named")
+    made = SharedSegment.create(4096, kind="named")
+    other = SharedSegment.create(4096, kind="named")
     path = SHM / made.ticket.where.lstrip("/")
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
     assert made.ticket.where != other.ticket.where
@@ -62,26 +62,28 @@ def test_a_named_segment_is_private_and_its_name_cannot_be_guessed():
 
 
 def test_another_file_in_the_place_of_a_segment_is_refused():
-    made = Segment.create(4096)
+    made = SharedSegment.create(4096)
     wrong = SegmentTicket(made.ticket.kind, made.ticket.where, made.ticket.size, "00" * 16)
     with pytest.raises(OSError, match="another segment"):
-        Segment.open(wrong)
+        SharedSegment.open(wrong)
     with pytest.raises(OSError, match="another file"):
-        Segment.open(SegmentTicket(made.ticket.kind, made.ticket.where, 123, made.ticket.nonce))
+        SharedSegment.open(
+            SegmentTicket(made.ticket.kind, made.ticket.where, 123, made.ticket.nonce)
+        )
     made.seal()
 
 
 def test_segments_of_dead_owners_are_swept_and_others_stay(interpreter):
     script = (
-        "import os, signal; from unisono.comm.engines.shm.segment import Segment;"
-        "print(Segment.create(4096, kind='named').ticket.where, flush=True);"
+        "import os, signal; from unisono.comm.engines.shm.segment import SharedSegment;"
+        "print(SharedSegment.create(4096, kind='named').ticket.where, flush=True);"
         "os.kill(os.getpid(), signal.SIGKILL)"
     )
     words = [interpreter.python, "-W", "ignore", "-c", script]
     run = subprocess.run(words, capture_output=True, text=True, check=False)
     name = run.stdout.strip().lstrip("/")
     assert (SHM / name).exists()
-    mine = Segment.create(4096, kind="named")  # sweeps before
+    mine = SharedSegment.create(4096, kind="named")  # sweeps before
     assert not (SHM / name).exists()
     segments.sweep()
     assert (SHM / mine.ticket.where.lstrip("/")).exists()
@@ -95,7 +97,7 @@ def test_a_full_memory_is_an_error_with_the_needed_size(monkeypatch):
     monkeypatch.setattr(os, "posix_fallocate", full)
     fds = open_fds()
     for kind in KINDS:
-        made = Segment.create(8 << 20, kind=kind)
+        made = SharedSegment.create(8 << 20, kind=kind)
         with pytest.raises(UnisonoError, match=r"8\.0 MB of shared memory") as caught:
             made.reserve(0, 8 << 20, "a group of 2 ranks")
         assert "HINT" in str(caught.value)
@@ -105,7 +107,7 @@ def test_a_full_memory_is_an_error_with_the_needed_size(monkeypatch):
 
 
 def test_memory_is_mapped_as_long_as_somebody_looks_at_it():
-    made = Segment.create(1 << 20)
+    made = SharedSegment.create(1 << 20)
     made.seal()
 
     def mappings():
@@ -181,7 +183,7 @@ def test_a_rank_that_cannot_map_the_segment_is_reached_over_the_network(monkeypa
         raise PermissionError(errno.EACCES, "no access to the other process")
 
     if dist.get_rank() == 1:
-        monkeypatch.setattr(Segment, "open", forbidden)
+        monkeypatch.setattr(SharedSegment, "open", forbidden)
     group = dist.new_group(backend="shm")
     x = torch.ones(100_000)
     dist.all_reduce(x, group=group)

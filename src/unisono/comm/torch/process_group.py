@@ -42,7 +42,7 @@ from unisono.comm.call import Call
 from unisono.comm.engines.base import Blocks, Engine, How, Ticket
 from unisono.comm.groups import GroupEntry
 from unisono.comm.health import trace, watchdog
-from unisono.comm.perform import Pending, Performer, Started, Transfer
+from unisono.comm.perform import Pending, Performer, PreparedCall, Started
 from unisono.comm.reductions import PLAIN_DTYPES, check_op
 from unisono.comm.torch import sparse, staging
 from unisono.comm.torch.entry import entry, message
@@ -291,7 +291,7 @@ class TransportProcessGroup(dist.ProcessGroup):
             under_way = [ticket for ticket in tickets if ticket is not None]
             return AllTickets(under_way) if len(under_way) > 1 else next(iter(under_way), None)
 
-        transfer = Transfer(call, run, targets.deliver, self._timeout_s(opts))
+        transfer = PreparedCall(call, run, targets.deliver, self._timeout_s(opts))
         if not is_async:
             performer._perform(transfer)
             return DoneWork(targets.originals)
@@ -314,7 +314,7 @@ class TransportProcessGroup(dist.ProcessGroup):
         call = Call(name, entry.name, f"{entry.key}/messages", x.shape, x.dtype)
         call.sends_to, call.receives_from = to, source
         calls.latest_call = call
-        transfer = Transfer(call, kernel, targets.deliver)
+        transfer = PreparedCall(call, kernel, targets.deliver)
         return _as_work(
             Started(performer, transfer, kernel(), self._timeout_s(None)), targets, None
         )
@@ -369,7 +369,7 @@ class TransportProcessGroup(dist.ProcessGroup):
         if timeout_s <= 0:
             timeout_s = self._deadline_s or self.options._timeout.total_seconds()
         kernel = partial(engine.all_reduce_, x, op)
-        performer._perform(Transfer(call, kernel, [None].pop, timeout_s))
+        performer._perform(PreparedCall(call, kernel, [None].pop, timeout_s))
         return DoneWork(tensors)
 
     @entry("all_reduce", "tensors", AllreduceCoalescedOptions, "op timeout")
@@ -409,7 +409,7 @@ class TransportProcessGroup(dist.ProcessGroup):
                 sparse.all_reduce_(x, op, engine, timeout_s)
 
         call = Call("all_reduce", entry.name, entry.key, xs[0].shape, xs[0].dtype, op)
-        performer._perform(Transfer(call, reduce_all, None, self._timeout_s(opts)))
+        performer._perform(PreparedCall(call, reduce_all, None, self._timeout_s(opts)))
         return DoneWork(list(xs), self._dropped)
 
     @entry(

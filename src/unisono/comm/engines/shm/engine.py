@@ -14,7 +14,7 @@ from torch import Tensor
 
 from unisono.comm.engines.base import Blocks, How, Messages, SourceTicket, Ticket
 from unisono.comm.engines.shm import core
-from unisono.comm.engines.shm.segment import Segment, SegmentTicket
+from unisono.comm.engines.shm.segment import SegmentTicket, SharedSegment
 from unisono.comm.engines.signature import OP_NUMBERS, mismatch, name_of
 from unisono.comm.engines.transport import TransportEngine, Watch
 from unisono.comm.health import failures
@@ -84,7 +84,7 @@ class ShmEngine(TransportEngine):
 
     def __init__(
         self,
-        segment: Segment,
+        segment: SharedSegment,
         size: int,
         slot_bytes: int,
         rank: int,
@@ -296,7 +296,7 @@ class ShmEngine(TransportEngine):
                 raise UnisonoError(text)
             problem = ""
             try:
-                segment = segment or Segment.open(SegmentTicket.parse(text))
+                segment = segment or SharedSegment.open(SegmentTicket.parse(text))
                 first = 0 if self.rank == 0 else offset
                 segment.reserve(first, offset + nbytes - first, request)
             except (OSError, UnisonoError) as error:
@@ -318,7 +318,7 @@ class ShmEngine(TransportEngine):
         flat = torch.frombuffer(segment.memory, dtype=dtype, count=count, offset=offset)
         return flat.view(tuple(shape))
 
-    def _allocate(self, nbytes: int, total: int) -> tuple[Segment | None, str]:
+    def _allocate(self, nbytes: int, total: int) -> tuple[SharedSegment | None, str]:
         """Make the file of a buffer; return it, and what the other ranks need to know."""
         used = self._segment_bytes + sum(list(self._buffers.values()))
         room = self._max_bytes - used
@@ -330,7 +330,7 @@ class ShmEngine(TransportEngine):
                     f"{self.size} * {nbytes / _MB:.1f} MB = {total / _MB:.1f} MB",
                     "a larger UNISONO_SHM_MAX_MB, or a smaller buffer",
                 )
-            segment = Segment.create(total, kind=self._kind)
+            segment = SharedSegment.create(total, kind=self._kind)
         except (OSError, UnisonoError) as error:
             return None, f"no {error}"
         return segment, f"ok {segment.ticket}"

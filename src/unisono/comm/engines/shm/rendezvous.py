@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from unisono.comm.engines.shm import core
 from unisono.comm.engines.shm.engine import ShmEngine
-from unisono.comm.engines.shm.segment import KINDS, Segment, SegmentTicket
+from unisono.comm.engines.shm.segment import KINDS, SegmentTicket, SharedSegment
 from unisono.comm.health import mark_as_news
 from unisono.comm.machine import host_id, is_card_dead, own_card
 from unisono.errors import RankFailed, RankTimeout, UnisonoError, compress_ranks
@@ -121,14 +121,14 @@ class Rendezvous:
                 return self._engine_on(segment)
         return None
 
-    def _engine_on(self, segment: Segment) -> ShmEngine:
+    def _engine_on(self, segment: SharedSegment) -> ShmEngine:
         processes = [(member.card[1], member.card[2]) for member in self.members]
         place = self._size, self._slot_bytes, self._rank, self._ranks, processes
         engine = ShmEngine(segment, *place, max_mb=_max_mb())
         engine.barrier(async_op=False, timeout_s=self._timeout_s)
         return engine
 
-    def _attempt(self, attempt: int, kind: str) -> tuple[list[str], Segment | None]:
+    def _attempt(self, attempt: int, kind: str) -> tuple[list[str], SharedSegment | None]:
         """Make or open the segment; return how all ranks of the group fared."""
         segment = None
         try:
@@ -143,13 +143,13 @@ class Rendezvous:
                 raise UnisonoError(message)
         return reports, segment
 
-    def _map(self, key: str, kind: str) -> tuple[Segment | None, str]:
+    def _map(self, key: str, kind: str) -> tuple[SharedSegment | None, str]:
         """Return the segment, or None and the reason."""
         size = self._size
         if self._rank == 0:
             try:
                 self._slot_bytes = slot_bytes = wanted_slot(size)
-                segment = Segment.create(core.load().layout(size, slot_bytes)[0], kind=kind)
+                segment = SharedSegment.create(core.load().layout(size, slot_bytes)[0], kind=kind)
                 touch(segment, size, slot_bytes, 0)
             except OSError as error:
                 self._set(key, f"none {error}")
@@ -165,7 +165,7 @@ class Rendezvous:
             return None, f"error {text}" if word == "error" else text
         self._slot_bytes = int(word)
         try:
-            segment = Segment.open(SegmentTicket.parse(text))
+            segment = SharedSegment.open(SegmentTicket.parse(text))
         except OSError as error:
             return None, str(error)
         try:
@@ -278,7 +278,7 @@ class Rendezvous:
         )
 
 
-def touch(segment: Segment, size: int, slot_bytes: int, rank: int) -> None:
+def touch(segment: SharedSegment, size: int, slot_bytes: int, rank: int) -> None:
     """Take the memory of a rank's own slots, and with rank 0 what all ranks share."""
     _, common, slots_bytes, _, _ = core.load().layout(size, slot_bytes)
     purpose = f"a shm group of {size} ranks with slots of {slot_bytes // 1024} KB"

@@ -56,7 +56,7 @@ class SegmentTicket:
         return SegmentTicket(kind, where, int(size), nonce)
 
 
-class Segment:
+class SharedSegment:
     """Shared memory, mapped into this process.
 
     Attributes:
@@ -72,7 +72,7 @@ class Segment:
         self._fd = fd
 
     @classmethod
-    def create(cls, size: int, *, kind: str = KINDS[0]) -> Segment:
+    def create(cls, size: int, *, kind: str = KINDS[0]) -> SharedSegment:
         """Make a segment of zeros, which has no memory yet: see `reserve`.
 
         Raises:
@@ -92,7 +92,7 @@ class Segment:
         return cls(memory, SegmentTicket(kind, where, size, nonce.hex()), fd)
 
     @classmethod
-    def open(cls, ticket: SegmentTicket) -> Segment:
+    def open(cls, ticket: SegmentTicket) -> SharedSegment:
         """Map the segment another process made.
 
         Raises:
