@@ -19,6 +19,11 @@ def wide(x: Tensor) -> Tensor:
     return x.float() if x.dtype in NARROW else x
 
 
+def wide_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype in which `wide` gives values of a dtype."""
+    return torch.float32 if dtype in NARROW else dtype
+
+
 def sum_dtype(x: Tensor) -> torch.dtype | None:
     """Return the dtype to sum a tensor in: float32 for 16 bits, whose means are finite then."""
     return torch.float32 if x.dtype in NARROW else None

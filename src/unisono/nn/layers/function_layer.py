@@ -18,7 +18,7 @@ from unisono.errors import PartitionError
 from unisono.nn.agreement import Cuts, Table
 from unisono.nn.planned import PlannedModule
 from unisono.nn.split_tensors.blocks import recut
-from unisono.nn.split_tensors.tensor import Cut, Run, Split, by_blocks, mapped
+from unisono.nn.split_tensors.tensor import Cut, Run, Split, by_blocks, mapped, shown
 from unisono.topology.decompose import split_sizes
 
 
@@ -96,7 +96,7 @@ class FunctionLayer(PlannedModule[FunctionPlan]):
         plan = self._plan
         if type(x) is Split or not isinstance(x, Tensor) or not plan.cuts:
             return x
-        split: Any = Split(x, plan.cuts, plan.run)
+        split: Any = shown(x, plan.shape, plan.cuts, plan.run)
         for dim, sizes in plan.balanced.items():
             split = recut(split, dim, sizes)
         return split

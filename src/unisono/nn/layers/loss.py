@@ -17,7 +17,7 @@ from unisono.expect import expect_choice
 from unisono.nn.agreement import Table
 from unisono.nn.layers.function_layer import FunctionLayer, FunctionPlan
 from unisono.nn.planned import check_dims
-from unisono.nn.precision import wide
+from unisono.nn.precision import wide, wide_dtype
 from unisono.nn.split_tensors.pointwise import stray_label
 from unisono.nn.split_tensors.tensor import Split
 from unisono.topology import Partition
@@ -187,7 +187,7 @@ class DistributedNLLLoss(FunctionLayer):
             self._function,
             wide(self._tied(input)),
             target=Split(target, cuts, plan.run) if cuts else target,
-            weight=None if self.weight is None else self.weight.to(wide(input[:0]).dtype),
+            weight=None if self.weight is None else self.weight.to(wide_dtype(input.dtype)),
             ignore_index=self.ignore_index,
             reduction=self.reduction,
             **self._further(),

@@ -21,8 +21,8 @@ from unisono.nn.agreement import Table
 from unisono.nn.layers.function_layer import FunctionLayer, FunctionPlan
 from unisono.nn.parameters import Weights, check_weights, held_by, nothing, part
 from unisono.nn.planned import check_dims, check_sizes
-from unisono.nn.precision import wide
-from unisono.nn.split_tensors.tensor import Cut, Split
+from unisono.nn.precision import wide, wide_dtype
+from unisono.nn.split_tensors.tensor import Cut, shown
 from unisono.nn.state import HoldingModule, current_state_mode
 from unisono.topology import Partition
 from unisono.topology.decompose import block, split_cuts, split_sizes
@@ -97,7 +97,7 @@ class _Norm(FunctionLayer, HoldingModule[Any]):
     def _affine(self, x: Tensor) -> dict[str, Tensor | None]:
         """Return scale and shift for work on a block; their gradients are summed."""
         values = [*self._used(("weight", "bias"), [self._block.shape] * 2), None, None]
-        dtype = wide(x[:0]).dtype
+        dtype = wide_dtype(x.dtype)
         return {
             name: None if t is None else self._cut(t.to(dtype))
             for name, t in zip(("weight", "bias"), values, strict=False)
@@ -106,7 +106,9 @@ class _Norm(FunctionLayer, HoldingModule[Any]):
     def _cut(self, t: Tensor) -> Tensor:
         """Show the own block of a parameter, or of statistics, as a split tensor."""
         plan = self._plan
-        return Split(t, plan.parameters, plan.run) if plan.parameters else t
+        if not plan.parameters:
+            return t
+        return shown(t, self._block.global_shape, plan.parameters, plan.run)
 
     def _check_values(self, statistics: int, hint: str) -> None:
         """Raise unless there are at least two values behind each statistic."""
@@ -148,7 +150,7 @@ class _Tracking(_Norm):
         """Call torch's norm with the running statistics, which it reads or moves by `factor`."""
         x = x if uses_input else wide(x)
         running = [self.running_mean, self.running_var] if updates or not uses_input else [None] * 2
-        dtype = wide(x[:0]).dtype
+        dtype = wide_dtype(x.dtype)
         wider = [None if t is None else t.to(dtype) for t in running]
         mean, variance = (None if t is None else self._cut(t) for t in wider)
         affine = self._affine(x)

@@ -138,6 +138,8 @@ def placed(x: Tensor, cuts: Mapping[int, Cut], rest: Sequence[Cut], run: Run) ->
 
     Along `rest` every rank does own work with all of it.
     """
+    if isinstance(x, Split) and x.cuts == cuts:
+        return own_copy(x.local, rest, run)
     for dim, cut in x.cuts.items() if isinstance(x, Split) else ():
         if not isinstance(x, Split):
             break

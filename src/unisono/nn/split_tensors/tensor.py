@@ -967,7 +967,10 @@ def by_blocks(func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         known = _FUNCTIONS.get(func) or _known(func)
         if known.how is None:
             raise NoRule(known.name)
-        return by_rule(known.how, func, known.name, args, kwargs)
+        try:
+            return known.how(func, *args, **kwargs)
+        except NeedsWhole:
+            return by_rule(known.how, func, known.name, args, kwargs)
 
 
 def refuse_passed_by(x: Split) -> None:
@@ -1115,6 +1118,11 @@ def _refuse_memory(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
 def _version(x: Tensor) -> int:
     """Return how often a tensor was changed in place; tensors of inference mode do not count it."""
     return 0 if x.is_inference() else x._version
+
+
+def shown(local: Tensor, shape: Sequence[int], cuts: Cuts, run: Run) -> Split:
+    """Return a block as a `Split` of a known shape; `cuts` are in order and never changed."""
+    return _made(local, shape, cuts, run)
 
 
 def like(x: Split, local: Tensor, cuts: Cuts | None = None) -> Tensor:
