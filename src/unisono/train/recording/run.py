@@ -42,7 +42,7 @@ from unisono.train.recording import directory as directories
 from unisono.train.recording.report import Report, check_trackers, conclude
 
 if TYPE_CHECKING:
-    from unisono.topology.fanout import Layout
+    from unisono.topology.fanout import RankGrid
 
 _CPU = torch.device("cpu")
 FLUSH_NS = 200_000_000
@@ -228,7 +228,7 @@ class Run:
             self._spans.append((name, begin, time.perf_counter_ns()))
 
     def layout(
-        self, layout: Layout, shape: Sequence[int] | None = None, *, name: str = "ranks"
+        self, layout: RankGrid, shape: Sequence[int] | None = None, *, name: str = "ranks"
     ) -> None:
         """Draw in the report who holds which block.
 
