@@ -250,21 +250,21 @@ def _any_gradient(parameters: Iterable[Tensor]) -> bool:
 
 
 def _matrix(groups: GraphGroups | None) -> GraphGroups:
-    found = current_groups() if groups is None else groups
-    if found is not None:
-        return found
+    matrix = current_groups() if groups is None else groups
+    if matrix is not None:
+        return matrix
     return graph_groups(1, comm=alone("sync_gradients", "groups=graph_groups(2)"))
 
 
 def _listed(parameters: nn.Module | Iterable[Tensor]) -> list[Tensor]:
-    given: Iterable[object]
+    tensors: Iterable[object]
     if isinstance(parameters, nn.Module):
-        given = parameters.parameters()
+        tensors = parameters.parameters()
     else:  # a tensor by itself would be taken apart into its rows
         several = isinstance(parameters, Iterable) and not isinstance(parameters, Tensor)
-        given = parameters if several else (parameters,)
+        tensors = parameters if several else (parameters,)
     listed: dict[int, Any] = {}
-    for p in given:
+    for p in tensors:
         expect("a parameter", p, Tensor, "sync_gradients(model), or model.parameters()")
         listed[id(p)] = p
     return list(listed.values())

@@ -142,12 +142,12 @@ def _pairs(places: Tensor, is_home: Tensor, cutoff: float) -> tuple[Tensor, Tens
     dims = places.shape[1]
     if dims > 3 or find_spec("vesin") is None:
         homes = is_home.nonzero()[:, 0]
-        found = [torch.empty(2, 0, dtype=torch.int64)]
+        pairs = [torch.empty(2, 0, dtype=torch.int64)]
         for some in homes.split(TARGETS):
             apart = torch.cdist(places, places[some], compute_mode="donot_use_mm_for_euclid_dist")
             first, second = (apart <= 1.000001 * cutoff).nonzero().T
-            found.append(torch.stack([first, some[second]]))
-        first, second = torch.cat(found, 1)
+            pairs.append(torch.stack([first, some[second]]))
+        first, second = torch.cat(pairs, 1)
         keep = first != second
         return first[keep], second[keep]
     import vesin  # an extra; GPUs of its own it finds through cupy, which is not used here
@@ -195,29 +195,29 @@ def _cells(
     """
     if cell is None:
         return torch.eye(dims, dtype=torch.float64)[None], torch.zeros(dims, dtype=torch.bool)
-    asked = "radius_graph(cell=...)"
-    wanted = f"one cell [{dims}, {dims}], or one for each graph [B, {dims}, {dims}]"
+    request = "radius_graph(cell=...)"
+    expected = f"one cell [{dims}, {dims}], or one for each graph [B, {dims}, {dims}]"
     if cell.dim() not in (2, 3) or tuple(cell.shape[-2:]) != (dims, dims):
-        found = f"a cell of shape {list(cell.shape)} for points in {dims} dimensions"
-        raise PartitionError.because(asked, found, None, wanted)
+        problem = f"a cell of shape {list(cell.shape)} for points in {dims} dimensions"
+        raise PartitionError.because(request, problem, None, expected)
     cells = cell.detach().cpu().double().reshape(-1, dims, dims).clone()
     count = int(graphs.max()) + 1 if len(graphs) else 1
     if cells.shape[0] not in (1, count):
-        found = f"{cells.shape[0]} cells for {count} graphs"
-        raise PartitionError.because(asked, found, None, wanted)
+        problem = f"{cells.shape[0]} cells for {count} graphs"
+        raise PartitionError.because(request, problem, None, expected)
     if not bool(cells.isfinite().all()):
-        raise PartitionError.because(asked, "nan or infinity in it", None, "finite vectors")
+        raise PartitionError.because(request, "nan or infinity in it", None, "finite vectors")
     repeats = torch.tensor([pbc] * dims if isinstance(pbc, bool) else [bool(p) for p in pbc])
     if repeats.shape != (dims,):
-        found, hint = f"{len(repeats)} entries for {dims} vectors", "pbc=(True, True, False)"
-        raise PartitionError.because("radius_graph(pbc=...)", found, None, hint)
+        problem, hint = f"{len(repeats)} entries for {dims} vectors", "pbc=(True, True, False)"
+        raise PartitionError.because("radius_graph(pbc=...)", problem, None, hint)
     kept = int(repeats.sum())
     for vectors in cells:
         periodic = vectors[repeats]
         spread = torch.linalg.svd(periodic)
         if kept and float(spread.S.min()) < 1e-9 * float(spread.S.max()) + 1e-12:
             raise PartitionError.because(
-                asked,
+                request,
                 f"the vectors span no volume: {periodic.tolist()}",
                 None,
                 f"{kept} vectors that do not lie in one plane, or pbc=False",
@@ -233,8 +233,8 @@ def _checked(pos: Tensor, cutoff: float, targets: Tensor | None) -> tuple[Tensor
         raise PartitionError.because(f"radius_graph(cutoff={cutoff})", None, None, "cutoff > 0")
     if targets is None:
         return points, torch.arange(len(points))
-    asked, hint = "radius_graph(targets=...)", "the numbers of points: mask.nonzero()[:, 0]"
-    return points, integer_list(targets, "targets", asked, hint, below=len(points))
+    request, hint = "radius_graph(targets=...)", "the numbers of points: mask.nonzero()[:, 0]"
+    return points, integer_list(targets, "targets", request, hint, below=len(points))
 
 
 def _graphs(batch: Tensor | None, points: int) -> Tensor:

@@ -67,13 +67,13 @@ class Transfer:
                 "handle = plan.start(x); rows = handle.wait()",
             )
         pending, self.pending = self.pending, None
-        found = pending.wait()
+        arrived = pending.wait()
         if not self.home:
-            return found
+            return arrived
         total = torch.zeros(
-            (self.rows.num_rows, *found.shape[1:]), dtype=found.dtype, device=found.device
+            (self.rows.num_rows, *arrived.shape[1:]), dtype=arrived.dtype, device=arrived.device
         )
-        return total.index_add_(0, self.rows.send_index, found)
+        return total.index_add_(0, self.rows.send_index, arrived)
 
 
 class Depart(LinearMap):

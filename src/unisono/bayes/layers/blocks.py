@@ -170,9 +170,9 @@ def first_nan(layers: Sequence[BaseLayer], x: Moments, place: str = "") -> str:
     for n, layer in enumerate(layers):
         where = f"layer {place}{n}, {layer.get_layer_info()}"
         if isinstance(layer, LayerBlock):
-            found = first_nan(layer.layers, x, f"{place}{n}.")
-            if found:
-                return found
+            origin = first_nan(layer.layers, x, f"{place}{n}.")
+            if origin:
+                return origin
         for _, leaf in layer.leaves():
             for name, tensor in leaf.tensors().items():
                 if nan_in(tensor):

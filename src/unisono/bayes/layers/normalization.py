@@ -90,7 +90,7 @@ class _Norm(BaseLayer):
         """Sum over the groups for the gains; scale back for the input."""
         p = self._live
         unit, inverse, slope, dims, shape = self._memory
-        given, delta = delta.mean.shape, delta.reshaped(*unit.shape)
+        sample, delta = delta.mean.shape, delta.reshaped(*unit.shape)
         p.delta_mean_w.copy_((unit * delta.mean).sum(dims).view(-1))
         p.delta_var_w.copy_((unit * unit * delta.var).sum(dims).view(-1))
         if self.bias:
@@ -100,7 +100,7 @@ class _Norm(BaseLayer):
             return None
         factor = p.mean_w.view(shape) * inverse
         back = Delta(delta.mean * factor, delta.var * factor * factor).through_(slope)
-        return back.reshaped(*given)
+        return back.reshaped(*sample)
 
 
 class BatchNorm2d(_Norm):
