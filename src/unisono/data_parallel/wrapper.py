@@ -338,6 +338,9 @@ class DataParallel(nn.Module):
         try:
             return super().__getattr__(name)
         except AttributeError as error:
+            if name == "register_comm_hook":
+                hint = "DataParallel(module, compression=functools.partial(hook, state))"
+                raise AttributeError(f"{error}\n  HINT: {hint}") from None
             inner = self.__dict__.get("_modules", {}).get("module")
             if inner is None or name.startswith("_") or not hasattr(inner, name):
                 raise

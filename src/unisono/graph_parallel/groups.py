@@ -232,7 +232,7 @@ def current_gp() -> Communicator:
     """
     if _installed is not None and _installed.world is dist.group.WORLD:
         return _installed.groups.gp
-    return alone("a graph-parallel region", "comm=...")
+    return alone("a graph-parallel region", "comm=unisono.world()")
 
 
 def alone(request: str, option: str) -> Communicator:
@@ -243,7 +243,7 @@ def alone(request: str, option: str) -> Communicator:
             f"{request} before set-up",
             f"a world of {whole.size} ranks and no graph-parallel groups",
             None,
-            f'setup_gp({{"gp_gpus": {whole.size}, "distributed_backend": None}}), or {option}',
+            f'{option}, or setup_gp({{"gp_gpus": {whole.size}, "distributed_backend": None}})',
         )
     return whole
 
