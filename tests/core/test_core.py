@@ -645,10 +645,10 @@ def test_an_idle_wait_costs_little(kind):
 
 def test_a_core_of_another_version_is_not_used(monkeypatch):
     monkeypatch.setattr(core, "VERSION", core.VERSION + 1)
-    core._found.cache_clear()
+    core._loaded.cache_clear()
     try:
         assert "build it again" in (core.unavailable() or "")
         with pytest.raises(UnisonoError, match="version"):
             core.load()
     finally:
-        core._found.cache_clear()
+        core._loaded.cache_clear()
