@@ -95,7 +95,9 @@ def test_rank_with_a_lasting_thread_is_replaced(rank_pool):
     assert set(before).isdisjoint(rank_pool.run(os.getpid, world=2))
 
 
-def test_forked_child_neither_answers_for_its_rank_nor_hides_its_death(rank_pool):
+def test_forked_child_neither_answers_for_its_rank_nor_hides_its_death(rank_pool, monkeypatch):
+    monkeypatch.setattr(rank_pool, "grace_s", 20.0)  # both are to be seen to die
+
     def fork_and_die():
         if os.fork() == 0:
             time.sleep(60)
