@@ -163,8 +163,8 @@ def test_models_come_from_files_and_modules(tmp_path, monkeypatch):
     for word, message in (
         ("resnet", "there are mlp, cnn, transformer, graph, bayes"),
         (f"{tmp_path / 'no.py'}:make", "No such file"),
-        (f"{tmp_path / 'train.py'}:missing", "no function 'missing'"),
-        (f"{tmp_path / 'train.py'}:value", "no function 'value'"),
+        (f"{tmp_path / 'train.py'}:missing", "no attribute 'missing'"),
+        (f"{tmp_path / 'train.py'}:value", "not callable"),
         (f"{tmp_path / 'train.py'}:wrong", "return model, batch"),
         ("nomodule:make", "No module named"),
     ):
@@ -246,11 +246,11 @@ def fixed():
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        (["--model", "{file}:mak"], "{file}:make; also there: needs, wide, empty, fixed"),
-        (["--model", "{file}:empty"], "[0, 4], which has no samples"),
+        (["--model", "{file}:mak"], "no attribute 'mak'"),
+        (["--model", "{file}:empty"], "[0, 4] has no samples"),
         (["--model", "{file}:fixed"], "ReLU has no parameter that is trained"),
-        (["--model", "{file}:needs"], "needs(width=...)"),
-        (["--model", "{file}:wide"], "batch of [8, 5]"),
+        (["--model", "{file}:needs"], "missing 1 required positional argument: 'width'"),
+        (["--model", "{file}:wide"], "shapes cannot be multiplied"),
         (["--plot", "x.foo"], "--plot x.png"),
         (["--plot", "x"], "--plot x.png"),
         (["--plot", "{dir}/none/x.png"], "there is no {dir}/none"),

@@ -154,10 +154,10 @@ def fit_link(link: Link, measured: Mapping[int, Sequence[tuple[int, float]]]) ->
     for ranks in others:
         moving = replace(fitted, latency_s=0.0)
         waiting = all_reduce(0.0, ranks, fitted)
-        found = [
+        factors = [
             max(t - waiting, 0.0) / all_reduce(n, ranks, moving) for n, t in measured[ranks][-2:]
         ]
-        slowdown[ranks] = max(1.0, sum(found) / len(found))
+        slowdown[ranks] = max(1.0, sum(factors) / len(factors))
     return replace(fitted, slowdown=slowdown)
 
 
@@ -192,14 +192,14 @@ def calibrate(
     alone: dict[str, float] = {}
     overlap = 0.0
     for count in (1, *ranks):
-        found = unisono.run(_measure, list(subjects), rounds, ranks=count)[0]
-        for name, seconds in found["steps"].items():
+        measured = unisono.run(_measure, list(subjects), rounds, ranks=count)[0]
+        for name, seconds in measured["steps"].items():
             alone.setdefault(name, seconds)
             slowdown.setdefault(name, {})[count] = max(1.0, seconds / alone[name])
-        for backend, times in found["sums"].items():
+        for backend, times in measured["sums"].items():
             sums[backend][count] = times
         if count == ranks[0]:
-            overlap = found["overlap"]
+            overlap = measured["overlap"]
     links = {name: fit_link(TYPICAL.links[name], sums[name]) for name in sums}
     links["gloo"] = replace(links["gloo"], overlap=overlap)
     today = datetime.datetime.now(tz=datetime.UTC).date()

@@ -76,13 +76,13 @@ def contention(measured: Mapping[int, float], ranks: int, cores: int | None) -> 
     >>> contention({}, 4, 2), contention({2: 1.1, 4: 2.3}, 3, 2), contention({4: 2.3}, 8, 2)
     (2.0, 1.7, 4.6)
     """
-    known = {1: 1.0, **measured}
-    below = max(n for n in known if n <= ranks)
-    above = min((n for n in known if n >= ranks), default=below)
+    factors = {1: 1.0, **measured}
+    below = max(n for n in factors if n <= ranks)
+    above = min((n for n in factors if n >= ranks), default=below)
     if above > below:
         share = (ranks - below) / (above - below)
-        return known[below] + share * (known[above] - known[below])
-    return known[below] * _turns(ranks, cores) / _turns(below, cores)
+        return factors[below] + share * (factors[above] - factors[below])
+    return factors[below] * _turns(ranks, cores) / _turns(below, cores)
 
 
 def _turns(ranks: int, cores: int | None) -> float:

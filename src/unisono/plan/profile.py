@@ -131,20 +131,20 @@ def _measure(steps: Sequence[Step]) -> list[tuple[float, ...]]:
         counts.append(max(1, min(50, round(_ROUND_S / max(sum(step()), 1e-6)))))
     rounds: list[list[tuple[float, ...]]] = [[] for _ in steps]
     for _ in range(_ROUNDS):
-        for step, count, found in zip(steps, counts, rounds, strict=True):
+        for step, count, times in zip(steps, counts, rounds, strict=True):
             parts = zip(*(step() for _ in range(count)), strict=True)
-            found.append(tuple(statistics.fmean(part) for part in parts))
-    return [tuple(map(statistics.median, zip(*found, strict=True))) for found in rounds]
+            times.append(tuple(statistics.fmean(part) for part in parts))
+    return [tuple(map(statistics.median, zip(*times, strict=True))) for times in rounds]
 
 
 def _kept_bytes(model: nn.Module, forward: Callable[[], object]) -> int:
     """Return the bytes that autograd keeps from forward to backward, parameters left out."""
-    own = {p.untyped_storage().data_ptr() for p in model.parameters()}
+    parameters = {p.untyped_storage().data_ptr() for p in model.parameters()}
     kept: dict[int, int] = {}
 
     def note(x: Tensor) -> Tensor:
         storage = x.untyped_storage()
-        if storage.data_ptr() not in own:
+        if storage.data_ptr() not in parameters:
             kept[storage.data_ptr()] = storage.nbytes()
         return x
 
@@ -204,7 +204,7 @@ def _graph_shares(
         )
         return split.stats(graph.edge_index)
 
-    def asked(ranks: int, samples: float) -> Share:
+    def share_of(ranks: int, samples: float) -> Share:
         if 2 * ranks > graph.nodes:
             return Share(refusal=f"{ranks} ranks for {graph.nodes} nodes of a graph")
         stats = stats_of(ranks)
@@ -222,7 +222,7 @@ def _graph_shares(
             note=f"{rows} of {graph.nodes} rows fetched",
         )
 
-    return asked
+    return share_of
 
 
 def _trained(model: nn.Module) -> list[nn.Parameter]:
@@ -239,13 +239,13 @@ def _nbytes(x: Tensor) -> int:
 
 def _leaves(model: nn.Module) -> list[tuple[str, nn.Module]]:
     """Return modules without children, or with parameters of their own, in order."""
-    found: list[tuple[str, nn.Module]] = []
+    leaves: list[tuple[str, nn.Module]] = []
     for name, module in model.named_modules():
-        inside = any(name.startswith(f"{outer}.") for outer, _ in found)
+        inside = any(name.startswith(f"{outer}.") for outer, _ in leaves)
         owns = any(True for _ in module.parameters(recurse=False))
         if not inside and (owns or not any(True for _ in module.children())):
-            found.append((name, module))
-    return found
+            leaves.append((name, module))
+    return leaves
 
 
 def _measured_layers(subject: Subject) -> list[Layer]:
@@ -274,7 +274,7 @@ def _measured_layers(subject: Subject) -> list[Layer]:
             whole.append(time.perf_counter() - start)
     names = {module: name for name, module in leaves}
     trained = dict.fromkeys(_trained(model))  # each once, in the first layer that has it
-    held = {m: [p for p in m.parameters() if trained.pop(p, 0) is None] for m in spent}
+    owned = {m: [p for p in m.parameters() if trained.pop(p, 0) is None] for m in spent}
     # A module that forward uses n times has n times in each round; their sum counts.
     shares = {module: _median_share(times, whole) for module, times in spent.items()}
     total = max(1.0, math.fsum(shares.values()))
@@ -282,7 +282,7 @@ def _measured_layers(subject: Subject) -> list[Layer]:
         Layer(
             name=names[module] or "-",
             kind="Linear" if isinstance(module, nn.Linear) else type(module).__name__,
-            parameter_bytes=sum(map(_nbytes, held[module])),
+            parameter_bytes=sum(map(_nbytes, owned[module])),
             share=share / total,
             input_shape=shapes[module][0],
             output_shape=shapes[module][1],
@@ -333,9 +333,9 @@ def _sent_buckets(model: nn.Module, layers: Sequence[Layer]) -> list[SentBucket]
         outer = (".".join(path[:i]) or "-" for i in range(len(path) - 1, -1, -1))
         return next((places[name] for name in outer if name in places), 0)
 
-    found: list[SentBucket] = []
+    buckets: list[SentBucket] = []
     for members in plan_buckets(kinds, BUCKET_MB * 2**20):
         first = min(place(named[i][0]) for i in members)
         size = sum(kinds[i][0] for i in members)
-        found.append(SentBucket(nbytes=size, ready=1 - before[first], needed=before[first]))
-    return found
+        buckets.append(SentBucket(nbytes=size, ready=1 - before[first], needed=before[first]))
+    return buckets

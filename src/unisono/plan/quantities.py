@@ -74,14 +74,14 @@ def write_rate(bytes_per_s: float) -> str:
 
 
 def _parts(text: str, kind: str, example: str) -> tuple[float, str, bool]:
-    found = _NUMBER.fullmatch(text)
+    match = _NUMBER.fullmatch(text)
     try:
-        number = float(found[1]) if found else -1.0
+        number = float(match[1]) if match else -1.0
     except ValueError:
         number = -1.0
-    if found is None or not 0 <= number < math.inf:
+    if match is None or not 0 <= number < math.inf:
         raise _unreadable(text, kind, example)
-    return number, found[2], found[3] is not None
+    return number, match[2], match[3] is not None
 
 
 def _unreadable(text: str, kind: str, example: str) -> UnisonoError:

@@ -20,9 +20,9 @@ if TYPE_CHECKING:
 _COLUMNS = ("way", "step", "samples/s", "waiting", "memory", "efficiency", "gradients", "notes")
 
 
-def table(found: Sequence[Prediction | Impossible]) -> str:
+def table(predictions: Sequence[Prediction | Impossible]) -> str:
     """Return a line for each way, and below why others are not possible."""
-    rows = [_COLUMNS] + [_row(each) for each in found if isinstance(each, Prediction)]
+    rows = [_COLUMNS] + [_row(each) for each in predictions if isinstance(each, Prediction)]
     widths = [max(len(row[i]) for row in rows) for i in range(len(_COLUMNS))]
     lines = [
         "  ".join(
@@ -31,11 +31,11 @@ def table(found: Sequence[Prediction | Impossible]) -> str:
         ).rstrip()
         for row in rows
     ]
-    if any(each.efficiency > 1.0005 for each in found if isinstance(each, Prediction)):
+    if any(each.efficiency > 1.0005 for each in predictions if isinstance(each, Prediction)):
         lines.append(
             "efficiency above 100%: ranks share the optimizer's work, which a rank alone does whole"
         )
-    out = [each for each in found if isinstance(each, Impossible)]
+    out = [each for each in predictions if isinstance(each, Impossible)]
     if out:
         width = max(len(each.way) for each in out)
         lines += ["", "not possible:"] + [f"  {each.way:{width}}  {each.reason}" for each in out]

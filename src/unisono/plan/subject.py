@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import difflib
 import importlib
 import importlib.util
-import inspect
 import sys
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -78,82 +76,32 @@ def load_subject(word: str) -> Subject:
             f"no preset of that name; there are {', '.join(PRESETS)}",
             hint="--model cnn, or --model train.py:make for a function of yours",
         )
-    module = _module(place, word)
-    make = getattr(module, name, None)
-    if not callable(make):
-        raise PlatformError.because(
-            f"--model {word}", f"no function {name!r} in {place}", hint=_near(module, place, name)
-        )
-    needed = _arguments(make)
-    if needed:
+    try:
+        subject = as_subject(getattr(_module(place), name)(), name=name)
+        _check(subject)
+    except PlatformError:
+        raise
+    except Exception as error:
         raise PlatformError.because(
             f"--model {word}",
-            f"{name}() needs {', '.join(needed)}, and is called without arguments",
-            hint=f"def plan(): return {name}({', '.join(f'{each}=...' for each in needed)}), "
-            f"then --model {place}:plan",
-        )
-    subject = as_subject(make(), name=name)
-    _check_batch(subject, word)
+            f"{type(error).__name__}: {error}",
+            hint="file.py:function or package.module:function, which takes no argument and returns "
+            "model, batch such that model(batch) works; for a loss of your own: "
+            "unisono.plan.Subject(model=, batch=, loss=)",
+        ) from error
     return subject
 
 
-def _near(module: Any, place: str, name: str) -> str:
-    """Say which functions of the module could have been meant."""
-    own = [
-        each
-        for each, value in vars(module).items()
-        if callable(value)
-        and not each.startswith("_")
-        and getattr(value, "__module__", None) == module.__name__
-    ]
-    if not own:
-        return f"def {name}(): return model, batch"
-    nearest = (difflib.get_close_matches(name, own, n=1, cutoff=0.4) or own)[0]
-    others = [each for each in own if each != nearest]
-    return f"--model {place}:{nearest}" + (f"; also there: {', '.join(others)}" if others else "")
-
-
-def _arguments(make: Callable[..., Any]) -> list[str]:
-    """Return the arguments that a call needs."""
-    try:
-        parameters = inspect.signature(make).parameters.values()
-    except (TypeError, ValueError):  # a builtin that does not tell
-        return []
-    named = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-    return [
-        each.name
-        for each in parameters
-        if each.default is inspect.Parameter.empty and each.kind not in named
-    ]
-
-
-def _check_batch(subject: Subject, word: str) -> None:
-    """Refuse a batch that the model cannot take, or an output that gives no loss."""
+def _check(subject: Subject) -> None:
+    """Raise for a batch that the model cannot take, and where there is nothing to time."""
     if not subject.batch[0].dim() or not subject.samples:
-        raise PlatformError.because(
-            f"--model {word}",
-            f"a batch of shape {list(subject.batch[0].shape)}, which has no samples to time",
-            hint="a batch of one rank, [samples, ...]",
-        )
+        raise ValueError(f"a batch of shape {list(subject.batch[0].shape)} has no samples to time")
     if isinstance(subject.model, Sequential):
         return
     if not any(p.requires_grad for p in subject.model.parameters()):
-        raise PlatformError.because(
-            f"--model {word}",
-            f"{type(subject.model).__name__} has no parameter that is trained",
-            hint="return the model that you train, and its batch",
-        )
-    try:
-        with torch.no_grad():
-            subject.loss(subject.model(*(x[:2] for x in subject.batch)))
-    except Exception as error:
-        shapes = ", ".join(str(list(x.shape)) for x in subject.batch)
-        raise PlatformError.because(
-            f"--model {word}",
-            f"forward and loss of a batch of {shapes} end in {type(error).__name__}: {error}",
-            hint="return model, batch such that model(batch) works (a tuple for several "
-            "arguments); for a loss of your own: unisono.plan.Subject(model=, batch=, loss=)",
-        ) from error
+        raise ValueError(f"{type(subject.model).__name__} has no parameter that is trained")
+    with torch.no_grad():
+        subject.loss(subject.model(*(x[:2] for x in subject.batch)))
 
 
 def as_subject(made: Any, name: str = "model") -> Subject:
@@ -175,25 +123,21 @@ def as_subject(made: Any, name: str = "model") -> Subject:
     return Subject(model=model, batch=batch, name=name)
 
 
-def _module(place: str, word: str) -> Any:
-    try:
-        if not place.endswith(".py"):
-            if "" not in sys.path:
-                sys.path.insert(0, "")
-            return importlib.import_module(place)
-        path = Path(place).resolve(strict=True)
-        if str(path.parent) not in sys.path:  # its neighbours, as for a script
-            sys.path.insert(0, str(path.parent))
-        spec = importlib.util.spec_from_file_location(path.stem, path)
-        if spec is None or spec.loader is None:
-            raise ImportError(f"{place} cannot be loaded")
-        module = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(module)
-        return module
-    except (ImportError, FileNotFoundError) as error:
-        raise PlatformError.because(
-            f"--model {word}", str(error), hint="file.py:function or package.module:function"
-        ) from error
+def _module(place: str) -> Any:
+    """Return a module by its name, or by its file, which finds its neighbours as a script does."""
+    if not place.endswith(".py"):
+        if "" not in sys.path:
+            sys.path.insert(0, "")
+        return importlib.import_module(place)
+    path = Path(place).resolve(strict=True)
+    if str(path.parent) not in sys.path:
+        sys.path.insert(0, str(path.parent))
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    if spec is None or spec.loader is None:
+        raise ImportError(f"{place} cannot be loaded")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 # -- presets: sizes that a laptop trains in milliseconds ---------------------------------------

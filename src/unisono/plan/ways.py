@@ -49,15 +49,15 @@ def _way(name: str) -> Callable[[Callable[..., Cost | str]], Way]:
         ) -> Prediction | Impossible:
             _check_asked(batch, options.get("team"))
             way = name.format("blocking" if options.get("blocking", True) else "non-blocking")
-            found = estimate(workload, cluster, batch, **options)
-            if isinstance(found, str):
-                return Impossible(way=way, reason=found)
+            cost = estimate(workload, cluster, batch, **options)
+            if isinstance(cost, str):
+                return Impossible(way=way, reason=cost)
             return Prediction(
                 way=way,
                 ranks=cluster.ranks,
                 samples=batch * cluster.ranks,
                 alone_s=workload.compute(batch) / cluster.rank_speed,
-                **asdict(found),
+                **asdict(cost),
             )
 
         return predict
@@ -137,12 +137,12 @@ def sharded(workload: Workload, cluster: Cluster, batch: float) -> Cost | str:
     biggest = max((layer.parameter_bytes for layer in workload.layers), default=nbytes)
     first = workload.layers[0].parameter_bytes if workload.layers else nbytes
     ideal = max(3 * once - compute, cluster.all_gather(first).seconds)
-    held = (2 * nbytes + workload.state_bytes) / cluster.ranks
+    bytes_held = (2 * nbytes + workload.state_bytes) / cluster.ranks
     return Cost(
         compute_s=compute,
         waiting_s=remaining(3 * once, ideal, overlap),
         communication_s=3 * once,
-        memory_bytes=held
+        memory_bytes=bytes_held
         + (biggest if cluster.ranks > 1 else 0)
         + batch * workload.activation_bytes,
         algorithm=max(parts).algorithm if parts else "-",
@@ -282,17 +282,17 @@ def tensor(
     part = share / size + (1 - share)
     split_bytes = sum(layer.parameter_bytes for layer in linear)
     whole_bytes = workload.parameter_bytes - split_bytes
-    own = (whole_bytes + split_bytes / size) / max(workload.parameter_bytes, 1)
+    part_held = (whole_bytes + split_bytes / size) / max(workload.parameter_bytes, 1)
     gradients, _, algorithm = cluster.all_reduce(whole_bytes)
     if cluster.ranks > size:
         teams = cluster.all_reduce(split_bytes / size)
         gradients, algorithm = gradients + teams.seconds, teams.algorithm
     passes = workload.forward.seconds(samples * part) + workload.backward.seconds(samples * part)
     return Cost(
-        compute_s=cluster.compute(passes + own * workload.optimizer_s),
+        compute_s=cluster.compute(passes + part_held * workload.optimizer_s),
         waiting_s=moved + gradients,
         communication_s=moved + gradients,
-        memory_bytes=own * workload.held_bytes + samples * part * workload.activation_bytes,
+        memory_bytes=part_held * workload.held_bytes + samples * part * workload.activation_bytes,
         algorithm=algorithm,
         note=f"teams of {size}; {share:.0%} of the time is split",
     )
@@ -389,13 +389,15 @@ def scaling(
         for count in counts:
             machine = cluster.sized(count)
             share = batch / machine.ranks if strong else batch
-            found = way(workload, machine, share)
-            if isinstance(found, Prediction) and _is_enough(found, machine, share, team):
-                points.append((machine.ranks, found))
+            prediction = way(workload, machine, share)
+            if isinstance(prediction, Prediction) and _is_enough(prediction, machine, share, team):
+                points.append((machine.ranks, prediction))
         if not points:
             continue
         alone = workload.compute(batch) / cluster.rank_speed  # one rank with the whole of it
-        ranks, steps = zip(*((count, found.step_s) for count, found in points), strict=True)
+        ranks, steps = zip(
+            *((count, prediction.step_s) for count, prediction in points), strict=True
+        )
         gain = tuple(alone / step for step in steps)
         curves.append(Curve(points[0][1].way, ranks, steps, gain))
     return curves
@@ -407,13 +409,13 @@ def rank_counts(ranks_per_node: int, largest: int) -> list[int]:
     >>> rank_counts(8, 100)
     [1, 2, 4, 8, 16, 24, 32, 48, 56, 72, 96]
     """
-    wanted = {int(10 ** (i / 10)) for i in range(10 * len(str(largest)) + 1)} | {largest}
+    counts = {int(10 ** (i / 10)) for i in range(10 * len(str(largest)) + 1)} | {largest}
     parts = {n for n in range(1, min(ranks_per_node, largest) + 1) if ranks_per_node % n == 0}
-    nodes = {n // ranks_per_node * ranks_per_node for n in wanted if n <= largest}
+    nodes = {n // ranks_per_node * ranks_per_node for n in counts if n <= largest}
     return sorted((parts | nodes) - {0})
 
 
-def _is_enough(found: Prediction, machine: Cluster, share: float, team: int | None) -> bool:
+def _is_enough(prediction: Prediction, machine: Cluster, share: float, team: int | None) -> bool:
     """Whether each rank, or each team where teams share samples, has one."""
-    in_teams = found.way.startswith(("spatial", "tensor", "graph"))
+    in_teams = prediction.way.startswith(("spatial", "tensor", "graph"))
     return share * (_team_size(machine, team) if in_teams else 1) >= 1

@@ -1,6 +1,7 @@
 """Torch's own operator database on split tensors: a verdict for every operator.
 
     python tests/nn/split_tensors/operator_database.py [--ranks 2 3] [--only softmax] [--samples 3]
+    python tests/nn/split_tensors/operator_database.py --ranks 2 --table   # which stay cut
 
 Every sample is cut along every dim and called as function, method, in place and with `out=`, with
 gradients and second derivatives; then result and input are changed in place, to see who shows
@@ -35,6 +36,7 @@ from unisono import Partition
 from unisono.comm import world
 from unisono.errors import UnisonoError
 from unisono.nn import Split
+from unisono.nn.split_tensors.cuts import SMALLER
 
 DEADLINE_S = 20.0
 """Silence of all ranks after which they are taken for hung."""
@@ -50,7 +52,8 @@ class Verdict(enum.IntEnum):
     RAISES = 0
     """Raises where torch raises."""
     CUT = 1
-    """Right, and the result is cut or one that all ranks have by a rule."""
+    """Right, and the result is cut or one that all ranks have by a rule; the largest argument has
+    not been gathered."""
     GATHERED = 2
     """Right, after a gather."""
     REFUSED = 3
@@ -87,6 +90,16 @@ class Case:
         shapes = [list(x.shape) for x in tensors_of((self.args, self.kwargs))]
         rest = [x for x in tree_flatten((self.args, self.kwargs))[0] if not isinstance(x, Tensor)]
         return f"{self.operator}[{self.sample}] {self.form} {shapes} cut {self.cut} {rest}"[:240]
+
+
+@dataclass(frozen=True)
+class Extent:
+    """How much of the database is tried."""
+
+    samples: int = 3
+    """Of each operator."""
+    is_plain: bool = False
+    """Only calls of functions, without derivatives: a tenth of the time, enough for the table."""
 
 
 def database() -> list[Any]:
@@ -171,7 +184,7 @@ def usable(values: Any) -> bool:
     )
 
 
-def cases_of(op: Any, ranks: int, samples: int) -> Iterator[tuple[Case, Callable[..., Any]]]:
+def cases_of(op: Any, ranks: int, extent: Extent) -> Iterator[tuple[Case, Callable[..., Any]]]:
     """Yield the calls to be tried of an operator. Equal on all ranks."""
     torch.manual_seed(3)
     found = []
@@ -181,8 +194,13 @@ def cases_of(op: Any, ranks: int, samples: int) -> Iterator[tuple[Case, Callable
             found.append(call)
         if len(found) >= 60:
             break
-    step = max(1, len(found) // samples)
-    calls = [("", *call) for call in found[::step][:samples]]
+    step = max(1, len(found) // extent.samples)
+    calls = [("", *call) for call in found[::step][: extent.samples]]
+    if extent.is_plain:
+        for number, (_, args, kwargs) in enumerate(calls):
+            for way in cuts_of((args, kwargs), ranks):
+                yield Case(full_name(op), number, "function", args, kwargs, way), op.op
+        return
     for _, args, kwargs in list(calls) if op.name not in DIES_WHEN_SPOILED else ():
         calls += [("spoiled ", *call) for call in spoiled(args, kwargs)]
     if op.error_inputs_func is not None:
@@ -205,10 +223,12 @@ def cases_of(op: Any, ranks: int, samples: int) -> Iterator[tuple[Case, Callable
 # -- one case -------------------------------------------------------------------------------------
 
 
-def examine(case: Case, call: Callable[..., Any], op: Any) -> tuple[Verdict, str]:
+def examine(
+    case: Case, call: Callable[..., Any], op: Any, with_slopes: bool = True
+) -> tuple[Verdict, str]:
     """Call an operator whole and on blocks, and compare."""
     is_good = not case.form.startswith(("spoiled", "refused"))
-    needs_grad = is_good and op.supports_autograd and "place" not in case.form
+    needs_grad = with_slopes and is_good and op.supports_autograd and "place" not in case.form
     needs_grad = needs_grad and case.form not in ("aliases", "out=")
     whole = plain_copy((case.args, case.kwargs), needs_grad)
     torch.manual_seed(11)
@@ -254,7 +274,8 @@ def examine(case: Case, call: Callable[..., Any], op: Any) -> tuple[Verdict, str
     if wrong:
         return Verdict.WRONG, wrong
     why = "; ".join(sorted({gathered.reason for gathered in run.gathered}))
-    return (Verdict.GATHERED if run.gathered else Verdict.CUT), why
+    gathered = any(of.reason != SMALLER for of in run.gathered)
+    return (Verdict.GATHERED if gathered else Verdict.CUT), why
 
 
 def attempt(case: Case, call: Callable[..., Any], values: Any) -> Any:
@@ -467,18 +488,18 @@ def table(kinds: dict[tuple[str, str], Verdict]) -> str:
 
 
 def all_verdicts(
-    op: Any, samples: int, skip: int = 0, tells_dims: bool = False
+    op: Any, extent: Extent, skip: int = 0, tells_dims: bool = False
 ) -> Iterator[tuple[Case, Verdict | None, str]]:
     """Yield every case of an operator, and then the verdict, on which ranks agree. Collective.
 
     With `tells_dims`, the reason of a good verdict on a plain call begins with whether the operator
     acts along the cut dim.
     """
-    for case, call in itertools.islice(cases_of(op, world().size, samples), skip, None):
+    for case, call in itertools.islice(cases_of(op, world().size, extent), skip, None):
         yield case, None, ""
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            verdict, why = examine(case, call, op)
+            verdict, why = examine(case, call, op, not extent.is_plain)
         of_ranks = [row[0] for row in world().all_gather_ints([int(verdict)])]
         if max(of_ranks) != min(of_ranks):
             is_wrong = max(of_ranks) == Verdict.WRONG
@@ -495,7 +516,7 @@ def on_rank(
     folder: str,
     names: Sequence[str],
     skip: int,
-    samples: int,
+    extent: Extent,
     to: Connection,
 ) -> None:
     """Try operators on one rank; tell the parent of each case before and after it."""
@@ -509,7 +530,7 @@ def on_rank(
     for name in names:
         count = skip
         for case, verdict, why in all_verdicts(
-            ops[name], samples, skip, name not in DIES_WHEN_SPOILED
+            ops[name], extent, skip, name not in DIES_WHEN_SPOILED
         ):
             count += verdict is None
             to.send((name, count, str(case), verdict, why))
@@ -523,7 +544,7 @@ Row = tuple[str, str, Verdict, str]
 """Operator, case, verdict, reason."""
 
 
-def verdicts_on(ranks: int, names: Sequence[str], samples: int) -> Iterator[Row]:
+def verdicts_on(ranks: int, names: Sequence[str], extent: Extent) -> Iterator[Row]:
     """Yield all verdicts on this many ranks; replace ranks that hang or die."""
     fork, left, skip = multiprocessing.get_context("fork"), list(names), 0
     while left:
@@ -531,7 +552,7 @@ def verdicts_on(ranks: int, names: Sequence[str], samples: int) -> Iterator[Row]
             pipes = [fork.Pipe(duplex=False) for _ in range(ranks)]
             processes = [
                 fork.Process(target=on_rank,
-                             args=(r, ranks, folder, left, skip, samples, pipes[r][1]))
+                             args=(r, ranks, folder, left, skip, extent, pipes[r][1]))
                 for r in range(ranks)
             ]  # fmt: skip
             for process in processes:
@@ -579,18 +600,19 @@ def main() -> None:
     parser.add_argument("--only", help="operators whose name contains this")
     parser.add_argument("--samples", type=int, default=3, help="samples of each operator")
     parser.add_argument("--start", type=int, default=0, help="number of the first operator")
+    parser.add_argument("--table", action="store_true", help="plain calls alone: which stay cut")
     parser.add_argument("--progress", action="store_true", help="name operators as they begin")
     parser.add_argument("--all", action="store_true", help="print gathered and refused ones too")
     options = parser.parse_args()
     names = [full_name(op) for op in database() if (options.only or "") in full_name(op)]
-    names = names[options.start :]
+    names, extent = names[options.start :], Extent(options.samples, options.table)
     worst: dict[str, Verdict] = dict.fromkeys(names, Verdict.RAISES)
     cases: Counter[Verdict] = Counter()
     reasons: dict[tuple[str, Verdict], list[str]] = defaultdict(list)
     kinds: dict[tuple[str, str], Verdict] = {}
     for ranks in options.ranks:
         at = ""
-        for name, case, verdict, why in verdicts_on(ranks, names, options.samples):
+        for name, case, verdict, why in verdicts_on(ranks, names, extent):
             if options.progress and name != at:
                 print(f"{ranks} ranks: {name}", file=sys.stderr, flush=True)
                 at = name

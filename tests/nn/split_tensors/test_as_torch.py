@@ -169,9 +169,14 @@ def test_changes_of_other_arguments_are_seen_or_refused():
     F.embedding(indices, table, max_norm=1.0)
     assert torch.equal(table.whole(), expected)
     statistics = cut(torch.zeros(8), 0), cut(torch.ones(8), 0)
-    for value in (X, cut(X, 0), cut(X)):
+    for value in (X, cut(X, 0)):
         with pytest.raises(UnisonoError, match="running statistics"):
             F.batch_norm(value, *statistics, training=True)
+    whole = torch.zeros(8), torch.ones(8)
+    y = F.batch_norm(cut(X), *statistics, training=True)  # own channels, own statistics
+    torch.testing.assert_close(y.whole(), F.batch_norm(X, *whole, training=True))
+    for block, expected in zip(statistics, whole, strict=True):
+        torch.testing.assert_close(block.whole(), expected)
     with pytest.raises(ValueError, match="read-only"):
         cut(X).numpy()[0] = 0
     with pytest.raises(UnisonoError, match="memory"):
@@ -255,5 +260,28 @@ def test_along_a_cut_dim_the_cut_moves_and_nothing_is_gathered(name):
     parts = cut(X), cut(INDEX, 0)
     y = ALONG[name](*parts)
     assert isinstance(y, Split)
-    assert not any(x.run.gathered for x in parts)
+    gathered = [of for x in parts for of in x.run.gathered]
+    assert all("smaller argument" in of.reason for of in gathered), gathered
     torch.testing.assert_close(y.whole(), ALONG[name](X, INDEX))
+
+
+NUMBERS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "place of the largest": lambda x, _: x.argmax(),
+    "place of the smallest of equal ones": lambda x, _: (x * 0).argmin(keepdim=True),
+    "histogram": lambda x, _: torch.histc(x, 5),
+    "counts": lambda x, i: torch.bincount(i, minlength=3),
+    "places in a sorted row": lambda x, i: torch.searchsorted(i, torch.arange(5)),
+    "trace": lambda x, _: (x.mT * x.sum()).repeat(1, 4).trace(),
+}
+
+
+@pytest.mark.ranks([2, 3])
+@pytest.mark.parametrize("name", NUMBERS)
+def test_what_is_one_small_sum_over_ranks_gathers_nothing(name):
+    ranks = unisono.world().size
+    x = Split.cut(X, Partition([1, ranks]))
+    row = Split.cut(torch.tensor([0, 0, 1, 1, 1, 3, 3, 4]), Partition([ranks]))
+    y = NUMBERS[name](x, row)
+    assert not x.run.gathered
+    assert not row.run.gathered
+    assert torch.equal(y, NUMBERS[name](X, row.whole()))

@@ -15,7 +15,7 @@ def test_operators_are_right_or_refused(first):
     bad = [
         f"{verdict.name} {case}: {why}"
         for op in operators.database()[first::STEP]
-        for case, verdict, why in operators.all_verdicts(op, samples=1)
+        for case, verdict, why in operators.all_verdicts(op, operators.Extent(samples=1))
         if verdict is not None and verdict >= operators.BAD
     ]
     assert not bad

@@ -201,6 +201,17 @@ SEQUENCES: dict[str, Callable[[Tensor], Tensor]] = {
     "last": lambda x: x[:, -1] @ param(8, 3),
     "gathered ids": lambda x: x.gather(1, torch.zeros(4, 2, 8, dtype=torch.long)),
     "baddbmm": lambda x: torch.baddbmm(param(4, 7, 7), x, x.transpose(1, 2), alpha=0.5),
+    "flip": lambda x: x.flip(1, 2) * x,
+    "diagonals": lambda x: x.diagonal(-1, 1, 2) * 2 + x.diagonal(1, 1, 2)[:, :6],
+    "diagonals made": lambda x: torch.diag_embed(x, 1) + torch.diag_embed(x, -1),
+    "norms": lambda x: torch.linalg.vector_norm(x, 3, 1) * x.norm(p=5) + x.renorm(2, 1, 0.5).sum(),
+    "distances": lambda x: torch.dist(x, param(4, 7, 8), 6) * x,
+    "bilinear": lambda x: F.bilinear(x, param(4, 7, 5), param(3, 8, 5), param(3)),
+    "one scattered": lambda x: torch.select_scatter(x, param(4, 8), 1, 2) * x,
+    "filters": lambda x: F.conv1d(param(2, 7, 9), x, param(4)),
+    "filters of a transposed": lambda x: F.conv_transpose1d(param(2, 4, 5), x, stride=2),
+    "scale and shift": lambda x: F.layer_norm(param(2, 4, 7, 8), (7, 8), x[0], x[1]),
+    "a vector of features": lambda x: x @ x[0, 0] + F.linear(x[0, 0], param(3, 8)).sum(),
 }  # fmt: skip
 
 

@@ -163,24 +163,38 @@ def test_what_has_no_rule_is_gathered_and_reported_or_refused():
     class Odd(nn.Module):
         def __init__(self):
             super().__init__()
-            self.inner = nn.Sequential(nn.Identity(), Renorm())
+            self.inner = nn.Sequential(nn.Identity(), Put())
 
         def forward(self, x):
             return self.inner(x) + 1
 
-    class Renorm(nn.Module):
+    class Put(nn.Module):
         def forward(self, x):
-            return torch.renorm(x, 2, 1, 1.0)
+            return put(x)
+
+    def put(x):
+        return torch.put(x, torch.tensor([0]), torch.ones(1, dtype=x.dtype))
 
     partition = Partition(ROWS)
     x = whole_input()
     net = split(Odd(), partition)
-    close(net(own_block(x, partition)), torch.renorm(x, 2, 1, 1.0) + 1)
+    close(net(own_block(x, partition)), put(x) + 1)
     ((found, times),) = net.report()
-    assert (found.function, found.module, found.shape) == ("renorm", "inner.1", SHAPE)
+    assert (found.function, found.module, found.shape) == ("put", "inner.1", SHAPE)
     assert times == 1
     with pytest.raises(UnisonoError, match=r"strict=True(.|\n)*split_rule"):
         split(Odd(), partition, strict=True)(own_block(x, partition))
+
+
+@pytest.mark.ranks(2)
+def test_a_smaller_argument_that_is_made_whole_is_reported():
+    rows = Split.cut(torch.ones(4, 6), Partition([2, 1]))
+    shift = torch.arange(6.0)
+    y = rows + Split.cut(shift, Partition([2]))
+    assert torch.equal(y.whole(), torch.ones(4, 6) + shift)
+    assert sorted(y.cuts) == [0]
+    ((gathered, times),) = rows.run.gathered.items()
+    assert (gathered.shape, times) == ((6,), 1)
 
 
 @pytest.mark.ranks(2)

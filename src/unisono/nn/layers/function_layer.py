@@ -18,7 +18,9 @@ from unisono.errors import PartitionError
 from unisono.nn.agreement import Cuts, Table
 from unisono.nn.planned import PlannedModule
 from unisono.nn.split_tensors.blocks import recut
-from unisono.nn.split_tensors.tensor import Cut, Run, Split, by_blocks, mapped, shown
+from unisono.nn.split_tensors.cuts import Cut, Run
+from unisono.nn.split_tensors.dispatch import by_blocks
+from unisono.nn.split_tensors.tensor import Split, made, mapped
 from unisono.topology.decompose import split_sizes
 
 
@@ -96,7 +98,7 @@ class FunctionLayer(PlannedModule[FunctionPlan]):
         plan = self._plan
         if type(x) is Split or not isinstance(x, Tensor) or not plan.cuts:
             return x
-        split: Any = shown(x, plan.shape, plan.cuts, plan.run)
+        split: Any = made(x, plan.shape, plan.cuts, plan.run)
         for dim, sizes in plan.balanced.items():
             split = recut(split, dim, sizes)
         return split

@@ -22,7 +22,8 @@ from unisono.nn.layers.function_layer import FunctionLayer, FunctionPlan
 from unisono.nn.parameters import Weights, check_weights, held_by, nothing, part
 from unisono.nn.planned import check_dims, check_sizes
 from unisono.nn.precision import wide, wide_dtype
-from unisono.nn.split_tensors.tensor import Cut, shown
+from unisono.nn.split_tensors.cuts import Cut
+from unisono.nn.split_tensors.tensor import made
 from unisono.nn.state import HoldingModule, current_state_mode
 from unisono.topology import Partition
 from unisono.topology.decompose import block, split_cuts, split_sizes
@@ -108,7 +109,7 @@ class _Norm(FunctionLayer, HoldingModule[Any]):
         plan = self._plan
         if not plan.parameters:
             return t
-        return shown(t, self._block.global_shape, plan.parameters, plan.run)
+        return made(t, self._block.global_shape, plan.parameters, plan.run)
 
     def _check_values(self, statistics: int, hint: str) -> None:
         """Raise unless there are at least two values behind each statistic."""

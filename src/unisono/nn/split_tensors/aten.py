@@ -19,26 +19,15 @@ from torch import Tensor
 
 from unisono import torch_private as private
 from unisono.comm import Communicator
+from unisono.errors import UnisonoError
 from unisono.expect import is_integer
-from unisono.nn.split_tensors.blocks import placed, pointwise
+from unisono.nn.split_tensors.blocks import moved, placed, pointwise
+from unisono.nn.split_tensors.cuts import Cut, NeedsWhole, NoRule, Run
+from unisono.nn.split_tensors.dispatch import along_same_axes, applied, by_rule, gather_all
 from unisono.nn.split_tensors.memory import address
 from unisono.nn.split_tensors.preview import described, tensors_in, with_tensors, without_data
-from unisono.nn.split_tensors.tensor import (
-    RULES,
-    Cut,
-    NeedsWhole,
-    NoRule,
-    Run,
-    Split,
-    along_same_axes,
-    by_rule,
-    gather_all,
-    is_pointwise_operator,
-    moved,
-    set_aten,
-    splits_in,
-    without_cuts,
-)
+from unisono.nn.split_tensors.rules import RULES, is_pointwise_operator
+from unisono.nn.split_tensors.tensor import CALLS, Split, splits_in, without_cuts
 from unisono.topology.decompose import split_sizes
 from unisono.torch_private import OpOverload
 
@@ -76,6 +65,7 @@ _LAST_DIMS: dict[str, tuple[int, ...]] = {
     "lu_solve": (2, 2, 1), "linalg_lu_solve": (2, 1, 2),
     "linalg_ldl_solve": (2, 1, 2), "linalg_pinv": (2, 0, 0), "linalg_matrix_rank": (2, 0, 0),
     "im2col": (3,), "pixel_shuffle": (3,), "pixel_unshuffle": (3,),
+    "fractional_max_pool2d": (2, 1), "fractional_max_pool3d": (3, 1),
     **dict.fromkeys(["grid_sampler", "grid_sampler_2d", "grid_sampler_3d"], (ALL_BUT_BATCH,)),
 }  # fmt: skip
 """Dims at the end of each tensor among the arguments that an operator acts along; the last number
@@ -263,21 +253,21 @@ def _places(
         call = with_tensors((args, kwargs), lambda x: empty[id(x)])
         return list(tensors_in(op(*call[0], **call[1])))
 
-    found: list[int | None] | None = []
+    places: list[int | None] | None = []
     try:
         with torch.no_grad():
             for one, other in zip(shapes(0), shapes(1), strict=True):
                 unlike = [d for d in range(one.ndim) if one.shape[d] != other.shape[d]]
                 if one.ndim == other.ndim and one.numel() == other.numel() == 0:
-                    found.append(None)
+                    places.append(None)
                 elif one.ndim == other.ndim and len(unlike) == 1:
-                    found.append(unlike[0])
+                    places.append(unlike[0])
                 else:
-                    found = None
+                    places = None
                     break
     except Exception:  # sizes that other arguments fix, or no kernel without data
-        found = None
-    _PLACES[key] = None if found is None else tuple(found)
+        places = None
+    _PLACES[key] = None if places is None else tuple(places)
     return _PLACES[key]
 
 
@@ -346,7 +336,9 @@ def _alike(compute: Callable[[], Any], comm: Communicator | None) -> Any:
         error = caught
     if comm is not None and any(row[0] for row in comm.all_gather_ints([error is not None])):
         texts = comm.all_gather_object(None if error is None else (type(error), str(error)))
-        rank, (kind, text) = next((i, found) for i, found in enumerate(texts) if found is not None)
+        rank, (kind, text) = next(
+            (i, error_of_rank) for i, error_of_rank in enumerate(texts) if error_of_rank is not None
+        )
         raise kind(f"{text} (in the block of rank {rank})") from error
     if error is not None:
         raise error
@@ -389,9 +381,9 @@ def _other_label(
     for label in sorted(
         labels, key=lambda i: (operand.length(i) < ranks, lengths[i] % ranks != 0, -i)
     ):
-        found = _places(op, args, kwargs, operands, label)
-        if found is not None and any(d is not None for d in found):
-            return label, found
+        places = _places(op, args, kwargs, operands, label)
+        if places is not None and any(d is not None for d in places):
+            return label, places
     raise NoRule(f"{_name(op)} acts along the cut, and no other dim can be cut instead")
 
 
@@ -500,9 +492,17 @@ def on_operator(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -
     )
 
 
-def is_on_way() -> bool:
-    """Whether a call from below torch's functions comes from one that is on its way down."""
-    return _WAY.excluded is not None
+def _on_any_operator(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Refuse a call from below torch's functions, but on the way down from one."""
+    if _WAY.excluded is not None:
+        return on_operator(op, args, kwargs)
+    raise UnisonoError.because(
+        f"{op} of a split tensor",
+        "a call from below torch's functions (an autograd.Function, C++ code, vmap), which knows "
+        "nothing of blocks",
+        None,
+        "x.whole() before the call, or unisono.nn.split_rule(fn) for the function around it",
+    )
 
 
 def _name(op: OpOverload) -> str:
@@ -518,7 +518,7 @@ def _by_operator(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) 
     args, kwargs = along_same_axes(_WAY.name, args, kwargs)
     if next(splits_in((args, kwargs)), None) is None:
         return op(*args, **kwargs)
-    need: NeedsWhole | None = None
+    needs_whole = False  # not the exception: its frames would keep tensors alive
     reason = f"no rule for {name}"
     for attempt in _attempts(op, name):
         try:
@@ -526,8 +526,8 @@ def _by_operator(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) 
         except NoRule as no:
             reason = str(no)
         except NeedsWhole as whole:
-            need, reason = whole, str(whole)
-    if need is not None and name in RULES:
+            needs_whole, reason = True, str(whole)
+    if needs_whole and name in RULES:
         try:
             return by_rule(RULES[name], op.overloadpacket, _WAY.name, args, kwargs)
         except NoRule as no:
@@ -553,7 +553,7 @@ def _may_change(x: Any) -> bool:
 def _attempts(op: OpOverload, name: str) -> Iterator[Callable[..., Any]]:
     how = RULES.get(name) or RULES.get(name.removesuffix("_copy"))
     if how is not None:
-        yield lambda op, args, kwargs: how(op.overloadpacket, *args, **kwargs)
+        yield lambda op, args, kwargs: applied(how, op.overloadpacket, args, kwargs)
     elif is_pointwise_operator(op) or _is_special(op, name):
         yield lambda op, args, kwargs: pointwise(op, *args, **kwargs)
     yield _on_blocks
@@ -570,4 +570,4 @@ def _taken_apart(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) 
     return through_aten(parts, _WAY.name, args, kwargs, _WAY.changed)
 
 
-set_aten(through_aten, on_operator, is_on_way)
+CALLS.through, CALLS.operator = through_aten, _on_any_operator

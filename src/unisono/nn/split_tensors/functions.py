@@ -15,15 +15,9 @@ from torch import Tensor
 
 from unisono import torch_private as private
 from unisono.nn.split_tensors.blocks import fitted
-from unisono.nn.split_tensors.tensor import (
-    RULES,
-    Rule,
-    Split,
-    by_rule,
-    rule,
-    set_user_rule,
-    splits_in,
-)
+from unisono.nn.split_tensors.dispatch import by_rule
+from unisono.nn.split_tensors.rules import RULES, Rule, rule, set_user_rule
+from unisono.nn.split_tensors.tensor import Split, splits_in
 
 
 def split_rule(function: Callable[..., Any], how: Rule | str | None = None) -> Any:

@@ -20,18 +20,11 @@ from unisono.comm.digest import digest
 from unisono.errors import CollectiveMismatch, UnisonoError, explain
 from unisono.expect import expect, expect_choice
 from unisono.nn.agreement import current_mode
+from unisono.nn.split_tensors.blocks import cut_along
+from unisono.nn.split_tensors.cuts import Cut, Gathered, Run
+from unisono.nn.split_tensors.entry import entered
 from unisono.nn.split_tensors.functions import prepare_hooks
-from unisono.nn.split_tensors.tensor import (
-    Cut,
-    Gathered,
-    Run,
-    Split,
-    entered,
-    in_run,
-    mapped,
-    refuse_passed_by,
-    splits_in,
-)
+from unisono.nn.split_tensors.tensor import Split, in_run, mapped, refuse_passed_by, splits_in
 from unisono.operators.gradients import (
     BUCKET_MB,
     GradientPolicy,
@@ -80,7 +73,14 @@ class SplitModule(nn.Module):
         leaves it out, and compiled modules inside run as they are written.
         """
         result = self._run(*args, **kwargs)
-        return mapped(lambda x: x.local, result) if self.blocks else result
+        return mapped(self._block, result) if self.blocks else result
+
+    def _block(self, x: Split) -> Tensor:
+        """Return this rank's block of a result; one with the dims of the input is cut like it."""
+        where = self.partition
+        if x.ndim == where.dim:
+            x = cut_along(x, {d: where.sub(d).comm for d, n in enumerate(where.shape) if n > 1})
+        return x.local
 
     @torch.compiler.disable
     def _run(self, *args: Any, **kwargs: Any) -> Any:
@@ -167,11 +167,11 @@ class SplitModule(nn.Module):
     ) -> tuple[Tensor | None, dict[str, Any]]:
         """Return the own block, None if there is none, and all other arguments by name."""
         name = type(self.module).__name__
-        given = {**{str(i): x for i, x in enumerate(args)}, **kwargs}
-        at = next((key for key, x in given.items() if isinstance(x, Tensor)), None)
+        arguments = {**{str(i): x for i, x in enumerate(args)}, **kwargs}
+        at = next((key for key, x in arguments.items() if isinstance(x, Tensor)), None)
         if at is None:
-            return None, given
-        for x in splits_in(given):
+            return None, arguments
+        for x in splits_in(arguments):
             axes = {self.partition.sub(d).comm for d, n in enumerate(self.partition.shape) if n > 1}
             if not {axis for cut in x.cuts.values() for axis in cut.axes} <= axes:
                 raise UnisonoError.because(
@@ -179,8 +179,8 @@ class SplitModule(nn.Module):
                     "cut over other ranks than those of the partition",
                     hint="Split.of(own_block, partition), by a partition of the same ranks",
                 )
-        first = given[at]
-        return first, {key: x for key, x in given.items() if x is not first}
+        first = arguments[at]
+        return first, {key: x for key, x in arguments.items() if x is not first}
 
     def _modes(self) -> list[str]:
         """Describe in which modes the network runs."""
@@ -228,8 +228,8 @@ class SplitModule(nn.Module):
                 copies = summed_gradients(run.comm, *bucket)
             else:
                 copies = [self._unsummed.setdefault(p, _leaf_like(p)) for p in bucket]
-            for p, own in zip(bucket, copies, strict=True):
-                run.copies[id(p), axes] = p._version, own
+            for p, copied in zip(bucket, copies, strict=True):
+                run.copies[id(p), axes] = p._version, copied
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -240,12 +240,12 @@ class SplitModule(nn.Module):
         before, self._unsummed = self._unsummed, {}
         try:
             yield
-            held = self._unsummed
+            leaves = self._unsummed
         finally:
             self._unsummed = before
         policy = GradientPolicy(sum_over=(self.partition.comm,))
-        reduce_gradients((leaf, policy) for leaf in held.values())
-        for p, leaf in held.items():
+        reduce_gradients((leaf, policy) for leaf in leaves.values())
+        for p, leaf in leaves.items():
             if leaf.grad is not None:
                 p.grad = leaf.grad if p.grad is None else p.grad + leaf.grad
 
@@ -282,8 +282,9 @@ def split(
             `"gathered"` has all keys and values on every rank. `"auto"`: ulysses where the heads
             divide by the ranks and no mask has a row per query, else gathered up to 64 MB of keys
             and values, else ring. What cannot serve is refused, unless it is `"auto"`.
-        blocks: return plain tensors: this rank's block of what is still cut, and the whole of what
-            is not. The layers and losses of `unisono.nn` take them as they are.
+        blocks: return plain tensors: this rank's block of what is still cut, along the dims of the
+            input if it has as many, and the whole of what is not. The layers and losses of
+            `unisono.nn` take them as they are.
 
     Returns:
         A module. `net(x_own)` takes this rank's block; `y.whole()`, `y.local` and `y.cuts` are
@@ -311,11 +312,11 @@ def split(
 
 def module_of(net: nn.Module, error: BaseException) -> str:
     """Name the innermost module of a network in whose forward an error was raised."""
-    known = {id(module): (name, type(module).__name__) for name, module in net.named_modules()}
+    names = {id(module): (name, type(module).__name__) for name, module in net.named_modules()}
     path, kind = "", type(net).__name__
     step = error.__traceback__
     while step is not None:
-        path, kind = known.get(id(step.tb_frame.f_locals.get("self")), (path, kind))
+        path, kind = names.get(id(step.tb_frame.f_locals.get("self")), (path, kind))
         step = step.tb_next
     return f"{path} ({kind})" if path else kind
 

@@ -15,15 +15,10 @@ from unisono.comm import Communicator
 from unisono.errors import UnisonoError
 from unisono.nn.precision import as_autocast, is_plain, wide
 from unisono.nn.split_tensors.blocks import fitted, placed, recut
+from unisono.nn.split_tensors.cuts import Cut, NeedsWhole, NoRule
 from unisono.nn.split_tensors.reductions import added
-from unisono.nn.split_tensors.tensor import (
-    Cut,
-    NeedsWhole,
-    NoRule,
-    Split,
-    like,
-    rule,
-)
+from unisono.nn.split_tensors.rules import rule
+from unisono.nn.split_tensors.tensor import Split, like, without_runs
 from unisono.operators import all_gather, all_sum_reduce
 from unisono.operators.gradients import summed_gradients
 from unisono.operators.linear import identity, slopes
@@ -200,8 +195,8 @@ def composed(
             total = all_sum_reduce(total, comm=over.comm)
         return total / max(over.count, 1)
 
-    given = wide(x)
-    centred = given - mean_of(given)
+    values = wide(x)
+    centred = values - mean_of(values)
     y = centred * torch.rsqrt(mean_of(centred.square()) + eps)
     y = y if weight is None else y * weight
     return (y if bias is None else y + bias).to(x.dtype)
@@ -251,12 +246,12 @@ def by_groups(
 
 def rms_normed(x: Tensor, weight: Tensor | None, over: Over, eps: float | None) -> Tensor:
     """Return the block, divided by the root of the mean square over dims and ranks."""
-    given = wide(x)
-    squares = given.square().sum(over.dims, True)
+    values = wide(x)
+    squares = values.square().sum(over.dims, True)
     if over.comm is not None:
         squares = all_sum_reduce(squares, comm=over.comm)
-    least = torch.finfo(given.dtype).eps if eps is None else eps
-    y = given * torch.rsqrt(squares / max(over.count, 1) + least)
+    least = torch.finfo(values.dtype).eps if eps is None else eps
+    y = values * torch.rsqrt(squares / max(over.count, 1) + least)
     return (y if weight is None else y * weight).to(x.dtype)
 
 
@@ -284,22 +279,37 @@ def _per_channel(x: Split, *affine: Tensor | None) -> Affine:
     return weight, bias
 
 
-def _with_statistics(func: Callable[..., Any], x: Tensor, *running: Tensor | None) -> Split:
+def _with_statistics(
+    func: Callable[..., Any],
+    x: Tensor,
+    running: Sequence[Tensor | None],
+    affine: Sequence[Tensor | None] = (),
+) -> Split:
     """Return the input of a norm, if its running statistics can be written."""
     channels = x.cuts.get(1) if isinstance(x, Split) else None
     for t in running:
-        own = t.cuts if isinstance(t, Split) else {}
-        fits = channels is not None and list(own) == [0] and own[0].comm == channels.comm
-        if own and not fits:
+        cuts = t.cuts if isinstance(t, Split) else {}
+        fits = channels is not None and list(cuts) == [0] and cuts[0].comm == channels.comm
+        if cuts and not fits:
             raise UnisonoError.because(
                 f"{func.__name__} with running statistics that are split",
                 "they would be changed in memory that no rank has",
                 None,
                 "running_mean.whole(), running_var.whole() before the call",
             )
-    if not isinstance(x, Split):
+    return _lead(x, *affine)
+
+
+def _lead(x: Tensor, *affine: Tensor | None, over_last: bool = False) -> Split:
+    """Return the input of a norm; one that all ranks have is cut like scale and shift."""
+    if isinstance(x, Split):
+        return x
+    first = next((t for t in affine if isinstance(t, Split)), None)
+    if first is None:
         raise NoRule("a replicated tensor first")
-    return x
+    at = x.ndim - first.ndim if over_last else 1
+    cuts = {at + dim: without_runs(first, dim) for dim in first.cuts}
+    return Split(placed(x, cuts, (), first.run), cuts, first.run)
 
 
 def _by_running(
@@ -354,7 +364,7 @@ def _native_batch_norm(
     *args: Any,
 ) -> Any:
     """Gather what torch changes without a word, unless that is split."""
-    _with_statistics(func, input, *[x for x in args[:2] if isinstance(x, Tensor)])
+    _with_statistics(func, input, [x for x in args[:2] if isinstance(x, Tensor)])
     raise NoRule("no rule")
 
 
@@ -370,13 +380,11 @@ def _batch_norm(
     momentum: float = 0.1,
     eps: float = 1e-5,
 ) -> Tensor:
-    x, running = (
-        _with_statistics(func, input, running_mean, running_var),
-        (running_mean, running_var),
-    )
+    running = running_mean, running_var
+    x = _with_statistics(func, input, running, (weight, bias))
     if not training:
-        held = _per_channel(x, weight, bias)
-        return _by_running(func, x, running, held, False, momentum, eps)
+        affine = _per_channel(x, weight, bias)
+        return _by_running(func, x, running, affine, False, momentum, eps)
     count = x.numel() // x.shape[1]
     if count == 1:
         raise ValueError(
@@ -388,10 +396,10 @@ def _batch_norm(
     is_summed = run.sums_gradients and not run.copies
     if is_summed:
         cuts = {} if channels is None else {0: channels}
-        held = tuple(None if t is None else placed(t, cuts, (), run) for t in (weight, bias))
+        affine = tuple(None if t is None else placed(t, cuts, (), run) for t in (weight, bias))
     else:
-        held = _per_channel(x, weight, bias)
-    w, b = (None if t is None else t.view(1, -1, *[1] * (x.ndim - 2)) for t in held)
+        affine = _per_channel(x, weight, bias)
+    w, b = (None if t is None else t.view(1, -1, *[1] * (x.ndim - 2)) for t in affine)
     ranks = run.ranks_of([cut for d, cut in x.cuts.items() if d != 1])
     over = Over((0, *range(2, x.ndim)), count, ranks)
     y, mean, variance = normalized(x.local, w, b, over, eps, is_summed)
@@ -411,19 +419,17 @@ def _instance_norm(
     momentum: float = 0.1,
     eps: float = 1e-5,
 ) -> Tensor:
-    x, running = (
-        _with_statistics(func, input, running_mean, running_var),
-        (running_mean, running_var),
-    )
-    held = _per_channel(x, weight, bias)
+    running = running_mean, running_var
+    x = _with_statistics(func, input, running, (weight, bias))
+    affine = _per_channel(x, weight, bias)
     if not use_input_stats:
-        return _by_running(func, x, running, held, False, momentum, eps)
+        return _by_running(func, x, running, affine, False, momentum, eps)
     count = math.prod(x.shape[2:])
     if count == 1:
         raise ValueError(f"more than 1 point per channel is needed to train, got {list(x.shape)}")
     ranks = x.run.ranks_of([cut for d, cut in x.cuts.items() if d >= 2])
     channels = x.local.shape[1]
-    y, mean, variance = by_groups(x.local, channels, *held, count, ranks, eps)
+    y, mean, variance = by_groups(x.local, channels, *affine, count, ranks, eps)
     if running_mean is not None and running_var is not None and x.shape[0]:
         over_batch = [cut for d, cut in x.cuts.items() if d == 0]
         both = torch.stack([mean, variance * (count / max(count - 1, 1))])
@@ -436,13 +442,14 @@ def _instance_norm(
 @rule("group_norm")
 def _group_norm(
     func: Callable[..., Any],
-    input: Split,
+    input: Tensor,
     num_groups: int,
     weight: Tensor | None = None,
     bias: Tensor | None = None,
     eps: float = 1e-5,
 ) -> Tensor:
-    x, channels = input, _channels(input)
+    x = _lead(input, weight, bias)
+    channels = _channels(x)
     width = max(x.shape[1] // max(num_groups, 1), 1)
     if channels is not None and any(bound % width for bound in channels.bounds):
         if num_groups < channels.comm.size and not x.run.keeps_empty:
@@ -451,14 +458,14 @@ def _group_norm(
         moved = recut(x, 1, [width * n for n in groups])
         y: Any = _group_norm(func, moved, num_groups, weight, bias, eps)
         return recut(y, 1, channels.sizes)
-    held = _per_channel(x, weight, bias)
+    affine = _per_channel(x, weight, bias)
     own_groups = x.local.shape[1] // width
     ranks = x.run.ranks_of([cut for d, cut in x.cuts.items() if d >= 2])
     if ranks is None and x.local.numel():
-        return like(x, func(x.local, own_groups, *held, eps))
+        return like(x, func(x.local, own_groups, *affine, eps))
     count = math.prod(x.shape[1:]) // num_groups
     local = as_autocast(x.local, torch.group_norm, 1)
-    return like(x, by_groups(local, own_groups, *held, count, ranks, eps)[0])
+    return like(x, by_groups(local, own_groups, *affine, count, ranks, eps)[0])
 
 
 def _over_last(
@@ -480,17 +487,18 @@ def _over_last(
 @rule("layer_norm")
 def _layer_norm(
     func: Callable[..., Any],
-    input: Split,
+    input: Tensor,
     normalized_shape: Sequence[int],
     weight: Tensor | None = None,
     bias: Tensor | None = None,
     eps: float = 1e-5,
 ) -> Tensor:
-    over, held = _over_last(input, normalized_shape, weight, bias)
+    x = _lead(input, weight, bias, over_last=True)
+    over, affine = _over_last(x, normalized_shape, weight, bias)
     if over.comm is None:
-        return like(input, func(input.local, normalized_shape, *held, eps))
-    local = as_autocast(input.local, torch.layer_norm, (1,))
-    return like(input, normalized(local, *held, over, eps)[0])
+        return like(x, func(x.local, normalized_shape, *affine, eps))
+    local = as_autocast(x.local, torch.layer_norm, (1,))
+    return like(x, normalized(local, *affine, over, eps)[0])
 
 
 @rule("rms_norm")
@@ -501,8 +509,8 @@ def _rms_norm(
     weight: Tensor | None = None,
     eps: float | None = None,
 ) -> Tensor:
-    over, (held, _) = _over_last(input, normalized_shape, weight, None)
+    over, (weight_of_block, _) = _over_last(input, normalized_shape, weight, None)
     if over.comm is None:
-        return like(input, func(input.local, normalized_shape, held, eps))
+        return like(input, func(input.local, normalized_shape, weight_of_block, eps))
     local = as_autocast(input.local, torch.rms_norm, (1,))
-    return like(input, rms_normed(local, held, over, eps))
+    return like(input, rms_normed(local, weight_of_block, over, eps))

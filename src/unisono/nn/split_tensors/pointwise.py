@@ -12,23 +12,11 @@ from unisono import torch_private as private
 from unisono.accelerator import is_accelerator
 from unisono.errors import PartitionError, UnisonoError
 from unisono.nn.precision import sum_dtype, wide
-from unisono.nn.split_tensors.blocks import Layout, fitted, layout_of, pointwise
+from unisono.nn.split_tensors.blocks import Layout, fitted, layout_of, own_copy, pointwise, sliced
+from unisono.nn.split_tensors.cuts import Cut, NeedsWhole, NoRule, Run
 from unisono.nn.split_tensors.reductions import added, reduced
-from unisono.nn.split_tensors.tensor import (
-    NOT_PREVIEWED,
-    QUERIES,
-    RULES,
-    Cut,
-    NeedsWhole,
-    NoRule,
-    Run,
-    Split,
-    like,
-    mapped,
-    own_copy,
-    rule,
-    sliced,
-)
+from unisono.nn.split_tensors.rules import NOT_PREVIEWED, QUERIES, RULES, rule
+from unisono.nn.split_tensors.tensor import Split, like, mapped
 from unisono.operators import sum_to_replicated
 
 _SHOWN_BY_WRAPPER = """shape ndim dtype device layout is_sparse is_quantized is_meta is_cuda is_cpu
@@ -115,17 +103,17 @@ def _grad(
     **kwargs: Any,
 ) -> tuple[Tensor | None, ...]:
     """Return gradients of blocks, cut as they are; of replicated tensors as after `backward()`."""
-    given = [grad_outputs] * len(outputs) if grad_outputs is None else grad_outputs
-    seeds = [given] if isinstance(given, Tensor) else list(given)
+    gradients = [grad_outputs] * len(outputs) if grad_outputs is None else grad_outputs
+    seeds = [gradients] if isinstance(gradients, Tensor) else list(gradients)
     for i, (y, seed) in enumerate(zip(outputs, seeds, strict=True)):
         if isinstance(y, Split):
             if seed is None:
                 raise RuntimeError("grad of a split tensor: reduce it first, or give grad_outputs")
             seeds[i] = fitted(seed, layout_of([y]), y.run)
-    found = func(*mapped(_block, (outputs, inputs)), mapped(_block, seeds), **kwargs)
+    slopes = func(*mapped(_block, (outputs, inputs)), mapped(_block, seeds), **kwargs)
     return tuple(
         like(x, slope) if isinstance(x, Split) and slope is not None else slope
-        for x, slope in zip(inputs, found, strict=True)
+        for x, slope in zip(inputs, slopes, strict=True)
     )
 
 
@@ -165,13 +153,6 @@ def _copy(
     func: Callable[..., Any], x: Tensor, source: Tensor, non_blocking: bool = False
 ) -> Tensor:
     return pointwise(func, x, source)
-
-
-@rule("prelu")
-def _prelu(func: Callable[..., Any], input: Split, weight: Tensor) -> Tensor:
-    if 1 in input.cuts or isinstance(weight, Split):
-        raise NoRule("channels are cut")
-    return like(input, func(input.local, own_copy(weight, input.cuts.values(), input.run)))
 
 
 # -- random ---------------------------------------------------------------------------------------

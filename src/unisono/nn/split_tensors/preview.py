@@ -69,15 +69,15 @@ def previewed(
     has_autocast = private.is_autocast_enabled()
     key = func, call, torch.get_default_dtype(), has_autocast
     try:
-        known = _PREVIEWS.get(key)
+        preview = _PREVIEWS.get(key)
     except TypeError:  # an argument without a hash
         return _seen(func, args, kwargs, tensors, has_autocast), tensors
-    if known is None:
-        known = _seen(func, args, kwargs, tensors, has_autocast)
+    if preview is None:
+        preview = _seen(func, args, kwargs, tensors, has_autocast)
         if len(_PREVIEWS) >= _MOST:
             _PREVIEWS.clear()
-        _PREVIEWS[key] = known
-    return known, tensors
+        _PREVIEWS[key] = preview
+    return preview, tensors
 
 
 def tensors_in(values: Any) -> Iterator[Tensor]:
@@ -170,6 +170,7 @@ def _seen(
     with ExitStack() as modes:
         modes.enter_context(torch.inference_mode(False))  # whose tensors count no changes
         modes.enter_context(torch.no_grad())
+        modes.enter_context(torch.random.fork_rng(devices=[]))  # `device="cpu"` would draw
         modes.enter_context(warnings.catch_warnings())
         warnings.simplefilter("ignore")
         if private.dispatch_modes():  # a mode that counts operations

@@ -9,6 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from unisono import torch_private as private
@@ -16,21 +17,21 @@ from unisono.comm import Communicator
 from unisono.errors import UnisonoError
 from unisono.expect import expect
 from unisono.nn.attention import AttentionPlan, attended, by_heads, drawn_seed, scale_of
-from unisono.nn.split_tensors.blocks import fitted, placed, recut
-from unisono.nn.split_tensors.reductions import added
-from unisono.nn.split_tensors.tensor import (
-    Cut,
-    NoRule,
-    Split,
-    call,
+from unisono.nn.split_tensors.blocks import (
+    fitted,
     joined,
-    like,
     moved,
     own_copy,
-    rule,
+    placed,
+    recut,
     sliced,
     unrolled,
 )
+from unisono.nn.split_tensors.cuts import Cut, NoRule
+from unisono.nn.split_tensors.dispatch import call, gather_all
+from unisono.nn.split_tensors.reductions import added
+from unisono.nn.split_tensors.rules import rule
+from unisono.nn.split_tensors.tensor import Split, like
 from unisono.operators import all_gather
 from unisono.topology.decompose import split_sizes
 
@@ -92,8 +93,8 @@ def _block(x: Tensor, names: str, axes: dict[Communicator, tuple[str, Cut]], lea
             x = _with(x, sliced(local, at, cut), {at: cut}, lead)
         elif elsewhere and isinstance(x, Split):
             whole = everybodys(x.local, elsewhere[0], x.cuts[elsewhere[0]])
-            left = {d: c for d, c in x.cuts.items() if d != elsewhere[0]}
-            x = Split(whole, left, x.run) if left else whole
+            cuts = {d: c for d, c in x.cuts.items() if d != elsewhere[0]}
+            x = Split(whole, cuts, x.run) if cuts else whole
         else:
             local = x.local if isinstance(x, Split) else x
             x = _with(x, own_copy(local, [cut], lead.run), {}, lead)
@@ -117,10 +118,10 @@ def _linear(
     if input.ndim - 1 in input.cuts:  # a sum over ranks
         product = call(torch.matmul, input, weight.t())
         return product if bias is None else call(torch.add, product, bias)
-    own = [
+    affine = [
         None if t is None else own_copy(t, input.cuts.values(), input.run) for t in (weight, bias)
     ]
-    return like(input, func(input.local, *own))
+    return like(input, func(input.local, *affine))
 
 
 def _batch_labels(a: Tensor, b: Tensor) -> tuple[str, str, str]:
@@ -146,7 +147,9 @@ def _apart(labels: str, x: Tensor) -> str:
 def _matmul(func: Callable[..., Any], input: Tensor, other: Tensor) -> Tensor:
     a, b = (other, input) if func.__name__ == "__rmatmul__" else (input, other)
     if a.ndim < 2 or b.ndim < 2:
-        y = call(torch.matmul, a[None] if a.ndim < 2 else a, b[:, None] if b.ndim < 2 else b)
+        rows = call(torch.unsqueeze, a, 0) if a.ndim < 2 else a
+        columns = call(torch.unsqueeze, b, 1) if b.ndim < 2 else b
+        y = call(torch.matmul, rows, columns)
         y = call(torch.squeeze, y, -1) if b.ndim < 2 else y
         return call(torch.squeeze, y, -1 if b.ndim < 2 else -2) if a.ndim < 2 else y
     first, second, batch = _batch_labels(a, b)
@@ -222,6 +225,38 @@ def _einsum(func: Callable[..., Any], equation: str, *operands: Any) -> Tensor:
     return contracted(names, out, items, lambda *blocks: func(spelled, *blocks))
 
 
+@rule("bilinear")
+def _bilinear(
+    func: Callable[..., Any], x: Tensor, other: Tensor, weight: Tensor, bias: Tensor | None = None
+) -> Tensor:
+    batch = "abcdefghijklm"[: x.ndim - 1]
+    equation = f"{batch}x,{batch}y,zxy->{batch}z"
+    y = _einsum(torch.einsum, equation, x, other, weight)
+    return y if bias is None else call(torch.add, y, bias)
+
+
+@rule("linear_cross_entropy")
+def _linear_cross_entropy(
+    func: Callable[..., Any],
+    input: Tensor,
+    linear_weight: Tensor,
+    target: Tensor,
+    *,
+    linear_bias: Tensor | None = None,
+    ignore_index: int | None = None,
+    options: Any = None,
+    **loss: Any,
+) -> Tensor:
+    """Keep the logits of own points; chunks of them are not needed where they are cut."""
+    if linear_weight.ndim != 2:
+        args = input, linear_weight, target
+        more = {"linear_bias": linear_bias, "ignore_index": ignore_index, "options": options}
+        return gather_all(func, func.__name__, "features of several dims", args, more | loss, ())
+    logits = call(F.linear, input, linear_weight, linear_bias)
+    ignored = {} if ignore_index is None else {"ignore_index": ignore_index}
+    return call(F.cross_entropy, logits, target, **ignored, **loss)
+
+
 # -- recurrent layers -----------------------------------------------------------------------------
 
 
@@ -250,10 +285,12 @@ def _recurrent(
     if lead is not input or dim != batch:
         cut = Cut(_shares(input.shape[batch], cut.comm.size), cut.comm)
     x = placed(input, {batch: cut}, [], lead.run)
-    own = [placed(state, {1: cut}, [], lead.run) for state in states]
+    state_blocks = [placed(state, {1: cut}, [], lead.run) for state in states]
     weights = [own_copy(p, [cut], lead.run) for p in params]
     numbers = has_biases, num_layers, dropout, train, bidirectional, batch_first
-    y, *after = func(x, own if len(own) > 1 else own[0], weights, *numbers)
+    y, *after = func(
+        x, state_blocks if len(state_blocks) > 1 else state_blocks[0], weights, *numbers
+    )
     result = Split(y, {batch: cut}, lead.run)
     if dim != batch and lead is input and dim < 2:  # the sequence is cut again
         result = moved(result, batch, dim, lead.cuts[dim].sizes)

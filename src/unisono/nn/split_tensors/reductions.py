@@ -11,16 +11,11 @@ from torch import Tensor
 
 from unisono.expect import is_integer
 from unisono.nn.precision import as_autocast, sum_dtype, wide
-from unisono.nn.split_tensors.tensor import (
-    Cut,
-    NoRule,
-    Run,
-    Split,
-    like,
-    own_copy,
-    rule,
-    without_runs,
-)
+from unisono.nn.split_tensors.blocks import fitted, layout_of, own_copy
+from unisono.nn.split_tensors.cuts import Cut, NoRule, Run
+from unisono.nn.split_tensors.dispatch import call
+from unisono.nn.split_tensors.rules import rule
+from unisono.nn.split_tensors.tensor import Split, like, without_runs
 from unisono.operators import all_gather, concat_replicated, sum_to_replicated
 
 
@@ -87,10 +82,12 @@ def _sum(
     return reduced(input, func.__name__, dim, keepdim, dtype)
 
 
-def _root(squares: Tensor) -> Tensor:
+def _root(powers: Tensor, order: float = 2) -> Tensor:
     """Return the root. Its derivative at 0 is 0, as torch's of norms and deviations; not inf."""
-    is_zero = squares == 0
-    return squares.masked_fill(is_zero, 1.0).sqrt().masked_fill(is_zero, 0.0)
+    is_zero = powers == 0
+    powers = powers.masked_fill(is_zero, 1.0)
+    root = powers.sqrt() if order == 2 else powers.pow(1 / order)
+    return root.masked_fill(is_zero, 0.0)
 
 
 def _free_unless_cut(x: Split, dims: Sequence[int]) -> list[Cut]:
@@ -114,13 +111,13 @@ def _var(
     _check_numbers(input.dtype)
     if isinstance(dim, bool):
         dim, unbiased = None, dim
-    taken = correction if correction is not None else 0 if unbiased is False else 1
+    less = correction if correction is not None else 0 if unbiased is False else 1
     dims, name = _dims(input, dim), func.__name__
     inside = [cut for d, cut in input.cuts.items() if d in dims]
     count, local = math.prod(input.shape[d] for d in dims), wide(input.local)
     mean = own_copy(added(local.sum(dims, True), inside, input.run) / count, inside, input.run)
     squares = added((local - mean).abs().square().sum(dims, keepdim), inside, input.run)
-    result = squares / max(0.0, count - taken)
+    result = squares / max(0.0, count - less)
     result = _root(result) if name.startswith("std") else result
     result = result.to(input.dtype) if input.dtype.is_floating_point else result
     spread = like(input, result, _left(input, dims, keepdim))
@@ -240,7 +237,7 @@ def _place_of_extreme(
     if dim is None and name in ("max", "min"):
         return _extreme(getattr(torch, f"a{name}"), input)
     if dim is None:
-        raise NoRule("a place in the flat tensor")
+        return _flat_place(func, input, keepdim)
     dim %= input.ndim
     if dim not in input.cuts:
         raise NoRule("not along the cut")
@@ -254,6 +251,109 @@ def _place_of_extreme(
     pair = [x.gather(dim, rank) for x in (values, places)]
     pair = [like(input, x if keepdim else x.squeeze(dim), cuts) for x in pair]
     return pair[1] if name.startswith("arg") else tuple(pair)
+
+
+def _flat_place(func: Callable[..., Any], x: Split, keepdim: bool) -> Tensor:
+    """Return where the extreme is in the flat tensor: the first of equal ones, in one meeting."""
+    local = x.local.detach()
+    at = func(local)
+    index = list(torch.unravel_index(at, local.shape))
+    for dim, cut in x.cuts.items():
+        before = index[dim] // cut.own * sum(cut.sizes) + cut.bounds[cut.comm.rank]
+        index[dim] = before + index[dim] % cut.own
+    place = torch.zeros_like(at)
+    for i, n in zip(index, x.shape, strict=True):
+        place = place * n + i
+    comm = x.run.ranks_of(x.cuts.values())
+    values, places = (
+        concat_replicated(t.reshape(1), 0, [1] * comm.size, comm=comm) if comm else t.reshape(1)
+        for t in (local.flatten()[at], place)
+    )
+    best = values[func(values)]
+    is_best = (values == best) | ((values != values) & (best != best))
+    first = places.masked_fill(~is_best, x.numel()).min()
+    return first.view([1] * x.ndim) if keepdim else first
+
+
+# -- counts and distances -------------------------------------------------------------------------
+
+
+@rule("trace")
+def _trace(func: Callable[..., Any], input: Split) -> Tensor:
+    return call(torch.sum, call(torch.diagonal, input))
+
+
+@rule("allclose")
+def _all_close(func: Callable[..., Any], *args: Any, **kwargs: Any) -> bool:
+    return bool(call(torch.all, call(torch.isclose, *args, **kwargs)))
+
+
+@rule("norm")
+def _norm(
+    func: Callable[..., Any],
+    input: Split,
+    p: Any = "fro",
+    dim: int | Sequence[int] | None = None,
+    keepdim: bool = False,
+    dtype: torch.dtype | None = None,
+) -> Tensor:
+    if isinstance(p, str):
+        raise NoRule("a norm of matrices")
+    return call(torch.linalg.vector_norm, input, 2 if p is None else p, dim, keepdim, dtype=dtype)
+
+
+@rule("dist")
+def _dist(func: Callable[..., Any], input: Tensor, other: Tensor, p: float = 2) -> Tensor:
+    return call(torch.linalg.vector_norm, call(torch.sub, input, other), p)
+
+
+@rule("renorm")
+def _renorm(func: Callable[..., Any], input: Split, p: float, dim: int, maxnorm: float) -> Tensor:
+    over = [d for d in range(input.ndim) if d != dim % input.ndim]
+    norms = call(torch.linalg.vector_norm, input, p, over, True)
+    shrunk = call(torch.mul, call(torch.reciprocal, call(torch.add, norms, 1e-7)), maxnorm)
+    scale = call(torch.where, call(torch.gt, norms, maxnorm), shrunk, 1.0)
+    return call(torch.mul, input, scale)
+
+
+@rule("histc")
+def _histogram(
+    func: Callable[..., Any], input: Split, bins: int = 100, min: float = 0, max: float = 0
+) -> Tensor:
+    low, high = min, max
+    if low == high:
+        low, high = (float(end) for end in _extremes(torch.aminmax, input))
+        if low == high:
+            low, high = low - 1, high + 1
+    if not math.isfinite(high - low):
+        raise NoRule("bins without bounds")
+    return added(func(input.local, bins, low, high), list(input.cuts.values()), input.run)
+
+
+@rule("bincount")
+def _counts(
+    func: Callable[..., Any], input: Split, weights: Tensor | None = None, minlength: int = 0
+) -> Tensor:
+    low, high = (int(end) for end in _extremes(torch.aminmax, input))
+    if min(low, minlength) < 0:
+        raise NoRule("negative numbers")
+    weights_of_block = None if weights is None else fitted(weights, layout_of([input]), input.run)
+    counts = func(input.local, weights_of_block, max(minlength, high + 1))
+    return added(counts, list(input.cuts.values()), input.run)
+
+
+@rule("searchsorted", "bucketize")
+def _placed_among(func: Callable[..., Any], first: Any, second: Any, **options: Any) -> Tensor:
+    """Add up how many points of each block of a sorted sequence are smaller."""
+    is_bucketize = func.__name__ == "bucketize"
+    values, sequence = (first, second) if is_bucketize else (second, first)
+    if not isinstance(sequence, Split) or isinstance(values, Split):
+        raise NoRule("not along the cut")
+    ((dim, cut),) = sequence.cuts.items()
+    if dim != sequence.ndim - 1 or cut.outer != 1 or options.get("sorter") is not None:
+        raise NoRule("not along the cut")
+    call_ = (values, sequence.local) if is_bucketize else (sequence.local, values)
+    return added(func(*call_, **options), [cut], sequence.run)
 
 
 @rule("cumsum", "cumprod")
@@ -301,6 +401,9 @@ def _vector_norm(
     if ord == 0:
         total = added((local != 0).sum(dims, keepdim), inside, x.run)
         return like(x, total.to(local.abs().dtype), _left(x, dims, keepdim))
+    if ord > 2 and not local.is_complex():
+        powers = added(wide(local).abs().pow(ord).sum(dims, keepdim), inside, x.run)
+        return like(x, _root(powers, ord).to(local.dtype), _left(x, dims, keepdim))
     if ord != 1:
         raise NoRule("a norm whose second derivative is not that of the norms of blocks")
     total = added(local.abs().sum(dims, keepdim), inside, x.run)
@@ -335,13 +438,3 @@ def _softmax(
     total = own_copy(added(shifted.exp().sum(dim, True), [cut], input.run), [cut], input.run)
     result = shifted.exp() / total if name == "softmax" else shifted - total.log()
     return like(input, result.to(local.dtype))
-
-
-@rule("adaptive_avg_pool1d", "adaptive_avg_pool2d", "adaptive_avg_pool3d")
-def _adaptive_pool(func: Callable[..., Any], input: Split, output_size: Any) -> Tensor:
-    count = int(func.__name__[-2])
-    over = list(range(input.ndim - count, input.ndim))
-    sizes = [output_size] if is_integer(output_size) else output_size
-    if any(n != 1 for n in sizes) or not any(d in input.cuts for d in over):
-        raise NoRule("windows of unlike sizes along the cut")
-    return reduced(input, "mean", over, True)

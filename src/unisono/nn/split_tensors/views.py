@@ -9,6 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from unisono.expect import is_integer
@@ -16,32 +17,29 @@ from unisono.nn.split_tensors.blocks import (
     balanced,
     fitted,
     in_order,
+    joined_cuts,
     layout_of,
     recut,
+    sliced,
     span,
     window,
 )
-from unisono.nn.split_tensors.tensor import (
-    Cut,
-    NeedsWhole,
-    NoRule,
-    Split,
-    call,
-    joined_cuts,
-    like,
-    resized,
-    rule,
-    sliced,
-    without_runs,
-)
+from unisono.nn.split_tensors.cuts import Cut, NeedsWhole, NoRule, resized
+from unisono.nn.split_tensors.dispatch import call
+from unisono.nn.split_tensors.rules import rule
+from unisono.nn.split_tensors.tensor import Split, like, without_runs
 from unisono.operators import concat_replicated
 from unisono.topology import Segment
 from unisono.topology.decompose import split_sizes
 
 
-def _sizes(given: tuple[Any, ...]) -> list[int]:
+def _sizes(sizes_or_list: tuple[Any, ...]) -> list[int]:
     """Return sizes that were given one by one or as one sequence."""
-    sizes = given[0] if len(given) == 1 and not is_integer(given[0]) else given
+    sizes = (
+        sizes_or_list[0]
+        if len(sizes_or_list) == 1 and not is_integer(sizes_or_list[0])
+        else sizes_or_list
+    )
     return [int(n) for n in sizes]
 
 
@@ -73,8 +71,8 @@ def _unsqueeze(func: Callable[..., Any], input: Split, dim: int) -> Tensor:
 
 @rule("squeeze")
 def _squeeze(func: Callable[..., Any], input: Split, dim: Any = None) -> Tensor:
-    asked = range(input.ndim) if dim is None else [dim] if is_integer(dim) else dim
-    gone = sorted({d % input.ndim for d in asked if input.shape[d] == 1})
+    dims = range(input.ndim) if dim is None else [dim] if is_integer(dim) else dim
+    gone = sorted({d % input.ndim for d in dims if input.shape[d] == 1})
     for d in gone:
         if d in input.cuts:
             raise NeedsWhole(d, "one point")
@@ -84,13 +82,13 @@ def _squeeze(func: Callable[..., Any], input: Split, dim: Any = None) -> Tensor:
 
 @rule("expand")
 def _expand(func: Callable[..., Any], input: Split, *sizes: Any, implicit: bool = False) -> Tensor:
-    asked = _sizes(sizes)
-    more = len(asked) - input.ndim
+    shape = _sizes(sizes)
+    more = len(shape) - input.ndim
     for dim, cut in input.cuts.items():
-        if asked[dim + more] not in (-1, cut.length):
+        if shape[dim + more] not in (-1, cut.length):
             raise NoRule("expand of a cut dim")
-        asked[dim + more] = -1
-    return like(input, input.local.expand(asked), {d + more: c for d, c in input.cuts.items()})
+        shape[dim + more] = -1
+    return like(input, input.local.expand(shape), {d + more: c for d, c in input.cuts.items()})
 
 
 @rule("repeat")
@@ -181,25 +179,6 @@ def _view(func: Callable[..., Any], input: Split, *sizes: Any) -> Tensor:
     return _reshaped(input, _sizes(sizes[:1] if is_alias else sizes))
 
 
-@rule("flatten")
-def _flatten(
-    func: Callable[..., Any], input: Split, start_dim: int = 0, end_dim: int = -1
-) -> Tensor:
-    a, b = start_dim % input.ndim, end_dim % input.ndim
-    shape = list(input.shape)
-    return _reshaped(input, [*shape[:a], math.prod(shape[a : b + 1]), *shape[b + 1 :]])
-
-
-@rule("unflatten")
-def _unflatten(func: Callable[..., Any], input: Split, dim: int, sizes: Sequence[int]) -> Tensor:
-    dim %= input.ndim
-    parts = list(sizes)
-    if -1 in parts:
-        parts[parts.index(-1)] = input.shape[dim] // -math.prod(parts)
-    shape = list(input.shape)
-    return _reshaped(input, [*shape[:dim], *parts, *shape[dim + 1 :]])
-
-
 @rule("pixel_shuffle", "pixel_unshuffle")
 def _pixel_shuffle(func: Callable[..., Any], input: Split, factor: int) -> Tensor:
     x, last = input, input.ndim - 1
@@ -238,9 +217,9 @@ def _narrowed(x: Split, dim: int, start: int, stop: int, step: int) -> Tensor:
         sizes.append(max(0, -(-(min(high, stop) - begin) // step)))
     if sum(sizes) < cut.comm.size:
         raise NeedsWhole(dim, f"{sum(sizes)} points for {cut.comm.size} ranks")
-    mine = cut.comm.rank
-    begin = min(first[mine], x.local.shape[dim])
-    local = x.local[(slice(None),) * dim + (slice(begin, begin + sizes[mine] * step, step),)]
+    rank = cut.comm.rank
+    begin = min(first[rank], x.local.shape[dim])
+    local = x.local[(slice(None),) * dim + (slice(begin, begin + sizes[rank] * step, step),)]
     part = Split(local, {**x.cuts, dim: resized(cut, sizes)}, x.run)
     if min(sizes) == 0:
         return recut(part, dim, balanced(sum(sizes), x, dim, "a slice"))
@@ -276,12 +255,12 @@ def _getitem(func: Callable[..., Any], input: Split, index: Any) -> Tensor:
         )
         if not is_plain or isinstance(entry, bool):
             raise NoRule("indexed by something else than numbers and slices")
-    taken = sum(entry is not None and entry is not Ellipsis for entry in entries)
+    dims_indexed = sum(entry is not None and entry is not Ellipsis for entry in entries)
     if Ellipsis in entries:
         at = entries.index(Ellipsis)
-        entries[at : at + 1] = [slice(None)] * (input.ndim - taken)
+        entries[at : at + 1] = [slice(None)] * (input.ndim - dims_indexed)
     else:
-        entries += [slice(None)] * (input.ndim - taken)
+        entries += [slice(None)] * (input.ndim - dims_indexed)
     # Whole dims first, by one index of torch's own; then cut dims, from the last to the first.
     local_index: list[Any] = []
     kept: dict[int, Cut] = {}
@@ -334,6 +313,55 @@ def _slice(
 ) -> Tensor:
     dim %= input.ndim
     return _getitem(func, input, (*[slice(None)] * dim, slice(start, end, step)))
+
+
+def _diagonal_sizes(cut: Cut, first: int, length: int) -> list[int]:
+    """Return how many points of a diagonal, which begins at `first` of the dim, each rank has."""
+    points = [min(max(bound - first, 0), length) for bound in cut.bounds]
+    return [b - a for a, b in itertools.pairwise(points)]
+
+
+@rule("diagonal", "diagonal_copy")
+def _diagonal(
+    func: Callable[..., Any], input: Split, offset: int = 0, dim1: int = 0, dim2: int = 1
+) -> Tensor:
+    x, a, b = input, dim1 % input.ndim, dim2 % input.ndim
+    inside = [d for d in (a, b) if d in x.cuts]
+    rest = {d - (d > a) - (d > b): cut for d, cut in x.cuts.items() if d not in inside}
+    if not inside:
+        return like(x, func(x.local, offset, a, b), rest)
+    if len(inside) > 1:
+        raise NeedsWhole(b, "a diagonal of two cut dims")
+    dim, cut = inside[0], without_runs(x, inside[0])
+    top, left = max(0, -offset), max(0, offset)
+    length = max(0, min(x.shape[a] - top, x.shape[b] - left))
+    later = balanced(length, x, dim, "a diagonal")
+    here = _diagonal_sizes(cut, top if dim == a else left, length)
+    low = cut.bounds[cut.comm.rank]
+    local = func(x.local, offset + low if dim == a else offset - low, a, b)
+    part = Split(local, {**rest, x.ndim - 2: resized(cut, here)}, x.run)
+    return recut(part, x.ndim - 2, later) if min(here) == 0 else part
+
+
+@rule("diag_embed")
+def _diag_embed(
+    func: Callable[..., Any], input: Split, offset: int = 0, dim1: int = -2, dim2: int = -1
+) -> Tensor:
+    """Keep the rows of own points; rows without a point are the first rank's, or the last one's."""
+    last = input.ndim - 1
+    if last not in input.cuts or (dim1, dim2) not in ((-2, -1), (last, last + 1)):
+        raise NoRule("not along the cut")
+    cut = without_runs(input, last)
+    ranks, rank, more = cut.comm.size, cut.comm.rank, abs(offset)
+    low, high = cut.bounds[rank : rank + 2]
+    top = more if offset < 0 and rank == 0 else 0
+    bottom = more if offset > 0 and rank == ranks - 1 else 0
+    left = low + max(0, offset)
+    widths = (left, cut.length + more - left - (high - low), top, bottom)
+    rows = list(cut.sizes)
+    rows[0 if offset < 0 else -1] += more
+    local = F.pad(torch.diag_embed(input.local), widths)
+    return like(input, local, {**input.cuts, last: resized(cut, rows)})
 
 
 @rule("select")
@@ -409,6 +437,30 @@ def _stack(func: Callable[..., Any], tensors: Sequence[Tensor], dim: int = 0) ->
     return like(lead, torch.stack(blocks, dim), {d + (dim <= d): cut for d, cut in cuts.items()})
 
 
+@rule("select_scatter")
+def _select_scatter(
+    func: Callable[..., Any], input: Tensor, src: Tensor, dim: int, index: int
+) -> Tensor:
+    if not -input.ndim <= dim < input.ndim or not -input.shape[dim] <= index < input.shape[dim]:
+        raise NoRule("out of range")
+    dim, shape = dim % input.ndim, [1] * input.ndim
+    shape[dim] = input.shape[dim]
+    is_there = torch.arange(shape[dim], device=input.device) == index % shape[dim]
+    return call(torch.where, is_there.view(shape), call(torch.unsqueeze, src, dim), input)
+
+
+@rule("flip")
+def _flip(func: Callable[..., Any], input: Split, *dims: Any) -> Tensor:
+    over = [d % input.ndim for d in _sizes(dims)]
+    windows = {}
+    for dim in over:
+        if dim in input.cuts:
+            cut = without_runs(input, dim)
+            ends = [cut.length - bound for bound in cut.bounds]
+            windows[dim] = cut, [span(b, a) for a, b in itertools.pairwise(ends)]
+    return like(input, window(input, windows).flip(over))
+
+
 @rule("roll")
 def _roll(func: Callable[..., Any], input: Split, shifts: Any, dims: Any = None) -> Tensor:
     if dims is None or (not is_integer(dims) and len(dims) == 0):
@@ -421,9 +473,9 @@ def _roll(func: Callable[..., Any], input: Split, shifts: Any, dims: Any = None)
             x = Split(torch.roll(x.local, shift, dim), x.cuts, x.run)
             continue
         cut = without_runs(x, dim)
-        wanted = [_wrapped(low - shift, high - low, cut.length)
+        windows = [_wrapped(low - shift, high - low, cut.length)
                   for low, high in zip(cut.bounds, cut.bounds[1:], strict=False)]  # fmt: skip
-        x = Split(window(x, {dim: (cut, wanted)}), x.cuts, x.run)
+        x = Split(window(x, {dim: (cut, windows)}), x.cuts, x.run)
     return x
 
 

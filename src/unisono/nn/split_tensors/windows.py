@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from unisono.comm.groups import when_forgotten
-from unisono.nn.split_tensors.blocks import balanced, span, window
+from unisono.nn.split_tensors.blocks import balanced, joined, own_copy, placed, span, window
 from unisono.nn.split_tensors.convolution import (
     ConvSettings,
     SpacePlan,
@@ -21,22 +21,13 @@ from unisono.nn.split_tensors.convolution import (
     space_plan,
     transposed_plan,
 )
+from unisono.nn.split_tensors.cuts import SMALLER, Cut, Cuts, Grid, NeedsWhole, NoRule, Run, resized
+from unisono.nn.split_tensors.dispatch import call
 from unisono.nn.split_tensors.pooling import PoolNumbers, PoolPlan, pool_plan
+from unisono.nn.split_tensors.reductions import added
 from unisono.nn.split_tensors.resampling import MODES, Taps, taps_of
-from unisono.nn.split_tensors.tensor import (
-    Cut,
-    Cuts,
-    Grid,
-    NeedsWhole,
-    NoRule,
-    Split,
-    call,
-    like,
-    own_copy,
-    resized,
-    rule,
-    without_runs,
-)
+from unisono.nn.split_tensors.rules import rule
+from unisono.nn.split_tensors.tensor import Split, like, without_runs
 from unisono.operators.halo import HaloOnGroup
 from unisono.topology import HaloPlan, halo
 from unisono.topology.decompose import split_sizes
@@ -99,8 +90,22 @@ def _in_space(
     plan_of: Callable[..., tuple[Cuts, SpacePlan] | None],
     numbers: tuple[Any, ...],
 ) -> Tensor:
-    if not isinstance(x, Split) or isinstance(weight, Split) or isinstance(bias, Split):
-        raise NoRule("a split weight")
+    is_transposed = plan_of is _transposed_plan
+    if not isinstance(x, Split):
+        return _by_filters(func, x, weight, bias, is_transposed, numbers)
+    of_input = {x.ndim - weight.ndim + 1: int(not is_transposed)}
+    if (
+        isinstance(weight, Split)
+        and numbers[3] == 1
+        and {of_input.get(dim): cut for dim, cut in x.cuts.items()} == weight.cuts
+    ):  # own channels of the input, and what filters have for them: a sum over ranks
+        y = added(func(x.local, weight.local, None, *numbers), list(x.cuts.values()), x.run)
+        ones = (1,) * (weight.ndim - 2)
+        return y if bias is None else call(torch.add, y, call(torch.reshape, bias, (-1, *ones)))
+    if isinstance(weight, Split):
+        weight = _whole(weight, x.run, func.__name__)
+    if isinstance(bias, Split):
+        bias = _whole(bias, x.run, func.__name__)
     cuts, run, local, count = x.cuts, x.run, x.local, weight.ndim - 2
     at = local.ndim - count - 1
     if at > 1:
@@ -114,6 +119,36 @@ def _in_space(
         return like(x, func(local, w, b, *numbers))
     y = convolved_in_space(local[None] if at == 0 else local, w, b, plan[1])
     return like(x, y[0] if at == 0 else y, plan[0])
+
+
+def _whole(weight: Split, run: Run, name: str) -> Tensor:
+    """Return a filter or a bias, whole: they are smaller than the input."""
+    run.note(name, SMALLER, weight)
+    return joined(weight, weight.cuts)
+
+
+def _by_filters(
+    func: Callable[..., Any],
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    is_transposed: bool,
+    numbers: tuple[Any, ...],
+) -> Tensor:
+    """Compute own channels of the result from an input that all ranks have."""
+    lead: Any = weight if isinstance(weight, Split) else bias
+    filters, groups = int(is_transposed), numbers[3]
+    if len(lead.cuts) != 1 or groups != 1:
+        raise NoRule("a split weight")
+    ((dim, cut),) = lead.cuts.items()
+    if lead is weight and dim != filters:
+        if weight.shape[filters] < cut.comm.size:
+            raise NoRule("a split weight")
+        cut = Cut(split_sizes(weight.shape[filters], cut.comm.size), cut.comm)
+    filters_of_rank = placed(weight, {filters: cut}, [], lead.run)
+    shift = None if bias is None else placed(bias, {0: cut}, [], lead.run)
+    y = func(own_copy(x, [cut], lead.run), filters_of_rank, shift, *numbers)
+    return like(lead, y, {y.ndim - weight.ndim + 1: cut})
 
 
 def _where(
@@ -158,8 +193,8 @@ def _conv_plan(
         return output_length(n, kernel[i], steps[i], pads[i], spread[i])
 
     bounds, index, later = _cut_space(shape, cuts, places, keeps_empty, count, length)
-    mine = {i for i in range(count) if len(bounds[2 + i]) > 2}
-    if not mine:
+    cut_dims = {i for i in range(count) if len(bounds[2 + i]) > 2}
+    if not cut_dims:
         return None
     settings = ConvSettings(
         weight[1] * groups, weight[0], kernel, steps, pads, spread, groups, "zeros"
@@ -167,17 +202,17 @@ def _conv_plan(
     comm, ranks = grid or (cuts[0][1].comm, None)
     plan = halo.plan(bounds, index, kernel, steps, pads, spread)
     space = space_plan(settings, HaloOnGroup(comm, plan, ranks, 0.0), "auto")
-    if space.cover is None and _torch_pads(plan, pads, mine):
+    if space.cover is None and _torch_pads(plan, pads, cut_dims):
         # A window in the cut dims alone; torch adds the zeros along the others.
         plan = halo.plan(
             bounds,
             index,
-            [k if i in mine else 1 for i, k in enumerate(kernel)],
-            [n if i in mine else 1 for i, n in enumerate(steps)],
-            [pair if i in mine else (0, 0) for i, pair in enumerate(pads)],
-            [n if i in mine else 1 for i, n in enumerate(spread)],
+            [k if i in cut_dims else 1 for i, k in enumerate(kernel)],
+            [n if i in cut_dims else 1 for i, n in enumerate(steps)],
+            [pair if i in cut_dims else (0, 0) for i, pair in enumerate(pads)],
+            [n if i in cut_dims else 1 for i, n in enumerate(spread)],
         )
-        left = tuple(0 if i in mine else low for i, (low, _) in enumerate(pads))
+        left = tuple(0 if i in cut_dims else low for i, (low, _) in enumerate(pads))
         space = SpacePlan(settings, HaloOnGroup(comm, plan, ranks, 0.0), None, left)
     return later, space
 
@@ -202,7 +237,7 @@ def _transposed_plan(
         return transposed_length(n, kernel[i], steps[i], pads[i], spread[i], more[i])
 
     bounds, index, later = _cut_space(shape, cuts, places, keeps_empty, count, length)
-    if all(len(own) == 2 for own in bounds[2:]):
+    if all(len(bounds_of_dim) == 2 for bounds_of_dim in bounds[2:]):
         return None
     for dim, cut in cuts:
         if (i := dim - len(shape) + count) < 0:
@@ -247,14 +282,14 @@ def _cut_space(
     return tuple(bounds), index, later
 
 
-def _torch_pads(plan: HaloPlan, pads: Sequence[tuple[int, int]], mine: set[int]) -> bool:
+def _torch_pads(plan: HaloPlan, pads: Sequence[tuple[int, int]], cut_dims: set[int]) -> bool:
     """Whether dims that are not cut are read whole, and padded alike on both sides."""
     return all(
         low == high and parts == (0, stop - start)
         for i, ((low, high), (start, stop), parts) in enumerate(
             zip(pads, plan.owned[2:], plan.needed[2:], strict=True)
         )
-        if i not in mine
+        if i not in cut_dims
     )
 
 
@@ -314,8 +349,8 @@ def _pooled(x: Split, numbers: PoolNumbers, wants_indices: bool = False) -> tupl
     is_single = x.ndim == count + 1
     local = x.local[None] if is_single else x.local
     y, indices = plan.pooled(local, wants_indices=wants_indices)
-    found = [like(x, t[0] if is_single else t, cuts) for t in (y, indices) if t is not None]
-    return found[0], found[-1]
+    results = [like(x, t[0] if is_single else t, cuts) for t in (y, indices) if t is not None]
+    return results[0], results[-1]
 
 
 @lru_cache(4096)
@@ -358,7 +393,7 @@ def _pad(
         mode, value = "constant", mode if not isinstance(mode, str) else value
     if mode not in PAD_MODES:
         raise NoRule(f"mode {mode!r}")
-    cuts, wanted = dict(x.cuts), {}
+    cuts, windows = dict(x.cuts), {}
     for dim in x.cuts:
         at = 2 * (x.ndim - 1 - dim)
         if at >= len(widths) or not (widths[at] or widths[at + 1]):
@@ -371,7 +406,7 @@ def _pad(
         cut = without_runs(x, dim)
         length = check_window(cut.length, 1, 1, low, high, 1, PAD_MODES[mode])
         out = resized(cut, balanced(length, x, dim, "pad"))
-        wanted[dim] = (
+        windows[dim] = (
             cut,
             [
                 window_segments(a, b, cut.length, 1, 1, low, high, 1, PAD_MODES[mode])
@@ -381,7 +416,7 @@ def _pad(
         cuts[dim], widths[at], widths[at + 1] = out, 0, 0
     if isinstance(value, complex):
         raise NoRule("filled with a complex number")
-    local = window(x, wanted, float(value or 0))
+    local = window(x, windows, float(value or 0))
     if any(widths):
         local = F.pad(local, widths, mode, value)
     return like(x, local, cuts)
@@ -428,11 +463,13 @@ def _interpolate(
     if size is not None:
         sizes = list(per_dim(size, count, "size"))
     else:
-        given = [scale_factor] * count if isinstance(scale_factor, (int, float)) else scale_factor
-        sizes = [math.floor(n * s) for n, s in zip(x.shape[2:], given, strict=True)]
+        factors_given = (
+            [scale_factor] * count if isinstance(scale_factor, (int, float)) else scale_factor
+        )
+        sizes = [math.floor(n * s) for n, s in zip(x.shape[2:], factors_given, strict=True)]
         if not recompute_scale_factor:
-            scales = [float(s) for s in given]
-    cuts, rest, wanted, taps = dict(x.cuts), list[int](), {}, dict[int, Taps]()
+            scales = [float(s) for s in factors_given]
+    cuts, rest, windows, taps = dict(x.cuts), list[int](), {}, dict[int, Taps]()
     for i in range(count):
         dim = 2 + i
         if dim not in x.cuts:
@@ -443,12 +480,12 @@ def _interpolate(
         double = x.dtype == torch.float64
         how = Resampling(cut.length, sizes[i], kind, scales[i], bool(align_corners), double)
         needed = [how.needed(a, b) for a, b in pairwise(out.bounds)]
-        wanted[dim] = cut, [span(a, b) for a, b in needed]
+        windows[dim] = cut, [span(a, b) for a, b in needed]
         low, high = out.bounds[cut.comm.rank : cut.comm.rank + 2]
         start = needed[cut.comm.rank][0]
         taps[dim] = taps_of(how, low, high, start)
         cuts[dim] = out
-    local = window(x, wanted)
+    local = window(x, windows)
     for dim, own in taps.items():
         local = own.resampled(local, dim)
     if 0 in local.shape or not (x.is_floating_point() or x.dtype == torch.uint8):
