@@ -42,8 +42,10 @@ DEADLINE_S = 20.0
 """Silence of all ranks after which they are taken for hung."""
 
 
-DIES_WHEN_SPOILED = ("lu_unpack",)
-"""Operators of which torch itself reads beyond its arguments."""
+DIES_WHEN_SPOILED = frozenset(
+    "lu_unpack native_batch_norm _native_batch_norm_legit _batch_norm_with_update".split()  # noqa: SIM905
+)
+"""Operators of which torch itself reads or writes beyond arguments that do not fit each other."""
 
 
 class Verdict(enum.IntEnum):
