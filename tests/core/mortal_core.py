@@ -93,7 +93,7 @@ def run_rank(request: dict[str, Any], step: int, engine: ShmEngine) -> dict[str,
 
 def fork_world(request: dict[str, Any], step: int) -> list[tuple[int, int, int]]:
     """Start the ranks of one world; return process, pipe to it and pipe from it of each."""
-    shared = segment.Segment.create(core.load().layout(SIZE, SLOT_BYTES)[0])
+    shared = segment.SharedSegment.create(core.load().layout(SIZE, SLOT_BYTES)[0])
     shared.seal()
     # Buffers of the group become named files, of which something could be left behind.
     object.__setattr__(shared.ticket, "kind", "named")

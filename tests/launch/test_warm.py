@@ -37,7 +37,7 @@ def test_one_server_forks_all_ranks_until_it_is_idle_killed_or_shut_down(monkeyp
     (second,) = parents()
     assert second != first
     assert has_ended(second)  # by itself
-    assert str(second) not in str(Holdings.now(["processes"]).found)  # and is no one's zombie
+    assert str(second) not in str(Holdings.now(["processes"]).entries)  # and is no one's zombie
     monkeypatch.undo()
     (third,) = parents()
     assert third != second

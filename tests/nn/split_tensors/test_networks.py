@@ -268,7 +268,7 @@ VOLUMES: dict[str, tuple[dict[str, Any], tuple[int, ...]]] = {
     "SwinUNETR": (
         {"spatial_dims": 3, "in_channels": 1, "out_channels": 2, "feature_size": 12,
          "depths": (1, 1, 1, 1), "num_heads": (1, 2, 3, 4)},
-        (1, 1, 32, 32, 32),
+        (1, 1, 64, 32, 32),
     ),
 }  # fmt: skip
 

@@ -76,11 +76,11 @@ class SplitModule(nn.Module):
         return mapped(self._block, result) if self.blocks else result
 
     def _block(self, x: Split) -> Tensor:
-        """Return this rank's block of a result; one with the dims of the input is cut like it."""
-        where = self.partition
-        if x.ndim == where.dim:
-            x = cut_along(x, {d: where.sub(d).comm for d, n in enumerate(where.shape) if n > 1})
-        return x.local
+        """Return this rank's block of a result that is cut along dims of the input, else all."""
+        axes = {d: self.partition.sub(d).comm for d, n in enumerate(self.partition.shape) if n > 1}
+        if x.ndim == self.partition.dim:
+            x = cut_along(x, axes)
+        return x.local if x.cuts.keys() <= axes.keys() else x.whole()
 
     @torch.compiler.disable
     def _run(self, *args: Any, **kwargs: Any) -> Any:
@@ -282,9 +282,9 @@ def split(
             `"gathered"` has all keys and values on every rank. `"auto"`: ulysses where the heads
             divide by the ranks and no mask has a row per query, else gathered up to 64 MB of keys
             and values, else ring. What cannot serve is refused, unless it is `"auto"`.
-        blocks: return plain tensors: this rank's block of what is still cut, along the dims of the
-            input if it has as many, and the whole of what is not. The layers and losses of
-            `unisono.nn` take them as they are.
+        blocks: return plain tensors: this rank's block of what is cut along the dims along which the
+            input is cut, and the whole of everything else. The layers and losses of `unisono.nn`
+            take them as they are.
 
     Returns:
         A module. `net(x_own)` takes this rank's block; `y.whole()`, `y.local` and `y.cuts` are
