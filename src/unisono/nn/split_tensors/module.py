@@ -282,7 +282,7 @@ def split(
             `"gathered"` has all keys and values on every rank. `"auto"`: ulysses where the heads
             divide by the ranks and no mask has a row per query, else gathered up to 64 MB of keys
             and values, else ring. What cannot serve is refused, unless it is `"auto"`.
-        blocks: return plain tensors: this rank's block of what is cut along the dims along which the
+        blocks: return plain tensors: this rank's block of what is cut along dims along which the
             input is cut, and the whole of everything else. The layers and losses of `unisono.nn`
             take them as they are.
 
