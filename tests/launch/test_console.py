@@ -175,7 +175,10 @@ def read_until(fd, words, start=b"", seconds=60.0):
     while words not in seen:
         assert time.monotonic() < end, start + seen
         if select.select([fd], [], [], 0.5)[0]:
-            seen += os.read(fd, 4096)
+            try:
+                seen += os.read(fd, 4096)
+            except OSError:  # the program has ended
+                raise AssertionError(start + seen) from None
     return seen
 
 
