@@ -1,15 +1,17 @@
 """Whole training steps of Bayesian nets against the same architecture in torch.nn with SGD.
 
-    python benchmarks/bayes.py [--rounds 25] [--no-write]
+    python benchmarks/bayes.py [--pytagi PATH] [--rounds 25] [--no-write]
 
 Reference: forward, sum of squares, backward and `SGD.step` in the same process, in turns with ours;
 one torch thread. Times are the best of the rounds, except for ranks, where they are medians of the
-slowest rank.
+slowest rank. PATH is a virtual environment of this Python with pytagi, whose LSTM is one more
+reference; nothing is installed.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib
 import itertools
 import resource
 import subprocess
@@ -19,6 +21,7 @@ from pathlib import Path
 
 import torch
 from harness import Row, interleaved, markdown, parser_for, publish
+from peers import imported
 from torch import nn
 
 import unisono
@@ -108,6 +111,37 @@ def lstm(batch, steps=5):
     net = bayes.Sequential(*layers)
     x, y = torch.randn(batch, steps, 1), torch.randn(batch, 1)
     return bayesian_step(net, x, y), torch_step(TorchLSTM(steps), x, y)
+
+
+def pytagi_lstm(pytagi, batch, steps):
+    """Return a step of pytagi's own `lstm(batch, steps)`."""
+    kinds = importlib.import_module("pytagi.nn")
+    net = kinds.Sequential(
+        kinds.LSTM(1, 8, steps), kinds.LSTM(8, 8, steps), kinds.Linear(8 * steps, 1)
+    )
+    net.set_threads(1)
+    pytagi.manual_seed(0)
+    updater = kinds.OutputUpdater(net.device)
+    x, y = torch.randn(batch * steps).numpy(), torch.randn(batch).numpy()
+    noise = torch.full((batch,), NOISE).numpy()
+
+    def step():
+        net(x)
+        updater.update(net.output_z_buffer, y, noise, net.input_delta_z_buffer)
+        net.backward()
+        net.step()
+
+    return step
+
+
+def against_pytagi(path, rounds, clock):
+    pytagi = imported("pytagi", path)
+    if pytagi is None:
+        return
+    for batch, steps in ((10, 12), (64, 5)):
+        ours, _ = lstm(batch, steps)
+        pair = best_of([ours, pytagi_lstm(pytagi, batch, steps)], rounds, 10, clock)
+        yield Row(f"LSTM of {steps} steps, batch {batch}, as pytagi", *pair, "pytagi", 2.0)
 
 
 def best_of(candidates, rounds, repeats, clock):
@@ -215,6 +249,7 @@ def memory():
 def main():
     parser = parser_for(__doc__)
     parser.add_argument("--rounds", type=int, default=25)
+    parser.add_argument("--pytagi", type=Path, help="a virtual environment with pytagi")
     parser.add_argument("--no-write", action="store_true", help="leave RESULTS.md as it is")
     parser.add_argument("--cpu-time", action="store_true", help="count CPU time (busy machines)")
     parser.add_argument("--memory", choices=["ours", "torch"], help=argparse.SUPPRESS)
@@ -226,6 +261,7 @@ def main():
     clock = time.process_time if options.cpu_time else time.perf_counter
     rounds = 3 if options.quick else options.rounds
     rows = [*one_process(rounds, clock), *two_ranks(rounds)]
+    rows += against_pytagi(options.pytagi, rounds, clock)
     write = not (options.quick or options.no_write)
     publish("Bayesian nets", f"{markdown(rows)}\n\n{memory()}", write=write)
 
