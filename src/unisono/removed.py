@@ -27,6 +27,9 @@ REMOVED: dict[str, str] = {
         "schedule.preview(losses), and 2 bytes a parameter (bfloat16) for each exchange"
     ),
     "unisono.data_parallel.DasoSchedule.exchanges": "schedule.plan(batch, n_batches, None)",
+    "unisono.data_parallel.PowerSGD": (
+        "compression=functools.partial(powerSGD_hook, PowerSGDState(group, ...)), of torch"
+    ),
     "unisono.graph_parallel.layout_check": "unisono.comm.check(), or UNISONO_CHECK=1",
     "unisono.graph_parallel.layout_of": "unisono.comm.check(), which compares values",
     "unisono.graph_parallel.mark": "unisono.comm.check(), which compares values",

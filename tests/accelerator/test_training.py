@@ -48,7 +48,7 @@ def trained(device, how):
         optimizer = DataParallelOptimizer(optimizer)
         model = DataParallel(net, optimizer=optimizer, bucket_mb=0.001)
     else:
-        compression = how if how in ("bf16", "fp16", "powersgd") else None
+        compression = how if how in ("bf16", "fp16") else None
         model = DataParallel(net, compression=compression)
     uneven = how.startswith("join")
     steps = 2 + 2 * unisono.world().rank if uneven else 4
@@ -80,7 +80,7 @@ def one_step(model, optimizer, how, step, device):
 
 HOW = (
     *("blocking", "non-blocking", "accumulation", "unused", "join", "join of all"),
-    *("bf16", "fp16", "powersgd", "clipping", "clipping of parts"),
+    *("bf16", "fp16", "clipping", "clipping of parts"),
 )
 
 
@@ -150,7 +150,7 @@ def test_nodes_may_have_several_ranks_on_devices():
         torch.testing.assert_close(there, here)
 
 
-@pytest.mark.parametrize("how", ["blocking", "non-blocking", "powersgd"])
+@pytest.mark.parametrize("how", ["blocking", "non-blocking", "bf16"])
 def test_the_host_waits_for_no_step_of_data_parallel(how):
     import simdev
 
@@ -163,7 +163,7 @@ def test_the_host_waits_for_no_step_of_data_parallel(how):
     model = DataParallel(
         net,
         optimizer=optimizer if how == "non-blocking" else None,
-        compression="powersgd" if how == "powersgd" else None,
+        compression="bf16" if how == "bf16" else None,
     )
     x, y = (t.to(device) for t in data(0, torch.float32))
 

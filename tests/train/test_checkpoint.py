@@ -37,7 +37,7 @@ from unisono import bayes
 from unisono.cli import main
 from unisono.comm import world
 from unisono.comm.machine import own_card
-from unisono.data_parallel import DataParallel, PowerSGD
+from unisono.data_parallel import DataParallel
 from unisono.errors import CheckpointError, RankFailed
 from unisono.launch.pool import monitor
 from unisono.nn import DistributedLinear, full_state_dict
@@ -598,29 +598,6 @@ def test_each_rank_writes_its_share_and_equal_tensors_are_written_once(tmp_path)
     restored = Checkpoint(tmp_path).restore(model=net)
     assert torch.equal(restored["mine"], mine)
     assert restored["uneven"].shape == (world().rank,)
-
-
-@pytest.mark.ranks(2)
-def test_compression_goes_on_with_its_errors(tmp_path):
-    def steps(wrapped, n):
-        for i in range(n):
-            wrapped.zero_grad()
-            x = torch.randn(8, 12, generator=torch.Generator().manual_seed(i + world().rank))
-            wrapped(x).square().mean().backward()
-
-    def build(seed):
-        torch.manual_seed(seed)
-        compression = PowerSGD(rank=1, start_step=0)
-        return DataParallel(nn.Linear(12, 12), compression=compression)
-
-    first = build(0)
-    steps(first, 3)
-    Checkpoint(tmp_path).save(3, model=first)
-    second = build(1)
-    Checkpoint(tmp_path).restore(model=second)
-    steps(first, 2)
-    steps(second, 2)
-    assert torch.equal(first.module.weight.grad, second.module.weight.grad)
 
 
 def draws(directory, seed, saves):

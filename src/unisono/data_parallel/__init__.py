@@ -6,7 +6,9 @@ split over ranks.
 
 from __future__ import annotations
 
-from unisono.data_parallel.averaging import GradBucket, PowerSGD
+from typing import NoReturn
+
+from unisono.data_parallel.averaging import GradBucket
 from unisono.data_parallel.bucket import Bucket
 from unisono.data_parallel.daso.daso import DASO
 from unisono.data_parallel.daso.schedule import (
@@ -29,6 +31,7 @@ from unisono.data_parallel.engine import Stats
 from unisono.data_parallel.multi_gpu import DataParallelMultiGPU
 from unisono.data_parallel.optimizer import DataParallelOptimizer
 from unisono.data_parallel.wrapper import DataParallel
+from unisono.removed import removed_name
 
 __all__ = [
     "DASO",
@@ -44,7 +47,6 @@ __all__ = [
     "DistributedDataset",
     "DistributedSampler",
     "GradBucket",
-    "PowerSGD",
     "Skips",
     "Stats",
     "create_train_val_split",
@@ -53,3 +55,8 @@ __all__ = [
     "dataset_shuffle",
     "shard",
 ]
+
+
+def __getattr__(name: str) -> NoReturn:
+    """Say of a name that is gone what to write instead."""
+    raise removed_name(f"unisono.data_parallel.{name}")

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 import torch
 from torch import Tensor, nn
@@ -40,10 +41,9 @@ class Bucket:
 
 
 class GradientBucket:
-    """A flat tensor with the gradients of some parameters.
+    """A flat tensor with the gradients of some parameters, and one flag for each of them.
 
-    Its memory: large gradients, small gradients, one flag per parameter. A flag says whether its
-    parameter got a gradient; it travels with the gradients.
+    A flag says whether its parameter got a gradient; it travels with the gradients.
 
     Args:
         index: number of the bucket.
@@ -57,28 +57,27 @@ class GradientBucket:
     ) -> None:
         first = params[0]
         self.index = index
+        self.is_last = False
+        """Whether it is the last one of a backward."""
         self.names = tuple(names)
         self.params = list(params)
         numel = sum(p.numel() for p in params)
         self.info = Bucket(index, first.dtype, first.device, numel, self.names)
         itemsize = first.element_size()
-        self.is_small = [p.numel() * itemsize <= SMALL_BYTES for p in params]
-        places, small_begin, end = _places([p.numel() for p in params], self.is_small, itemsize)
+        line = max(1, _ALIGN_BYTES // itemsize)
+        *self._places, end = accumulate((-(-p.numel() // line) * line for p in params), initial=0)
         self.flat = memory(end + len(params), first.dtype, first.device)
-        self.nbytes = self.flat.numel() * itemsize
         self.data = self.flat[:end]
         """The gradients without the flags."""
         self.flags = self.flat[end:]
         # The same memory with a version counter of its own, which counts the writes through `.grad`
         # and not those of the collective.
         self._shown = self.flat.data
-        self.slots = [_view(self._shown, at, p) for at, p in zip(places, self.params, strict=True)]
+        pairs = zip(self._places, self.params, strict=True)
+        self.slots = [_view(self._shown, at, p) for at, p in pairs]
         """Where each gradient belongs."""
         self._pointers = [slot.data_ptr() for slot in self.slots]
-        self._places = places
-        self._small = self.flat[small_begin:end]
-        self._large = [i for i, small in enumerate(self.is_small) if not small]
-        self._weighted: set[int] = set()  # large members that lie here with their weight
+        self._is_large = [p.numel() * itemsize > SMALL_BYTES for p in params]
         self.used = [False] * len(self.params)
         """Whether each parameter got a gradient since the last reduction."""
         self.came: set[int] = set()
@@ -103,27 +102,19 @@ class GradientBucket:
 
     # -- before it travels ----------------------------------------------------------------------
 
-    def file_large(self, i: int, factor: float | None) -> None:
-        """Take in the gradient that member `i` has just got, multiplied by `factor`."""
-        param, slot = self.params[i], self.slots[i]
-        grad = param.grad
-        if grad is slot or grad is None:
-            return  # it was added in place, and gets its weight later
-        if grad.requires_grad or grad.is_sparse:
-            grad = _plain(grad)
-        if factor is None:
-            slot.copy_(grad)
-        else:
-            weigh(grad, factor, slot)
-            self._weighted.add(i)
-        param.grad = slot
+    @property
+    def is_full(self) -> bool:
+        """Whether all gradients of this backward are here."""
+        return len(self.came) == len(self.params)
 
-    def take_weight_off(self, i: int, factor: float | None) -> None:
-        """Undo `file_large`'s factor, because another gradient is about to be added."""
-        if i in self._weighted and factor is not None:
-            self._weighted.discard(i)
-            if factor:
-                self.slots[i].div_(factor)
+    def receive(self, i: int) -> None:
+        """Take in the gradient that member `i` has just got."""
+        self.used[i] = True
+        self.came.add(i)
+        param, slot = self.params[i], self.slots[i]
+        if self._is_large[i] and param.grad is not None and param.grad is not slot:
+            slot.copy_(_plain(param.grad))
+            param.grad = slot
 
     @torch.no_grad()
     def gather(self, remember: bool) -> None:
@@ -147,21 +138,17 @@ class GradientBucket:
                     param.grad = slot.zero_()
             if grad is not None and grad is not slot:
                 slots.append(slot)
-                grads.append(_plain(grad) if grad.requires_grad or grad.is_sparse else grad)
+                grads.append(_plain(grad))
                 param.grad = slot
         if slots:
             private.copy_each_(slots, grads)
 
     @torch.no_grad()
     def fill(self, factor: float | None) -> None:
-        """Make the bucket ready to travel: all gradients with their weight, and the flags."""
+        """Make the bucket ready to travel: all gradients, multiplied by `factor`, and the flags."""
         self.gather(remember=True)
         if factor is not None:
-            weigh(self._small, factor, self._small)
-            for i in self._large:
-                if i not in self._weighted:
-                    weigh(self.slots[i], factor, self.slots[i])
-        self._weighted.clear()
+            weigh_(self.data, factor)
         if self.before:
             self.flags.copy_(torch.tensor(self.used), non_blocking=True)
         else:
@@ -215,50 +202,21 @@ class GradientBucket:
                 slot.copy_(elsewhere)
 
     @torch.no_grad()
-    def abandon(self, factor: float | None, has_left: bool, was_written: bool) -> None:
-        """Forget a backward that raised.
-
-        A sum that was under way may have come back over gradients that were cleared meanwhile, so
-        it is cleared. Otherwise gradients stay as incomplete as torch leaves them.
+    def forget_sum(self, was_written: bool) -> None:
+        """Clear what came back of a backward that raised: the sum of incomplete gradients.
 
         Args:
-            factor: what gradients were multiplied by.
-            has_left: whether the bucket was summed over ranks.
             was_written: whether gradients that were under way were written to, as a
                 `zero_grad(set_to_none=False)` does: those of before must not come back either.
         """
-        for i in list(self._weighted):
-            self.take_weight_off(i, factor)
-        if has_left:
-            for slot, users in zip(self.slots, self.flags.tolist(), strict=True):
-                if users != 0 or was_written:
-                    slot.zero_()
+        for slot, users in zip(self.slots, self.flags.tolist(), strict=True):
+            if users != 0 or was_written:
+                slot.zero_()
 
 
-def weigh(grad: Tensor, factor: float, out: Tensor) -> None:
-    """Write `factor * grad` to `out`; what counts nothing may be infinite or NaN."""
-    if factor:
-        torch.mul(grad, factor, out=out)
-    else:
-        out.zero_()
-
-
-def _places(
-    sizes: Sequence[int], is_small: Sequence[bool], itemsize: int
-) -> tuple[list[int], int, int]:
-    """Return where each gradient begins, where the small ones begin and where the last ends.
-
-    Large ones come first, each at a cache line; small ones lie densely behind them.
-    """
-    line = max(1, _ALIGN_BYTES // itemsize)
-    room = [n if small else -(-n // line) * line for n, small in zip(sizes, is_small, strict=True)]
-    order = sorted(range(len(sizes)), key=lambda i: is_small[i])
-    places, end = [0] * len(sizes), 0
-    for i in order:
-        places[i] = end
-        end += room[i]
-    small_begin = end - sum(n for n, small in zip(sizes, is_small, strict=True) if small)
-    return places, small_begin, end
+def weigh_(grad: Tensor, factor: float) -> Tensor:
+    """Multiply a gradient in place; what counts nothing may be infinite or NaN."""
+    return grad.mul_(factor) if factor else grad.zero_()
 
 
 def _view(flat: Tensor, place: int, param: nn.Parameter) -> Tensor:
@@ -270,5 +228,6 @@ def _view(flat: Tensor, place: int, param: nn.Parameter) -> Tensor:
 
 def _plain(grad: Tensor) -> Tensor:
     """Return a gradient as a dense tensor without history."""
-    grad = grad.detach()
+    if grad.requires_grad:
+        grad = grad.detach()
     return grad.to_dense() if grad.is_sparse else grad

@@ -24,14 +24,13 @@ from unisono.data_parallel.averaging import (
     SparseParameters,
     averaging_for,
     check_compression,
-    sparse_parameters,
 )
 from unisono.data_parallel.bucket import Bucket, GradientBucket
 from unisono.data_parallel.ranks import (
-    ModuleStructure,
     broadcast_tensors,
     check_same_module,
     on_device,
+    structure_of,
 )
 from unisono.data_parallel.replicas import ReplicaCheck
 from unisono.errors import CollectiveMismatch, RankTimeout
@@ -166,11 +165,10 @@ class GradientEngine:
         self._comms: dict[torch.device, Communicator] = {}
         self._hooks: list[RemovableHandle] = []
         self._sparse = SparseParameters([])
-        self._structure: ModuleStructure | None = None
+        self._structure: object = None
         self._costs = AveragingCosts(type(module).__name__, comm.size)
         self._on_output = _calling(self, GradientEngine.begin_backward)
         self._got_any = self._syncing = False
-        self._weight: float | None = None
         self._factor: float | None = None
         self._next = 0
         self._late: set[int] = set()
@@ -186,12 +184,11 @@ class GradientEngine:
         self.detach()
         if self.comm.size == 1:
             return
-        sparse = sparse_parameters(self.module)
+        sparse = SparseParameters.ids_in(self.module)
         named = [(n, p) for n, p in self.module.named_parameters() if p.requires_grad]
         self._sparse = SparseParameters([p for _, p in named if id(p) in sparse])
         self._make_buckets([(name, p) for name, p in named if id(p) not in sparse])
         self._costs.buckets = len(self.buckets)
-        self.averaging.bucket_count = len(self.buckets)
         add = self._hooks.append
         for bucket in self.buckets:
             for i, param in enumerate(bucket.params):
@@ -203,7 +200,7 @@ class GradientEngine:
             add(param.register_post_accumulate_grad_hook(hook))
         if self.updates is not None:
             self.updates.attach()
-        self._structure = ModuleStructure(self.module)
+        self._structure = structure_of(self.module)
 
     def _make_buckets(self, named: Sequence[tuple[str, nn.Parameter]]) -> None:
         is_shared = self.comm.backend == "shm"
@@ -222,6 +219,8 @@ class GradientEngine:
             self.buckets.append(GradientBucket(index, names, params, memory))
             device = params[0].device
             self._comms[device] = on_device(self.comm, device)
+        for bucket in self.buckets[-1:]:
+            bucket.is_last = True
 
     def detach(self) -> None:
         """Remove all hooks; gradients stay where they are. Local."""
@@ -274,7 +273,7 @@ class GradientEngine:
             return  # a checkpoint repeats its forward
         if self.backward.is_open:
             self._abandon_backward()
-        if self._structure is not None and self._structure.has_changed():
+        if self._structure != structure_of(self.module):
             self.rebuild()
         else:
             for bucket in self.buckets:
@@ -316,21 +315,15 @@ class GradientEngine:
             self.begin_backward()
         if bucket.index in self._handles:
             self._settle()
-        if i in bucket.came:  # the second in one backward
-            if bucket.index < self._next:
-                self._late.add(bucket.index)
-            else:
-                bucket.take_weight_off(i, self._factor)
+        if i in bucket.came and bucket.index < self._next:  # the second in one backward
+            self._late.add(bucket.index)
 
     def receive(self, bucket: GradientBucket, i: int) -> None:
         """Take in member `i` of `bucket`, whose gradient has just been accumulated."""
         if not self._got_any:
             self._begin_gradients()
-        bucket.used[i] = True
-        bucket.came.add(i)
-        if not bucket.is_small[i]:
-            bucket.file_large(i, self._factor)
-        if len(bucket.came) == len(bucket.params) and self._syncing and self.averaging.eager:
+        bucket.receive(i)
+        if bucket.is_full and self._syncing and self.averaging.eager:
             self._launch_full()
 
     def receive_sparse(self, i: int) -> None:
@@ -345,15 +338,10 @@ class GradientEngine:
         self._got_any = True
         self.replicas.backwards += 1
         self._syncing = self.require_sync
-        self._factor = None
         if not self._syncing:
             return
         self.comm.count(BACKWARDS)
-        self._weight = None if self.weigh is None else self.weigh()
-        if not self.averaging.takes_means:
-            self._factor = 1.0 / self._divisor if self._weight is None else self._weight
-        elif self._weight is not None:
-            self._factor = self._weight * self._divisor
+        self._factor = None if self.weigh is None else self.weigh() * self._divisor
 
     @runs_uncompiled
     def _end_of_backward(self) -> None:
@@ -370,10 +358,9 @@ class GradientEngine:
 
     def _launch_full(self) -> None:
         while self._next < len(self.buckets):
-            bucket = self.buckets[self._next]
-            if len(bucket.came) < len(bucket.params):
+            if not self.buckets[self._next].is_full:
                 return
-            self._launch(bucket)
+            self._launch(self.buckets[self._next])
 
     def _launch(self, bucket: GradientBucket) -> None:
         """Put everything in its place and start the bucket. Collective."""
@@ -399,30 +386,14 @@ class GradientEngine:
         for index in sorted(self._late):
             self.wait(self.buckets[index])
             self._launch(self.buckets[index])
-        for index in sorted(self._handles):
-            if (proceed := self._handles[index].proceed) is not None:
-                proceed()
-        if not self.averaging.carries_flags and self.buckets:
-            self._add_flags()
-        self.averaging.steps += 1
         if self._sparse.params:
-            weight = 1.0 / self._divisor if self._weight is None else self._weight
+            weight = (1.0 if self._factor is None else self._factor) / self._divisor
             self._costs.bytes += self._sparse.average(self.comm, weight)
         self._costs.steps += 1
         self._end()
         if self.blocking and self._handles:
             self.wait_all()
         self.replicas.compare(self, self._costs.steps)
-
-    def _add_flags(self) -> None:
-        """Sum up the flags of all buckets in one message of their own."""
-        device = self.buckets[0].info.device
-        flags = [bucket.flags.real.to(device, torch.float32) for bucket in self.buckets]
-        summed = self._comms[device].all_reduce_(torch.cat(flags), "sum")
-        self._costs.bytes += summed.nbytes
-        sizes = [len(part) for part in flags]
-        for bucket, part in zip(self.buckets, summed.split(sizes), strict=True):
-            bucket.flags.copy_(part)
 
     def _end(self) -> None:
         self.backward.close()
@@ -505,8 +476,7 @@ class GradientEngine:
             self.backward.is_open = True
             self._begin_gradients()
         bucket.params[i].grad = grad.detach().clone()
-        bucket.used[i] = True
-        bucket.came.add(i)
+        bucket.receive(i)
         self._launch_full()
         if self._next == len(self.buckets):
             self._launch_rest()
@@ -551,8 +521,8 @@ class GradientEngine:
         if has_left:
             self._launch_rest()
             self._settle()
-        for bucket in self.buckets:
-            bucket.abandon(self._factor, has_left, bucket.index in written)
+            for bucket in self.buckets:
+                bucket.forget_sum(bucket.index in written)
         for param in cleared:
             param.grad = None
         self._end()

@@ -219,40 +219,9 @@ def name_as_wrapped(state: dict[str, Any], prefix: str, module: nn.Module) -> No
     state.update((inside + name, x) for name, x in moved.items())
 
 
-class ModuleStructure:
-    """The parameters of a module as they were: which objects, trainable or not, dtype, shape.
-
-    Asked at every forward, so it looks into the tables of the modules instead of walking the tree.
-    """
-
-    def __init__(self, module: nn.Module) -> None:
-        tables = [part._parameters for part in module.modules()]
-        children = [part._modules for part in module.modules()]
-        self._sizes = [(table, len(table)) for table in (*tables, *children)]
-        self._children = [(table, name, x) for table in children for name, x in table.items()]
-        self._parameters = [
-            (table, name, p, p.requires_grad, p.dtype, p.device, p.shape, p.stride())
-            for table in tables
-            for name, p in table.items()
-            if p is not None
-        ]
-
-    def has_changed(self) -> bool:
-        """Whether a parameter or module was added, replaced, frozen, moved or reshaped."""
-        for table, size in self._sizes:
-            if len(table) != size:
-                return True
-        for table, name, child in self._children:
-            if table.get(name) is not child:
-                return True
-        for table, name, p, trainable, dtype, device, shape, strides in self._parameters:
-            if (
-                table.get(name) is not p
-                or p.requires_grad is not trainable
-                or p.dtype is not dtype
-                or p.device != device
-                or p.shape != shape
-                or p.stride() != strides
-            ):
-                return True
-        return False
+def structure_of(module: nn.Module) -> list[tuple[object, ...]]:
+    """Return what buckets are made for; other when a parameter was added, frozen or moved."""
+    return [
+        (id(p), p.requires_grad, p.dtype, p.device, p.shape, p.stride())
+        for p in module.parameters()
+    ]

@@ -55,7 +55,7 @@ class DataParallel(nn.Module):
         optimizer: None, a `DataParallelOptimizer` or several.
         blocking_parameter_updates: whether `step()` acts at once.
         bucket_mb: largest bucket; None: by transport.
-        compression: None, `"bf16"`, `"fp16"`, `"powersgd"`, a `PowerSGD` or a function.
+        compression: None, `"bf16"`, `"fp16"`, or a hook written for torch's DDP.
         broadcast_buffers: whether rank 0's buffers go to all at each synchronising forward.
         reset_parameters: re-initialise all layers first, with a fixed seed, as HeAT does.
         sync_batch_norm: take the statistics of batch normalisation over all ranks, as one process
@@ -316,14 +316,6 @@ class DataParallel(nn.Module):
         """Return what communication has cost this rank so far. Local."""
         return self._running().stats()
 
-    def compression_state_dict(self) -> dict[str, Any]:
-        """Return the state of the compression (PowerSGD: factors, this rank's errors). Local."""
-        return self._running().averaging.state_dict()
-
-    def load_compression_state_dict(self, state: dict[str, Any]) -> None:
-        """Take back what `compression_state_dict` gave on this rank. Local."""
-        self._running().averaging.load_state_dict(state)
-
     @property
     def _fwd_hook_handles(self) -> list[RemovableHandle]:
         """The hooks on the forwards of layers, by HeAT's name; none in blocking mode."""
@@ -380,9 +372,7 @@ class DataParallel(nn.Module):
         memo[id(self._options)] = self._options  # a function, or what it holds, is not copied
         super(DataParallel, twin).__setstate__(copy.deepcopy(self.__getstate__(), memo))
         twin.comm, twin.communicator = self.comm, self.communicator
-        averaging = twin._start().averaging
-        if self._engine is not None:
-            averaging.load_state_dict(self._engine.averaging.state_dict())
+        twin._start()
         return twin
 
     def __getstate__(self) -> dict[str, Any]:

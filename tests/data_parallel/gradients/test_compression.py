@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 
 from unisono.comm import world
-from unisono.data_parallel import DataParallel, DataParallelOptimizer, PowerSGD
+from unisono.data_parallel import DataParallel, DataParallelOptimizer
 
 both = pytest.mark.ranks(3, backend=["gloo", "shm"], timeout=60)
 
@@ -57,83 +57,6 @@ def test_16_bit_gradients_work_when_updates_are_deferred():
         optimizer.step()
     model.finalize()
     assert_replicas_equal(module)
-
-
-@both
-def test_powersgd_of_full_rank_is_exact():
-    module, twin = built(mlp)
-    config = PowerSGD(rank=40, start_step=0, min_ratio=0)
-    for grad, wanted in gradients_of(module, twin, compression=config, bucket_mb=0.001):
-        torch.testing.assert_close(grad, wanted, rtol=1e-9, atol=1e-9)
-
-
-@both
-def test_powersgd_sends_later_what_it_left_out():
-    """Over many steps, what was sent plus the mean of the errors is what was true."""
-    module, twin = built(mlp)
-    model = DataParallel(module, compression=PowerSGD(rank=1, start_step=1, min_ratio=10))
-    sent = [torch.zeros_like(p) for p in module.parameters()]
-    true = [torch.zeros_like(p) for p in module.parameters()]
-    for step in range(6):
-        everything, mine = batch((6,), step)
-        model.zero_grad()
-        twin.zero_grad()
-        loss_of(model(mine)).backward()
-        loss_of(twin(everything)).backward()
-        for total, p in zip(sent, module.parameters(), strict=True):
-            total += p.grad
-        for total, q in zip(true, twin.parameters(), strict=True):
-            total += q.grad
-        if step == 0:
-            for a, b in zip(sent, true, strict=True):
-                torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
-    state = model.compression_state_dict()
-    assert set(state["errors"]) == {"2.weight"}
-    for (name, _), a, b in zip(module.named_parameters(), sent, true, strict=True):
-        error = torch.zeros_like(a)
-        if name in state["errors"]:
-            error = world().all_reduce(state["errors"][name], "mean").view(a.shape)
-            assert error.abs().max() > 1e-6
-        torch.testing.assert_close(a + error, b, rtol=1e-9, atol=1e-9)
-    model.load_compression_state_dict(state)
-    again = model.compression_state_dict()
-    assert again["step"] == 6
-    assert torch.equal(again["factors"]["2.weight"], state["factors"]["2.weight"])
-
-
-@both
-@repeated("bad", [float("inf"), float("nan")])
-def test_powersgd_forgets_an_inf_or_nan_of_one_rank(bad):
-    """A scaler skips that step on all ranks; later ones are as if it had not been."""
-    config = PowerSGD(rank=1, start_step=0, min_ratio=0)
-    results = []
-    for spoilt in (True, False):
-        module, _ = built(mlp, torch.float32)
-        model = DataParallel(module, compression=config, bucket_mb=0.001)
-        optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
-        scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
-        for step in range(5):
-            if step == 2 and not spoilt:
-                continue
-            optimizer.zero_grad()
-            before = [p.detach().clone() for p in module.parameters()]
-            loss = loss_of(model(batch((6,), step, torch.float32)[1]))
-            if step == 2 and world().rank == 1:
-                loss = loss * bad
-            scaler.scale(loss).backward()
-            scaler.step(optimizer)
-            scaler.update(4.0)  # what PowerSGD left out has the scale of its time
-            pairs = zip(module.parameters(), before, strict=True)
-            moved = [not torch.equal(p, q) for p, q in pairs]
-            assert all(moved) == any(moved) == (step != 2)
-            assert_replicas_equal(module)
-        state = model.compression_state_dict()
-        kept = [*state["errors"].values(), *state["factors"].values()]
-        assert len(kept) == 6
-        assert all(x.isfinite().all() for x in kept)
-        results.append([*kept, *(p.detach() for p in module.parameters())])
-    for with_it, without in zip(*results, strict=True):
-        assert torch.equal(with_it, without)
 
 
 @both
@@ -192,8 +115,7 @@ def test_a_function_sees_buckets_and_unused_parameters_stay_unused():
 def test_stats_count_the_bytes_that_travel():
     torch.manual_seed(0)
     counted = {}
-    low_rank = PowerSGD(rank=1, start_step=0)
-    for name, compression in {"plain": None, "half": "bf16", "factors": low_rank}.items():
+    for name, compression in {"plain": None, "half": "bf16"}.items():
         model = DataParallel(nn.Linear(64, 48), compression=compression)
         model(torch.randn(4, 64)).mean().backward()
         counted[name] = model.stats().bytes
@@ -201,4 +123,3 @@ def test_stats_count_the_bytes_that_travel():
     assert counted["plain"] == 4 * numbers
     share = -(-numbers // 3)
     assert counted["half"] == (2 * numbers if world().backend == "shm" else 2 * 4 * share)
-    assert counted["factors"] == 4 * (64 + 48 + 48 + 2)

@@ -20,12 +20,12 @@ from torch.optim import Optimizer
 from unisono.comm import Communicator, Pending
 from unisono.data_parallel.daso.nodes import NodeLayout, group_of_node
 from unisono.data_parallel.ranks import (
-    ModuleStructure,
     average_tensors,
     broadcast_tensors,
     flatten,
     on_device,
     real_view,
+    structure_of,
     write_back,
 )
 from unisono.errors import UnisonoError, explain
@@ -67,7 +67,7 @@ class FlatParameters:
 
     def __init__(self, module: nn.Module) -> None:
         self.named = [(name, p) for name, p in module.named_parameters() if p.requires_grad]
-        self.structure = ModuleStructure(module)
+        self.module, self.structure = module, structure_of(module)
         kinds: dict[tuple[torch.device, torch.dtype], list[tuple[str, Tensor]]] = defaultdict(list)
         for name, param in self.named:
             kinds[param.device, param.dtype].append((name, param))
@@ -166,7 +166,7 @@ class NodeExchange:
         Asked between epochs. From weights loaded meanwhile the common value may be far away, and a
         narrow difference to it would round them.
         """
-        if self.flat.structure.has_changed():
+        if self.flat.structure != structure_of(self.flat.module):
             return True
         return self.common is not None and not all(map(torch.equal, self.flat.pack(), self.common))
 

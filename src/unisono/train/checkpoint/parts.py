@@ -261,13 +261,6 @@ def parts_of(objects: Mapping[str, Any]) -> tuple[dict[str, Part], dict[str, Any
     for name, value in objects.items():
         if isinstance(value, nn.Module):
             parts[name] = ModulePart(value)
-            if isinstance(value, DataParallel) and value.compression_state_dict():
-                parts[f"{name}~compression"] = Part(
-                    "compression",
-                    value.compression_state_dict,
-                    value.load_compression_state_dict,
-                    of_rank=True,
-                )
     modules = {name: part for name, part in parts.items() if isinstance(part, ModulePart)}
     for name, value in objects.items():
         if name in parts:
