@@ -47,7 +47,6 @@ def train(epochs: int, threads: int) -> dict[str, float]:
     model = DataParallel(network)
     optimizer = torch.optim.Adam(network.parameters(), lr=2e-3)
     if (run := current_run()) is not None:
-        run.layout(unisono.Mesh(data=comm.size), [BATCH], name="rows of each batch")
         run.note_config({"epochs": epochs, "batch": BATCH, "optimizer": "Adam, lr 0.002"})
 
     def tested() -> float:

@@ -21,12 +21,8 @@ REMOVED: dict[str, str] = {
         "UNISONO_ALGO=all_gather:broadcasts, if the choice is wrong for a network"
     ),
     "unisono.DASO.diloco": (
-        "DASO.post_local_sgd(optimizer, total_epochs, every=50); an optimizer on the means is gone"
+        "torch.distributed.optim.PostLocalSGDOptimizer, or DASO(optimizer, total_epochs)"
     ),
-    "unisono.data_parallel.DasoSchedule.preview_cost": (
-        "schedule.preview(losses), and 2 bytes a parameter (bfloat16) for each exchange"
-    ),
-    "unisono.data_parallel.DasoSchedule.exchanges": "schedule.plan(batch, n_batches, None)",
     "unisono.data_parallel.PowerSGD": (
         "compression=functools.partial(powerSGD_hook, PowerSGDState(group, ...)), of torch"
     ),
@@ -37,6 +33,7 @@ REMOVED: dict[str, str] = {
         "torch_geometric.loader.DynamicBatchSampler, with one seed for a row of ranks"
     ),
     "unisono topo": "unisono run --dry-run for the ranks, unisono.topology.draw for their blocks",
+    "unisono run --to": "runs/NAME/metrics.csv, which every tracker reads",
     "unisono run --script": "mpiexec or torchrun in the batch script: unisono.run joins its ranks",
     "unisono run --chaos": "kill -9 of a rank's process; os.kill(os.getpid(), 9) in the function",
     "unisono job list": "squeue --me",

@@ -487,7 +487,6 @@ def test_a_shell_completes_commands_options_and_choices(shell, tmp_path, capsys)
         [],
         ["frobnicate"],
         ["run", "--rank", "2", "x.py"],  # options have their whole names only
-        ["run", "--to", "nowhere", "x.py"],
         ["job"],
         ["job", "logs"],
     ],

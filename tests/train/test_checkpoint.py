@@ -15,7 +15,6 @@ import threading
 import time
 import warnings
 import zlib
-from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -23,8 +22,6 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch import nn
 from torch.distributed.checkpoint import FileSystemWriter
 from torch.distributed.checkpoint.filesystem import _StorageInfo
@@ -374,26 +371,6 @@ def test_a_damaged_checkpoint_is_passed_over_with_a_warning(tmp_path, harm):
         checkpoint.restore(model=net)
 
 
-def checksum_of(*parts):
-    checksum = folder.Checksum()
-    for part in parts:
-        checksum.add(memoryview(part))
-    return checksum.value
-
-
-@settings(deadline=None)
-@given(cuts=st.lists(st.integers(0, 1_000_000), max_size=5), flipped=st.integers(0, 999_999))
-def test_a_checksum_does_not_depend_on_how_data_is_written_and_knows_each_byte(cuts, flipped):
-    data = bytearray(np.random.default_rng(0).bytes(1_000_000))
-    places = [0, *sorted(cuts), len(data)]
-    expected = checksum_of(data)
-    assert checksum_of(*(data[a:b] for a, b in pairwise(places))) == expected
-    piece = 1 << 18
-    assert checksum_of(data[piece:], data[:piece]) != expected
-    data[flipped] ^= 1
-    assert checksum_of(data) != expected
-
-
 @pytest.mark.ranks(2, timeout=60)
 def test_a_file_that_one_rank_cannot_read_is_damage_for_all(tmp_path, monkeypatch):
     net, checkpoint = model(), Checkpoint(tmp_path)
@@ -401,10 +378,10 @@ def test_a_file_that_one_rank_cannot_read_is_damage_for_all(tmp_path, monkeypatc
     checkpoint.save(2, model=net)
     measured = folder._measured
 
-    def fails(path, version):
+    def fails(path):
         if world().rank == 1 and path.parent.name == "step-00000002":
             raise OSError(errno.EIO, "Input/output error")
-        return measured(path, version)
+        return measured(path)
 
     monkeypatch.setattr(folder, "_measured", fails)
     with pytest.warns(UserWarning, match="cannot be read: .*Input/output error"):
@@ -500,14 +477,10 @@ def test_a_full_disk_is_an_error_on_all_ranks_and_leaves_the_old_one(
         checkpoint.save(2, model=model())
         checkpoint.wait()
 
-    with pytest.raises(CheckpointError, match=r"rank 1: OSError.*the disk is full"):
+    with pytest.raises(CheckpointError, match=r"rank 1: OSError.*No space left"):
         save_and_wait()
     monkeypatch.undo()
     assert everything(tmp_path) == before
-    little = shutil.disk_usage(tmp_path)._replace(free=10)
-    monkeypatch.setattr(shutil, "disk_usage", lambda _: little)
-    with pytest.raises(CheckpointError, match=r"0\.0 MB free"):
-        checkpoint.save(2, model=model())
     assert checkpoint.restore(model=model()).step == 1
     world().barrier()
 
@@ -536,38 +509,28 @@ def test_a_save_in_the_background_holds_the_state_of_its_own_time(tmp_path, monk
     assert not [name for name in everything(tmp_path) if "outcome" in name]
 
 
-class Evil:
-    """Leaves a trace where it is unpickled."""
+class Surprise:
+    """Leaves a file where it is unpickled."""
 
     def __init__(self, path):
         self.path = path
 
     def __reduce__(self):
-        return os.mkdir, (str(self.path),)
+        return Path.touch, (Path(self.path),)
 
 
-def test_what_ranks_leave_each_other_in_a_checkpoint_is_plain_data():
+def test_what_ranks_leave_each_other_in_a_checkpoint_is_plain_data(tmp_path):
     index = MetadataIndex("model.weight", [2, 0], 1)
-    known = saving.Outcome(
-        None,
-        [WriteResult(index, 12, _StorageInfo("__1_0.distcp", 4, 8))],
-        {"__1_0.distcp": (12, 99)},
-    )
-    again = saving.Outcome.from_json(known.to_json())
-    assert again == known
-    assert (again.results[0].index.offset, again.results[0].index.index) == (torch.Size([2, 0]), 1)
-    assert saving.Outcome.from_json(saving.Outcome("full").to_json()).error == "full"
-    elsewhere = known.to_json().replace("__1_0.distcp", "../../x")
-    for text in ("{}", "[1]", "3", '{"error": null, "results": [3], "files": {}}', elsewhere):
-        with pytest.raises(ValueError, match="the outcome of a save"):
-            saving.Outcome.from_json(text)
-
-
-def test_a_pickle_that_somebody_puts_into_a_checkpoint_is_not_read(tmp_path):
+    files = {"__1_0.distcp": (12, 99)}
+    results = [WriteResult(index, 12, _StorageInfo("__1_0.distcp", 4, 8))]
+    known = saving.Outcome(None, results, files)
+    assert saving.Outcome.from_bytes(known.to_bytes()) == known
+    elsewhere = saving.Outcome(None, [], {"../../x": (12, 99)})
     order = SimpleNamespace(ranks=2, partial=tmp_path, timeout_s=5.0, cards=[own_card()] * 2)
-    (tmp_path / "outcome-1").write_bytes(pickle.dumps(Evil(tmp_path / "unpickled"), protocol=0))
-    with pytest.raises(ValueError, match="Expecting value"):
-        saving.outcomes_of(order, saving.Outcome())  # rank 0 waits for the outcome of rank 1
+    for content in (pickle.dumps(Surprise(tmp_path / "unpickled")), elsewhere.to_bytes()):
+        (tmp_path / "outcome-1").write_bytes(content)
+        with pytest.raises(pickle.UnpicklingError):
+            saving.outcomes_of(order, saving.Outcome())  # rank 0 waits for the outcome of rank 1
     assert not (tmp_path / "unpickled").exists()
 
 
@@ -708,59 +671,9 @@ def test_saves_that_fail_at_the_last_moment_leave_nothing(tmp_path, monkeypatch)
 
     monkeypatch.setattr(FileSystemWriter, "finish", full)
     for step in (2, 3, 4):
-        with pytest.raises(CheckpointError, match="the disk is full"):
+        with pytest.raises(CheckpointError, match="remove files there"):
             checkpoint.save(step, model=model())
     assert everything(tmp_path) == before
-
-
-class Fussy:
-    """Has a state, and takes back only one that suits it."""
-
-    def __init__(self, value, *, refuses=False):
-        self.value, self.refuses = value, refuses
-
-    def state_dict(self):
-        return {"value": self.value}
-
-    def load_state_dict(self, state):
-        self.value = state["value"]
-        if self.refuses and state["value"] == "saved":
-            raise ValueError("not with me")
-
-
-@pytest.mark.ranks(2)
-@pytest.mark.parametrize("wrapped", [False, True])
-def test_a_restore_that_one_object_of_one_rank_refuses_changes_nothing_anywhere(tmp_path, wrapped):
-    def made(seed):
-        net = model(seed)
-        optimizer = torch.optim.Adam(net.parameters(), 0.1 * (seed + 1))
-        net(torch.ones(1, 3)).sum().backward()
-        optimizer.step()
-        return net, optimizer, torch.optim.lr_scheduler.StepLR(optimizer, 2)
-
-    names = ("model", "optimizer", "schedule")
-    checkpoint = Checkpoint(tmp_path)
-    things = dict(zip(names, made(0), strict=True))
-    checkpoint.save(1, **things, odd=Fussy("saved"))
-
-    net, optimizer, schedule = made(1)
-    odd = Fussy("mine", refuses=world().rank == 1)
-    random.seed(7), np.random.seed(7), torch.manual_seed(7)
-    weights = [p.detach().clone() for p in net.parameters()]
-    moments = [s["exp_avg"].clone() for s in optimizer.state.values()]
-    states = torch.get_rng_state(), random.getstate()
-    around = DataParallel(net) if wrapped else net
-    with pytest.raises(CheckpointError, match=r"(?s)objects are as they were.*rank 1.*not with me"):
-        checkpoint.restore(model=around, optimizer=optimizer, schedule=schedule, odd=odd)
-    assert all(map(torch.equal, weights, net.parameters()))
-    assert all(map(torch.equal, moments, (s["exp_avg"] for s in optimizer.state.values())))
-    assert optimizer.param_groups[0]["lr"] == 0.2
-    assert odd.value == "mine"
-    assert torch.equal(states[0], torch.get_rng_state())
-    assert states[1] == random.getstate()
-    odd.refuses = False
-    assert checkpoint.restore(model=around, optimizer=optimizer, schedule=schedule, odd=odd)
-    assert all(map(torch.equal, things["model"].parameters(), net.parameters()))
 
 
 OF_02 = Path(__file__).parent / "data" / "checkpoint_0.2.zip"
@@ -817,16 +730,6 @@ def test_a_format_of_a_later_version_is_named(tmp_path):
     manifest.write_text(json.dumps(said | {"format": 99, "news": True}))
     with pytest.raises(CheckpointError, match="format 99 of a later unisono"):
         checkpoint.restore()
-
-
-class Surprise:
-    """Leaves a file where it is unpickled."""
-
-    def __init__(self, path):
-        self.path = path
-
-    def __reduce__(self):
-        return Path.touch, (Path(self.path),)
 
 
 def test_restore_runs_no_code_of_the_files_unless_asked_to(tmp_path):

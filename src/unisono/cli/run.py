@@ -112,12 +112,6 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         metavar="NAME",
         help="record the run in runs/NAME, with a report.html; a NAME with a slash is a path",
     )
-    out.add_argument(
-        "--to",
-        action="append",
-        choices=("mlflow", "wandb", "tensorboard"),
-        help="send the record to this tracker when the run has ended; repeatable",
-    )
     out.add_argument("--watch", action="store_true", help="show the run in a browser, and record")
     out.add_argument(
         "--no-command", action="store_true", help="leave the command line out of the record"
@@ -400,7 +394,6 @@ def _recording(
     if args.record is None:
         return contextlib.nullcontext((request, None))
     from unisono.train.recording.launching import recorded
-    from unisono.train.recording.report import check_trackers
 
     target = args.module or args.target
     return recorded(
@@ -409,5 +402,4 @@ def _recording(
         watch=args.watch,
         detach=args.detach,
         has_command=not args.no_command,
-        to=check_trackers(args.to or ()),
     )

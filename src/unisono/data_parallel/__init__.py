@@ -11,6 +11,7 @@ from typing import NoReturn
 from unisono.data_parallel.averaging import GradBucket
 from unisono.data_parallel.bucket import Bucket
 from unisono.data_parallel.daso.daso import DASO
+from unisono.data_parallel.daso.multi_gpu import DataParallelMultiGPU
 from unisono.data_parallel.daso.schedule import (
     BatchPlan,
     DasoSchedule,
@@ -28,8 +29,7 @@ from unisono.data_parallel.data.dataset import (
 from unisono.data_parallel.data.loader import DataLoader
 from unisono.data_parallel.data.sampler import DistributedSampler, create_train_val_split
 from unisono.data_parallel.engine import Stats
-from unisono.data_parallel.multi_gpu import DataParallelMultiGPU
-from unisono.data_parallel.optimizer import DataParallelOptimizer
+from unisono.data_parallel.nonblocking import DataParallelOptimizer
 from unisono.data_parallel.wrapper import DataParallel
 from unisono.removed import removed_name
 

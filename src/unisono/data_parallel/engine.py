@@ -454,7 +454,7 @@ class GradientEngine:
         """
         rest = {id(p): p for group in optimizer.param_groups for p in group["params"]}
         for bucket in self.buckets:
-            is_owed = self.updates is not None and self.updates.owes_with(bucket)
+            is_owed = self.updates is not None and self.updates.is_awaited(bucket)
             if not is_owed:
                 self.wait(bucket)
             if not all(id(p) in rest for p in bucket.params):

@@ -16,8 +16,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from unisono.comm.engines.algorithms import forcing
 from unisono.data_parallel.engine import GradientEngine, Unfinished, named_error
-from unisono.data_parallel.nonblocking import only_observes
-from unisono.data_parallel.optimizer import DataParallelOptimizer
+from unisono.data_parallel.nonblocking import DataParallelOptimizer, only_observes
 from unisono.data_parallel.ranks import broadcast_module, on_device
 from unisono.expect import one_line, refusal
 

@@ -1,6 +1,6 @@
-"""Non-blocking updates: a step that was asked for is carried out when its gradients arrive.
+"""`DataParallelOptimizer`, whose step may be carried out later: when its gradients arrive.
 
-Every bucket may have a reduction under way and an update owed. The forward of a layer, and every
+Every bucket may have a reduction under way and an update pending. The forward of a layer, and every
 way to parameters through the wrapper or the optimizer, completes both first. Nothing here starts a
 collective.
 """
@@ -19,8 +19,9 @@ from torch.utils.hooks import RemovableHandle
 from unisono import torch_private as private
 from unisono.data_parallel.bucket import GradientBucket
 from unisono.data_parallel.engine import GradientEngine
-from unisono.data_parallel.optimizer import DataParallelOptimizer
-from unisono.expect import refusal
+from unisono.expect import expect, refusal
+
+__all__ = ["DataParallelOptimizer"]
 
 _PER_PARAMETER: set[type] = {
     *(optim.SGD, optim.Adam, optim.AdamW, optim.Adamax, optim.NAdam, optim.RAdam),
@@ -36,6 +37,136 @@ Frozen = list[dict[str, Any]]
 """Hyper-parameters of each group at some time."""
 
 Hook = TypeVar("Hook", bound=Callable[..., None])
+
+
+class DataParallelOptimizer(optim.Optimizer):
+    """A torch optimizer for use with `DataParallel`; behaves like the one inside.
+
+    Attached to a non-blocking `DataParallel`, `step()` returns while gradients still travel and
+    parameters are updated just before they are used again, with the hyper-parameters of the time of
+    the call. Otherwise `step()` acts at once.
+
+    Args:
+        torch_optimizer: the optimizer that does the work.
+        blocking: wish for blocking updates; a `DataParallel` sets it.
+
+    >>> layer = nn.Linear(2, 1)
+    >>> optimizer = DataParallelOptimizer(optim.SGD(layer.parameters(), lr=0.1))
+    >>> len(optimizer.params_ref), optimizer.update_next
+    (2, False)
+    """
+
+    torch_optimizer: optim.Optimizer
+    """The optimizer inside."""
+    blocking_parameter_updates: bool
+    """Whether `step()` acts at once."""
+    _step_supports_amp_scaling = False
+    """A scaler unscales gradients itself, also for a fused optimizer inside: what it would set here
+    instead, the one inside never sees."""
+
+    def __init__(self, torch_optimizer: optim.Optimizer, blocking: bool = False) -> None:
+        hint = "a torch optimizer: torch.optim.SGD(model.parameters(), lr=0.1)"
+        expect("torch_optimizer", torch_optimizer, optim.Optimizer, hint)
+        if isinstance(torch_optimizer, DataParallelOptimizer):
+            call = "DataParallelOptimizer(DataParallelOptimizer(...))"
+            raise refusal(TypeError, call, hint="the inner one: optimizer.torch_optimizer")
+        expect("blocking", blocking, bool)
+        self.torch_optimizer = torch_optimizer
+        self.blocking_parameter_updates = blocking
+        self._engine: weakref.ref[GradientEngine] | None = None
+
+    # -- what the inner optimizer has -----------------------------------------------------------
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
+        """Groups of the inner optimizer; gradients are complete before a step.
+
+        A `GradScaler`, say, looks at them from here.
+        """
+        if (updates := self._updates()) is not None:
+            updates.show_gradients()
+        return self.torch_optimizer.param_groups
+
+    @property
+    def state(self) -> Any:  # type: ignore[override]
+        """State of the inner optimizer; completes pending updates."""
+        self.finalize()
+        return self.torch_optimizer.state
+
+    @property
+    def params_ref(self) -> list[nn.Parameter]:
+        """All parameters of all groups, in order."""
+        return [p for group in self.torch_optimizer.param_groups for p in group["params"]]
+
+    @property
+    def update_next(self) -> bool:
+        """Whether a step is pending."""
+        return (updates := self._updates()) is not None and updates.is_step_pending
+
+    def __getattr__(self, name: str) -> Any:
+        """Find everything else in the inner optimizer, the tables of its hooks too."""
+        if name == "torch_optimizer":
+            raise AttributeError(name)
+        return getattr(self.torch_optimizer, name)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group to the inner optimizer."""
+        self.finalize()
+        self.torch_optimizer.add_param_group(param_group)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the inner optimizer's state, complete at any moment."""
+        self.finalize()
+        return self.torch_optimizer.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load the inner optimizer's state."""
+        self.finalize()
+        self.torch_optimizer.load_state_dict(state_dict)
+
+    # -- steps ----------------------------------------------------------------------------------
+
+    def attach(self, engine: GradientEngine) -> None:
+        """Leave gradients, and steps where it defers them, to `engine`; it is held weakly."""
+        self._engine = weakref.ref(engine)
+
+    def _updates(self) -> DeferredUpdates | None:
+        engine = None if self._engine is None else self._engine()
+        return None if engine is None else engine.updates
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Take a step, at once or later; returns the closure's value if there is one."""
+        updates = self._updates()
+        if updates is None:
+            return self.torch_optimizer.step(closure) if closure else self.torch_optimizer.step()
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        updates.step()
+        return loss
+
+    def zero_grad(self, set_to_none: bool = False) -> None:
+        """Clear gradients, by default to zeros, as HeAT does; a pending step is not lost."""
+        engine = None if self._engine is None else self._engine()
+        inner = self.torch_optimizer
+        if engine is None or type(inner).zero_grad is not optim.Optimizer.zero_grad:
+            inner.zero_grad(set_to_none)
+        else:
+            engine.clear_gradients(inner, set_to_none)
+
+    def finalize(self) -> None:
+        """Carry out a pending step. Local."""
+        if (updates := self._updates()) is not None:
+            updates.finalize()
+
+    def __reduce__(self) -> tuple[object, ...]:
+        """Copy and pickle the inner optimizer; the copy belongs to no `DataParallel` yet."""
+        self.finalize()
+        return type(self), (self.torch_optimizer, self.blocking_parameter_updates)
+
+    def __repr__(self) -> str:
+        return f"DataParallelOptimizer({self.torch_optimizer!r})"
 
 
 def fallback_reason(optimizers: Sequence[DataParallelOptimizer], module: nn.Module) -> str | None:
@@ -86,7 +217,7 @@ class PendingUpdates:
 
 
 class DeferredUpdates:
-    """The owed step of one optimizer over the buckets of one engine.
+    """The pending step of one optimizer over the buckets of one engine.
 
     Args:
         engine: in non-blocking mode.
@@ -134,9 +265,8 @@ class DeferredUpdates:
             indices = [b.index for b in buckets if any(id(p) in part_ids for p in b.params)]
             if indices or not name:
                 self._layers[name] = indices
-                _remove_copied_hooks(part)
-                hook = UpdateHook(self, name)
-                self.layer_hooks.append(part.register_forward_pre_hook(hook))
+                hook = part.register_forward_pre_hook(UpdateHook(self, name))
+                self.layer_hooks.append(hook)
 
     def _remove_layer_hooks(self) -> None:
         for hook in self.layer_hooks:
@@ -164,7 +294,7 @@ class DeferredUpdates:
                 "model.clip_grad_norm(...) and optimizer.zero_grad(), which wait for them",
             )
 
-    def owes_with(self, bucket: GradientBucket) -> bool:
+    def is_awaited(self, bucket: GradientBucket) -> bool:
         """Whether the pending step needs the gradients of `bucket`."""
         return self._pending is not None and bucket.index in self._pending.buckets
 
@@ -176,13 +306,13 @@ class DeferredUpdates:
     # -- what the optimizer asks ----------------------------------------------------------------
 
     @property
-    def owes(self) -> bool:
-        """Whether a step is pending."""
+    def is_step_pending(self) -> bool:
+        """Whether a step was taken that is not complete."""
         return self._pending is not None
 
     @property
     def active(self) -> bool:
-        """Whether anything is under way or owed."""
+        """Whether anything is under way or pending."""
         return self._pending is not None or bool(self._engine.under_way)
 
     def step(self) -> None:
@@ -251,7 +381,7 @@ class DeferredUpdates:
         self.finalize()
 
     def active_layers(self) -> set[str]:
-        """Return the names of layers with a reduction under way or an update owed."""
+        """Return the names of layers with a reduction under way or an update pending."""
         buckets = {bucket.index for bucket in self._engine.under_way}
         if self._pending is not None:
             buckets |= self._pending.buckets
@@ -328,25 +458,8 @@ class UpdateHook:
         else:
             updates.enter_layer(self._layer)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> UpdateHook:
-        return UpdateHook(None, self._layer)
-
     def __reduce__(self) -> tuple[Any, ...]:
         return UpdateHook, (None, self._layer)
-
-
-def _remove_copied_hooks(part: nn.Module) -> None:
-    """Remove the hooks that came with a copy of the module; torch lists them in no public place."""
-    hook_tables: tuple[dict[int, Any], ...] = (
-        part._forward_pre_hooks,
-        part._state_dict_pre_hooks,
-        part._load_state_dict_pre_hooks,
-    )
-    for table in hook_tables:
-        for key, hook in list(table.items()):
-            ours = getattr(hook, "hook", hook)  # torch wraps those of loading
-            if isinstance(ours, UpdateHook) and ours._updates is None:
-                del table[key]
 
 
 # -- an optimizer on some of its parameters: inner parts of torch.optim, seen with torch 2.13 ----

@@ -20,8 +20,12 @@ from unisono.comm.claims import check_unclaimed, claim
 from unisono.data_parallel.bucket import Bucket
 from unisono.data_parallel.engine import GradientEngine, Options, Stats
 from unisono.data_parallel.join import Join, Weights
-from unisono.data_parallel.nonblocking import DeferredUpdates, UpdateHook, fallback_reason
-from unisono.data_parallel.optimizer import DataParallelOptimizer
+from unisono.data_parallel.nonblocking import (
+    DataParallelOptimizer,
+    DeferredUpdates,
+    UpdateHook,
+    fallback_reason,
+)
 from unisono.data_parallel.ranks import (
     broadcast_module,
     check_same_module,
@@ -415,7 +419,7 @@ def _refuse_ddp_arguments(wrapper: str, arguments: dict[str, object]) -> None:
 def _leave(engine: GradientEngine) -> None:
     """The last act for a `DataParallel` that is gone: complete requests, free the module."""
     deferred = engine.updates
-    owes = deferred is not None and deferred.owes
+    owes = deferred is not None and deferred.is_step_pending
     with contextlib.suppress(Exception):
         engine.wait_all()
     if deferred is not None:

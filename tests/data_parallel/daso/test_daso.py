@@ -44,10 +44,8 @@ class Simulation:
 
     blocks: list[int]
     schedule: DasoSchedule
-    by_mean: bool = True
     sent: list[torch.Tensor] | None = None
     sent_at: int | None = None
-    rotation: int = 0
     theta: list[torch.Tensor] = field(default_factory=list)
 
     def __post_init__(self):
@@ -65,11 +63,8 @@ class Simulation:
 
     def node_values(self) -> list[torch.Tensor]:
         """Bring each node together and return what it contributes."""
-        place = self.rotation % min(self.blocks)
-        self.rotation += 1
         for node in self.nodes:
-            values = torch.stack([self.theta[r] for r in node])
-            together = values.mean(0) if self.by_mean else values[place]
+            together = torch.stack([self.theta[r] for r in node]).mean(0)
             for r in node:
                 self.theta[r] = together
         return [self.theta[node[0]] for node in self.nodes]
@@ -97,8 +92,6 @@ class Simulation:
             self.theta = [mean] * len(self.theta)
         elif plan.send:
             self.sent, self.sent_at = self.node_values(), batch
-        if plan.close:
-            self.rotation = 0
 
     def own_values(self, n_epochs: int, n_batches: int) -> torch.Tensor:
         """Return this rank's parameters after each batch; rank 0 simulates for all. Collective."""
@@ -151,17 +144,13 @@ def with_skips(daso: DASO, *skips: int) -> None:
 @repeated("skips", [(4, 1, 1), (1, 1, 1), (8, 2, 2), (3, 1, 0), (0, 0, 0)])
 def test_every_batch_follows_the_formulas_for_every_layout_of_nodes(skips, rank_count):
     for blocks in LAYOUTS[rank_count]:
-        for by_mean in (True, False):
-            daso, model = build(
-                blocks, 9, warmup_epochs=0, cooldown_epochs=0,
-                local_merge="mean" if by_mean else "rank",
-            )  # fmt: skip
-            simulation = Simulation(blocks, DasoSchedule(9, 0, 0), by_mean=by_mean)
-            with_skips(daso, *skips)
-            simulation.schedule.skips = Skips(*skips)
-            seen = run_daso(daso, model, 1, 12)
-            assert_simulated(seen, simulation.own_values(1, 12))
-            assert world().all_equal(seen[-1])
+        daso, model = build(blocks, 9, warmup_epochs=0, cooldown_epochs=0)
+        simulation = Simulation(blocks, DasoSchedule(9, 0, 0))
+        with_skips(daso, *skips)
+        simulation.schedule.skips = Skips(*skips)
+        seen = run_daso(daso, model, 1, 12)
+        assert_simulated(seen, simulation.own_values(1, 12))
+        assert world().all_equal(seen[-1])
 
 
 @pytest.mark.ranks(4, timeout=120, backend="shm")
@@ -203,7 +192,7 @@ def test_replicas_are_bitwise_equal_at_each_close(kind, rank_count):
     for wire in wires if rank_count == 2 else wires[:1]:
         daso, model = build(
             blocks, 6, dtype=torch.float32, optimizer=makers[kind], warmup_epochs=1,
-            cooldown_epochs=1, downcast_type=wire, downcast_cycling=True,
+            cooldown_epochs=1, downcast_type=wire,
         )  # fmt: skip
         seen = run_daso(daso, model, 3, 6)
         assert all(world().all_equal(seen[i]) for i in (5, 11, 17))
@@ -294,20 +283,7 @@ def test_ranks_of_a_node_with_momentum_meet_again_before_each_exchange():
     run_daso(daso, model, 1, 8)
     assert daso.went_apart
     meetings = []
-    daso.exchange.align = lambda group: meetings.append(group)
+    daso.exchange.align = lambda: meetings.append(daso.rotation - 1)
     with_skips(daso, 1, 1, 1)
     run_daso(daso, model, 1, 4)
     assert meetings == [0, 1, 0]
-
-
-@pytest.mark.ranks(2, timeout=120)
-def test_fixed_distances_of_the_presets():
-    model = make_model(world().rank)
-    local = DASO.post_local_sgd(torch.optim.SGD(model.parameters(), LR), 4, every=3)
-    assert (local.phase, local.global_skip) == ("warmup", 0)
-    local.schedule.epoch_end(1.0)
-    assert tuple(local.schedule.skips) == (3, 1, 0)
-    wrapped = DataParallelMultiGPU(model, local)
-    assert world().all_equal(run_daso(local, wrapped, 2, 6)[-1])
-    with pytest.raises(AttributeError, match=r"write instead: DASO\.post_local_sgd"):
-        DASO.diloco(torch.optim.SGD(model.parameters(), LR), 4, every=5)

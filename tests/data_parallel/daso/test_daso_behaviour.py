@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
 import warnings
 
 import pytest
@@ -12,7 +11,6 @@ from torch import nn
 
 from unisono.comm import Communicator, world
 from unisono.data_parallel import DASO, DataParallelMultiGPU, Skips
-from unisono.data_parallel.daso.exchange import NonFiniteParameters
 from unisono.errors import CollectiveMismatch, MeshError
 
 
@@ -63,7 +61,7 @@ def test_a_wrong_number_of_batches_is_healed_with_one_warning(told):
 @pytest.mark.ranks(2, timeout=90)
 def test_an_epoch_counts_at_its_last_batch_and_the_loss_decides_the_next():
     daso, model = make(total_epochs=4)
-    daso.batches_per_epoch = 3
+    daso.last_batch = 3
     assert (daso.phase, daso.epoch, daso.last_batch) == ("warmup", 0, 3)
     epoch(daso, model, 2)
     assert (daso.epoch, daso.current_batch) == (0, 2)
@@ -150,12 +148,8 @@ def test_a_parameter_that_is_not_finite_on_one_rank_raises_on_all():
         daso.last_batch = n_batches
         if world().rank == 1:
             model.module.spare.data[1] = float("nan")
-        with pytest.raises(NonFiniteParameters, match="spare is not finite on rank 1") as info:
+        with pytest.raises(ValueError, match="spare is not finite on rank 1"):
             epoch(daso, model, n_batches)
-        assert isinstance(info.value, ValueError)
-        again = pickle.loads(pickle.dumps(info.value))
-        assert (again.rank, again.parameter) == (1, "spare")
-        assert str(again) == str(info.value)
 
 
 @pytest.mark.ranks(2, timeout=90)
@@ -163,7 +157,7 @@ def test_a_bad_batch_on_one_rank_of_a_node_raises_on_all():
     daso, model = make([2])
     daso.last_batch = 3
     epoch(daso, model, 1)
-    with pytest.raises(NonFiniteParameters, match="not finite on rank 0"):
+    with pytest.raises(ValueError, match="not finite on rank 0"):
         epoch(daso, model, 1, scale=float("nan") if world().rank == 1 else 1.0)
 
 
@@ -174,7 +168,7 @@ def test_a_sum_too_large_for_the_wire_says_so():
     epoch(daso, model, 1, scale=0.0)
     with torch.no_grad():
         model.module.weight.fill_(1e6)
-    with pytest.raises(NonFiniteParameters, match="weight over nodes overflows"):
+    with pytest.raises(ValueError, match="over nodes overflows"):
         epoch(daso, model, 1, scale=0.0)
 
 
@@ -186,27 +180,13 @@ def test_schedulers_step_by_batch_or_by_epoch_and_the_optimizer_steps_too():
     epoch(per_batch, model, 3)
     assert per_batch.param_groups[0]["lr"] == pytest.approx(0.1 * 0.5**3)
     assert not torch.equal(flat_of(model), before)
-    per_epoch, model = make(
-        scheduler=lambda o: torch.optim.lr_scheduler.StepLR(o, 1, 0.5), scheduler_step="epoch"
-    )
-    per_epoch.last_batch = 3
-    epoch(per_epoch, model, 3)
-    assert per_epoch.param_groups[0]["lr"] == 0.1
-    per_epoch.epoch_loss_logic(1.0)
-    assert per_epoch.param_groups[0]["lr"] == 0.05
-    on_plateau, model = make(
-        scheduler=lambda o: torch.optim.lr_scheduler.ReduceLROnPlateau(o, patience=0)
-    )
-    on_plateau.last_batch = 1
-    epoch(on_plateau, model, 1)
-    on_plateau.epoch_loss_logic(1.0)
-    on_plateau.epoch_loss_logic(2.0)
-    assert on_plateau.param_groups[0]["lr"] == pytest.approx(0.01)
-    around = torch.optim.lr_scheduler.StepLR(per_epoch, 1, 0.1)
-    epoch(per_epoch, model, 0)
-    per_epoch.step()
-    around.step()
-    assert per_epoch.local_optimizer.param_groups[0]["lr"] == pytest.approx(0.005)
+    daso, model = make()
+    on_plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(daso, patience=0)
+    daso.last_batch = 1
+    epoch(daso, model, 1)
+    for loss in (1.0, 2.0):
+        on_plateau.step(daso.epoch_loss_logic(loss + world().rank))
+    assert daso.local_optimizer.param_groups[0]["lr"] == pytest.approx(0.01)
 
 
 @pytest.mark.ranks(2, timeout=90)
@@ -265,24 +245,21 @@ def test_scales_that_went_apart_meet_at_the_smallest_in_the_node():
 
 
 @pytest.mark.ranks(2, timeout=90)
-def test_buffers_and_optimizer_state_are_shared_at_the_end_of_an_epoch():
-    for sync_state in (False, True):
-        model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
-        inner = torch.optim.Adam(model.parameters(), 0.01)
-        daso = DASO(inner, 4, ranks_per_node=1, sync_state=sync_state, warmup_epochs=0)
-        wrapped = DataParallelMultiGPU(model, daso)
-        daso.last_batch = 3
-        for batch in range(3):
-            daso.zero_grad()
-            x = torch.randn(4, 2, generator=torch.Generator().manual_seed(world().rank))
-            wrapped(x * (1 + world().rank) + world().rank).square().sum().backward()
-            if batch == 2:
-                assert not world().all_equal(model[1].running_mean)
-            daso.step()
-        assert world().all_equal(model[1].running_mean)
-        assert model[1].num_batches_tracked.item() == 3
-        moment = inner.state[model[0].weight]["exp_avg"]
-        assert world().all_equal(moment) == sync_state
+def test_buffers_are_shared_at_the_end_of_an_epoch():
+    model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
+    inner = torch.optim.Adam(model.parameters(), 0.01)
+    daso = DASO(inner, 4, ranks_per_node=1, warmup_epochs=0)
+    wrapped = DataParallelMultiGPU(model, daso)
+    daso.last_batch = 3
+    for batch in range(3):
+        daso.zero_grad()
+        x = torch.randn(4, 2, generator=torch.Generator().manual_seed(world().rank))
+        wrapped(x * (1 + world().rank) + world().rank).square().sum().backward()
+        if batch == 2:
+            assert not world().all_equal(model[1].running_mean)
+        daso.step()
+    assert world().all_equal(model[1].running_mean)
+    assert model[1].num_batches_tracked.item() == 3
 
 
 @pytest.mark.ranks(2, timeout=90)
@@ -365,11 +342,6 @@ INNER = torch.optim.SGD(MODEL.parameters(), 0.1)
         ({"comm": "world"}, TypeError),
         ({"ranks_per_node": "2"}, TypeError),
         ({"ranks_per_node": [True]}, TypeError),
-        ({"downcast_cycling": 0}, TypeError),
-        ({"local_merge": "max"}, ValueError),
-        ({"scheduler_step": "step"}, ValueError),
-        ({"sync_state": None}, TypeError),
-        ({"every": 0}, ValueError),
     ],
 )
 def test_a_bad_argument_is_named(options, error):

@@ -130,11 +130,6 @@ def test_a_maximum_of_zero_synchronises_after_every_batch_and_keeps_the_phases()
     assert schedule.phase == "cycling"
 
 
-def test_fixed_skips_ignore_plateaus():
-    schedule = DasoSchedule(12, 1, 0, every=6)
-    assert schedule.preview([1.0] * 12) == repeated((OFF, 1), ((6, 1, 0), 11))
-
-
 SCHEDULES = st.builds(
     DasoSchedule,
     st.integers(1, 40),

@@ -132,8 +132,6 @@ def _part(rank, ranks, steps, step_s, trouble, status):
         "calls": steps,
         "bytes": 800 * steps,
     }
-    layout = {"name": "field", "grid": [1, ranks], "ranks": list(range(ranks))}
-    cuts = [[0, 8], [round(8 * i / ranks) for i in range(ranks + 1)]]
     part = {
         "rank": rank,
         "size": ranks,
@@ -162,6 +160,5 @@ def _part(rank, ranks, steps, step_s, trouble, status):
             ["forward", ns(step * step_s), ns((step + 0.5) * step_s)] for step in range(steps)
         ],
         "marks": [],
-        "layouts": [{**layout, "axes": ["batch", "space"], "shape": [8, 8], "cuts": cuts}],
         "config": {"lr": 0.1},
     }

@@ -15,9 +15,8 @@ from unisono.errors import PlatformError
 from unisono.train import build_report
 from unisono.train.recording.figures import averaging_table, log_tail, report_data, thinned
 from unisono.train.recording.reading import RecordedRun, Series
-from unisono.train.recording.report import write_tensorboard
 
-SECTIONS = ("metrics", "throughput", "communication", "timeline", "layout", "facts", "logs")
+SECTIONS = ("metrics", "throughput", "communication", "timeline", "ranks", "facts", "logs")
 
 
 def section(dom, name):
@@ -43,8 +42,7 @@ def test_all_sections_are_filled_and_the_console_is_silent(chromium, a_run, tmp_
     assert all(f">rank {rank}<" in section(dom, "timeline") for rank in range(3))
     assert "all_reduce" in section(dom, "timeline")
     assert "forward" in section(dom, "timeline")
-    assert "field" in section(dom, "layout")
-    assert "8 × 3" in section(dom, "layout")
+    assert section(dom, "ranks").count("200 MB") == 3
     facts = ("2.13.0", "0123456789ab", "files changed since", "a processor", "lr")
     assert all(fact in section(dom, "facts") for fact in facts)
     assert "rank 0 says &lt;b&gt;hello&lt;/b&gt; &amp; &lt;/script&gt;" in section(dom, "logs")
@@ -211,34 +209,3 @@ def test_of_a_progress_bar_the_log_shows_the_last_state(tmp_path):
     assert log_tail(path) == "start\n100%|####\nend"
     assert log_tail(path, limit=4) == "end"
     assert log_tail(tmp_path / "none") == ""
-
-
-def test_metrics_go_to_tensorboard_where_it_is_installed(a_run, tmp_path, monkeypatch):
-    written = []
-
-    class SummaryWriter:
-        def __init__(self, folder):
-            written.append(folder)
-
-        def __enter__(self):
-            return self
-
-        def __exit__(self, *_):
-            written.append("closed")
-
-        def add_scalar(self, name, value, step, walltime):
-            written.append((name, value, step))
-
-    monkeypatch.setitem(sys.modules, "tensorboard", types.ModuleType("tensorboard"))
-    sys.modules["tensorboard"].__spec__ = types.SimpleNamespace()
-    writer = types.ModuleType("torch.utils.tensorboard")
-    writer.SummaryWriter = SummaryWriter
-    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", writer)
-    run = RecordedRun.read(a_run("board", loss=lambda step: math.inf if step == 1 else 0.5))
-    assert write_tensorboard(tmp_path / "tb", run)
-    assert written[:2] == [str(tmp_path / "tb"), ("loss", 0.5, 0)]
-    assert ("loss", math.inf, 1) not in written
-    assert ("samples", 64, 39) in written
-    assert written[-1] == "closed"
-    monkeypatch.setitem(sys.modules, "tensorboard", None)
-    assert not write_tensorboard(tmp_path / "tb", run)

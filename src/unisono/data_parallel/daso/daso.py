@@ -1,7 +1,7 @@
 """`DASO`: ranks of a node average gradients every batch, nodes average parameters every few.
 
-When is decided by `schedule.py`, how by `exchange.py`; this file is the optimizer around them: what
-a batch and an epoch do, with scheduler and scaler, its checkpoint, and its copies.
+When is decided by `schedule.py`, how by `exchange.py`; this file is the optimizer around them:
+what a batch and an epoch do, with scheduler and scaler, and its checkpoint.
 """
 
 from __future__ import annotations
@@ -16,39 +16,18 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from unisono import torch_private as private
-from unisono.data_parallel.daso.exchange import (
-    InFlight,
-    NodeExchange,
-    average_buffers,
-    average_state,
-)
+from unisono.data_parallel.daso.exchange import InFlight, NodeExchange, average_buffers
 from unisono.data_parallel.daso.nodes import all_ranks, layout_of
 from unisono.data_parallel.daso.schedule import DasoSchedule
 from unisono.data_parallel.ranks import broadcast_module
 from unisono.expect import expect, expect_choice, expect_int, refusal
-from unisono.removed import removed_name
+
+__all__ = ["DASO"]
 
 _WIRES = (torch.float32, torch.bfloat16, torch.float16)
 
 _COUNTERS = ("current_batch", "rotation", "sent_at", "batches_done", "has_closed", "last_batch")
 """What a checkpoint has of the optimizer itself."""
-
-_READABLE = {
-    "param_groups": ("local_optimizer", "param_groups"),
-    "state": ("local_optimizer", "state"),
-    "defaults": ("local_optimizer", "defaults"),
-    "_optimizer_step_pre_hooks": ("local_optimizer", "_optimizer_step_pre_hooks"),
-    "_optimizer_step_post_hooks": ("local_optimizer", "_optimizer_step_post_hooks"),
-    "stability": ("schedule", "detector"),
-    "max_gs": ("schedule", "max_global_skips"),
-    "total_epochs": ("schedule", "total_epochs"),
-    "warmup_epochs": ("schedule", "warmup_epochs"),
-    "cooldown_epochs": ("schedule", "cooldown_epochs"),
-    "skip_reduction_factor": ("schedule", "skip_reduction_factor"),
-    "local_skip_factor": ("schedule", "local_skip_factor"),
-    "stability_level": ("schedule", "stability_level"),
-}
-"""Names that users know, and the part and its attribute that they stand for."""
 
 
 class DASO(Optimizer):
@@ -65,7 +44,7 @@ class DASO(Optimizer):
         comm: all ranks; None is the world.
         warmup_epochs: first epochs, in which nodes wait for each other after every batch.
         cooldown_epochs: last epochs, the same.
-        scheduler: learning-rate scheduler on `local_optimizer`; DASO calls its `step`.
+        scheduler: learning-rate scheduler on `local_optimizer`, stepped after each batch.
         stability_level: relative improvement of the loss below which an epoch counts as a plateau.
         max_global_skips: largest number of batches between exchanges; 0: after every batch.
         sending_chunk_size: elements of a message.
@@ -75,22 +54,11 @@ class DASO(Optimizer):
         local_skip_factor: the largest skip over this gives how rarely a node synchronises.
         verbose: rank 0 prints what each epoch did.
         ranks_per_node: None: by hostname; else sizes of blocks of consecutive ranks.
-        downcast_cycling: `downcast_type` also for exchanges in the background.
-        local_merge: ranks of a node that went apart meet at their `"mean"`, or at the `"rank"` that
-            sends.
-        sync_state: average optimizer state over all ranks at the end of each epoch.
-        sync_buffers: average float buffers too (others: rank 0's).
-        scheduler_step: when the scheduler steps: `"batch"`, or `"epoch"` in `epoch_loss_logic`.
-        every: fixed distance between blocking means instead of skips that follow the loss.
     """
 
     _step_supports_amp_scaling = True
     """`scaler.step(daso)` always calls `step`: a batch that one node left out would be a batch
     that the others wait for."""
-
-    exchange: NodeExchange
-    reduced_ranks: tuple[tuple[int, ...], ...]
-    """Ranks of each global group."""
 
     def __init__(
         self,
@@ -110,24 +78,13 @@ class DASO(Optimizer):
         verbose: bool = False,
         *,
         ranks_per_node: int | Sequence[int] | None = None,
-        downcast_cycling: bool = False,
-        local_merge: str = "mean",
-        sync_state: bool = False,
-        sync_buffers: bool = True,
-        scheduler_step: str = "batch",
-        every: int | None = None,
     ) -> None:
         _check_optimizer(local_optimizer, scheduler)
         expect_int("sending_chunk_size", sending_chunk_size, 1)
         expect("downcast_type", downcast_type, torch.dtype, "torch.bfloat16")
         expect_choice("downcast_type", str(downcast_type), [str(wire) for wire in _WIRES])
-        expect_choice("local_merge", local_merge, ("mean", "rank"))
-        expect_choice("scheduler_step", scheduler_step, ("batch", "epoch"))
         expect("use_mpi_groups", use_mpi_groups, bool)
         expect("verbose", verbose, bool)
-        expect("downcast_cycling", downcast_cycling, bool)
-        expect("sync_state", sync_state, bool)
-        expect("sync_buffers", sync_buffers, bool)
         self.schedule = DasoSchedule(
             total_epochs,
             warmup_epochs,
@@ -136,16 +93,19 @@ class DASO(Optimizer):
             skip_reduction_factor,
             local_skip_factor,
             stability_level,
-            every=every,
         )
+        self.total_epochs, self.max_gs = total_epochs, max_global_skips
+        self.warmup_epochs, self.cooldown_epochs = warmup_epochs, cooldown_epochs
+        self.skip_reduction_factor = skip_reduction_factor
+        self.local_skip_factor = local_skip_factor
+        self.stability = self.schedule.detector
         self.local_optimizer = local_optimizer
+        self._optimizer_step_pre_hooks = local_optimizer._optimizer_step_pre_hooks
+        self._optimizer_step_post_hooks = local_optimizer._optimizer_step_post_hooks
         self.communicator = all_ranks(comm)
         self.comm = self.communicator if comm is None else comm
         self.verbose = verbose
         self.cast_dtype = downcast_type
-        self.downcast_cycling = downcast_cycling
-        self.sync_state = sync_state
-        self.sync_buffers = sync_buffers
         self.module: nn.Module | None = None
         self.scheduler = scheduler
         self.scaler: torch.amp.GradScaler | None = None
@@ -154,40 +114,16 @@ class DASO(Optimizer):
         self.went_apart = False
         """Whether ranks of the node may differ since they were brought together."""
         self._switch: Callable[[bool], None] | None = None
-        self._by_epoch = scheduler_step == "epoch" or isinstance(scheduler, ReduceLROnPlateau)
         layout = layout_of(self.communicator, ranks_per_node)
         self.reduced_ranks = layout.groups
+        """Ranks of each global group."""
         self.exchange = NodeExchange(
-            self.communicator,
-            layout,
-            chunk=sending_chunk_size,
-            wire=downcast_type,
-            by_mean=local_merge == "mean",
+            self.communicator, layout, chunk=sending_chunk_size, wire=downcast_type
         )
         self._warned_of_length = False
         self._start_over()
         if verbose and self.schedule.never_cycles:
             self.print0("DASO: nodes wait for each other after every batch of every epoch")
-
-    @classmethod
-    def post_local_sgd(
-        cls,
-        local_optimizer: Optimizer,
-        total_epochs: int,
-        every: int,
-        warmup_epochs: int = 1,
-        **options: Any,
-    ) -> DASO:
-        """Return DASO that averages parameters every `every` batches after the warm-up."""
-        options = {"cooldown_epochs": 0, **options}
-        return cls(
-            local_optimizer, total_epochs, warmup_epochs=warmup_epochs, every=every, **options
-        )
-
-    @classmethod
-    def diloco(cls, *_args: Any, **_options: Any) -> DASO:
-        """Say what to write instead of what was here."""
-        raise removed_name("unisono.DASO.diloco")
 
     def _start_over(self) -> None:
         self.current_batch = 0
@@ -219,12 +155,11 @@ class DASO(Optimizer):
         """
         expect("module", module, nn.Module)
         module_ids = {id(p) for p in module.parameters()}
-        optimized = self.params_ref
-        if not any(id(p) in module_ids for p in optimized):
+        if not any(id(p) in module_ids for p in self.params_ref):
             raise refusal(
                 ValueError,
                 f"set_model of a module with {len(module_ids)} parameters",
-                f"the optimizer holds {len(optimized)} parameters, none of them this module's",
+                f"the optimizer holds {len(self.params_ref)} parameters, none of them this one's",
                 hint="build the optimizer from module.parameters()",
             )
         broadcast_module(module, self.communicator)
@@ -258,7 +193,7 @@ class DASO(Optimizer):
         if plan.blocking:
             self._mean()
         elif plan.send:
-            self.exchange.send(self._next_group(), narrow=self.downcast_cycling)
+            self.exchange.send(self._next_group())
             self.sent_at = batch
         self.batches_done += 1
         if plan.close:
@@ -270,7 +205,7 @@ class DASO(Optimizer):
         return result
 
     def _local_step(self, closure: Callable[[], Any] | None) -> Any:
-        """Make the optimizer step of a batch, then that of a per-batch scheduler."""
+        """Make the optimizer step of a batch, then that of the scheduler."""
         arguments = () if closure is None else (closure,)
         # What the user's own scaler sets when it calls us: gradients are so much too large, and
         # whether they are finite.
@@ -288,7 +223,7 @@ class DASO(Optimizer):
             if grad_scale is not None and grads:
                 private.divide_each_(grads, grad_scale.item())
             result = self.local_optimizer.step(*arguments)
-        if self.scheduler is not None and not self._by_epoch and not skipped:
+        if self.scheduler is not None and not skipped:
             self.scheduler.step()
         return result
 
@@ -316,12 +251,11 @@ class DASO(Optimizer):
             ValueError: on all ranks, where a model is missing or numbers of batches differ.
         """
         exchange, module = self.exchange, self.module
-        begins = self.batches_done == 0
-        changed = begins and module is not None and exchange.has_changed()
+        changed = self.batches_done == 0 and module is not None and exchange.has_changed()
         settings = [self.last_batch or 0, module is not None, self.is_foreign, changed]
-        everybody = self.communicator.all_gather_ints([int(x) for x in settings])
-        lengths, models, foreign, changes = zip(*everybody, strict=True)
-        if not all(models):
+        table = self.communicator.all_gather_ints([int(x) for x in settings])
+        lengths, models, foreign, changes = zip(*table, strict=True)
+        if module is None or not all(models):
             raise refusal(
                 ValueError,
                 "DASO.step()",
@@ -332,20 +266,18 @@ class DASO(Optimizer):
             raise refusal(
                 ValueError,
                 "DASO.step()",
-                f"last_batch on ranks 0 to {self.communicator.size - 1}: "
-                f"{[n or None for n in lengths]}",
+                f"last_batch on ranks 0 to {len(lengths) - 1}: {[n or None for n in lengths]}",
                 hint="self.last_batch = len(loader), the same number on all ranks",
             )
         if any(foreign):
             exchange.drop()
-            self.sent_at = None
-            self.is_foreign = False
+            self.sent_at, self.is_foreign = None, False
             warnings.warn(
                 "DASO: one rank's checkpoint serves all: the exchange in flight is left out",
                 UserWarning,
                 stacklevel=3,
             )
-        if module is not None and any(changes):
+        if any(changes):
             exchange.bind(module)
         self.must_agree = False
 
@@ -354,7 +286,7 @@ class DASO(Optimizer):
         group = self.rotation % len(self.reduced_ranks)
         self.rotation += 1
         if self.exchange.node.size > 1 and (self.went_apart or self._switch is None):
-            self.exchange.align(group)
+            self.exchange.align()
             # Parameters are equal again; they stay so unless optimizer state differs.
             self.went_apart = self.went_apart and any(self.local_optimizer.state.values())
         return group
@@ -365,18 +297,14 @@ class DASO(Optimizer):
         self.exchange.mean(self._next_group())
 
     def _close(self) -> None:
-        if self.sync_buffers and self.module is not None:
+        if self.module is not None:
             average_buffers(self.module, self.communicator)
-        if self.sync_state:
-            average_state(self.local_optimizer, self.communicator)
-            self.went_apart = False
-        self.current_batch = 0
-        self.rotation = 0
+        self.current_batch = self.rotation = 0
         self.has_closed = True
 
     # -- an epoch -------------------------------------------------------------------------------
 
-    def epoch_loss_logic(self, loss: Tensor | float, loss_globally_averaged: bool = False) -> None:
+    def epoch_loss_logic(self, loss: Tensor | float, loss_globally_averaged: bool = False) -> float:
         """End an epoch: choose from its loss how rarely nodes synchronise in the next. Collective.
 
         An epoch that had more or fewer batches than `last_batch` is closed here.
@@ -384,16 +312,14 @@ class DASO(Optimizer):
         Args:
             loss: this rank's loss, a number or a tensor with one.
             loss_globally_averaged: it is already the same on all ranks; rank 0's is used.
+
+        Returns:
+            The mean loss of all ranks.
         """
         expect("loss", loss, (int, float, Tensor))
         if isinstance(loss, Tensor) and loss.numel() != 1:
-            raise refusal(
-                ValueError,
-                f"epoch_loss_logic of a tensor of shape {list(loss.shape)}",
-                f"{loss.numel()} values",
-                f"{loss.numel()} != 1",
-                "loss.mean()",
-            )
+            call = f"epoch_loss_logic of a tensor of shape {list(loss.shape)}"
+            raise refusal(ValueError, call, f"{loss.numel()} values", hint="loss.mean()")
         expect("loss_globally_averaged", loss_globally_averaged, bool)
         if self.must_agree and self.batches_done:
             self._agree()
@@ -404,19 +330,16 @@ class DASO(Optimizer):
         mean = losses[0] if loss_globally_averaged else sum(losses) / len(losses)
         if self.batches_done and self.batches_done != self._n_batches:
             self._close_early()
-        was_cycling = self._is_cycling
+        was_cycling = self.phase == "cycling"
         self.schedule.epoch_end(mean)
         self.batches_done = 0
         self.has_closed = False
-        if self._is_cycling and not was_cycling and self.module is not None:
+        if self.phase == "cycling" and not was_cycling and self.module is not None:
             self.exchange.bind(self.module)
-        if isinstance(self.scheduler, ReduceLROnPlateau):
-            self.scheduler.step(mean)
-        elif self.scheduler is not None and self._by_epoch:
-            self.scheduler.step()
         if self.verbose:
             count = f"{self.epoch} of {self.schedule.total_epochs}"
             self.print0(f"DASO: epoch {count}, loss {mean:.6g}, then {self.schedule.skips}")
+        return mean
 
     def _close_early(self) -> None:
         if not self._warned_of_length:
@@ -448,27 +371,23 @@ class DASO(Optimizer):
         An exchange in flight is waited for, not used. Save one state for each rank; after the last
         batch of an epoch one rank's state serves all.
         """
-        exchange = self.exchange
-        exchange.complete()
-        sent = exchange.in_flight
+        self.exchange.complete()
+        sent = self.exchange.in_flight
         return {
             "local_optimizer": self.local_optimizer.state_dict(),
             "schedule": self.schedule.state_dict(),
             "counters": {name: getattr(self, name) for name in _COUNTERS},
-            "in_flight": None
-            if sent is None
-            else {"group": sent.group, "sums": sent.sums, "narrow": sent.narrow},
-            "common": exchange.common,
+            "in_flight": None if sent is None else {"group": sent.group, "sums": sent.sums},
+            "common": self.exchange.common,
             "went_apart": self.went_apart,
             "scheduler": None if self.scheduler is None else self.scheduler.state_dict(),
             "scaler": None if self.scaler is None else self.scaler.state_dict(),
-            "rank": self.communicator.rank,
-            "size": self.communicator.size,
+            "place": [self.communicator.rank, self.communicator.size],
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continue from a state that `state_dict` gave. Local; call it on all ranks."""
-        state = state_dict
+        state, exchange = state_dict, self.exchange
         if self.module is None:
             raise refusal(
                 ValueError,
@@ -476,24 +395,18 @@ class DASO(Optimizer):
                 "no model yet",
                 hint="first DataParallelMultiGPU(module, daso), then load",
             )
-        missing = {"local_optimizer", "schedule", "counters", "in_flight"} - set(state)
-        if missing:
-            raise refusal(
-                ValueError,
-                f"DASO.load_state_dict of {sorted(state)}",
-                f"missing {sorted(missing)}",
-                hint="pass what daso.state_dict() returned",
-            )
-        exchange = self.exchange
+        if "in_flight" not in state:
+            call = f"DASO.load_state_dict of {sorted(state)}"
+            raise refusal(ValueError, call, hint="pass what daso.state_dict() returned")
         exchange.drop()
         self.local_optimizer.load_state_dict(state["local_optimizer"])
         self.schedule.load_state_dict(state["schedule"])
         for name in _COUNTERS:
             setattr(self, name, state["counters"][name])
-        sent = state["in_flight"]
+        sent, place = state["in_flight"], [self.communicator.rank, self.communicator.size]
         if sent is not None:
-            exchange.in_flight = InFlight(sent["group"], sent["sums"], sent["narrow"], [])
-        self.is_foreign = sent is not None and self._is_elsewhere(state["rank"], state["size"])
+            exchange.in_flight = InFlight(sent["group"], sent["sums"])
+        self.is_foreign = sent is not None and list(state["place"]) != place
         if exchange.common is not None and state["common"] is not None:
             exchange.common = list(state["common"])
         self.went_apart = state["went_apart"]
@@ -507,16 +420,6 @@ class DASO(Optimizer):
             self.syncs_node = plan.local_sync
             self._sync_node(plan.local_sync)
 
-    def _is_elsewhere(self, rank: int, size: int) -> bool:
-        return (rank, size) != (self.communicator.rank, self.communicator.size)
-
-    def __getattr__(self, name: str) -> Any:
-        """Read what the parts hold."""
-        home, attribute = _READABLE.get(name, ("", ""))
-        if not home or home not in self.__dict__:
-            raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
-        return getattr(getattr(self, home), attribute)
-
     def __getstate__(self) -> NoReturn:
         """Refuse a copy or a pickle: the groups of ranks belong to this object."""
         raise refusal(
@@ -529,6 +432,21 @@ class DASO(Optimizer):
     # -- what users read ------------------------------------------------------------------------
 
     @property
+    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
+        """Groups of the local optimizer."""
+        return self.local_optimizer.param_groups
+
+    @property
+    def state(self) -> Any:  # type: ignore[override]
+        """State of the local optimizer."""
+        return self.local_optimizer.state
+
+    @property
+    def defaults(self) -> dict[str, Any]:  # type: ignore[override]
+        """Defaults of the local optimizer."""
+        return self.local_optimizer.defaults
+
+    @property
     def last_batch(self) -> int | None:
         """Number of batches of an epoch, `len(loader)`; to be set before the first step."""
         return self._n_batches
@@ -536,8 +454,6 @@ class DASO(Optimizer):
     @last_batch.setter
     def last_batch(self, value: int | None) -> None:
         self._n_batches = None if value is None else expect_int("last_batch", value, 1)
-
-    batches_per_epoch = last_batch
 
     @property
     def epoch(self) -> int:
@@ -563,10 +479,6 @@ class DASO(Optimizer):
     def batches_to_wait(self) -> int:
         """Batches from the start of an exchange to the use of its result."""
         return self.schedule.skips.batches_to_wait
-
-    @property
-    def _is_cycling(self) -> bool:
-        return self.schedule.phase == "cycling"
 
     @property
     def params_ref(self) -> list[Tensor]:
@@ -599,22 +511,19 @@ class DASO(Optimizer):
 
 def _check_optimizer(local_optimizer: Any, scheduler: Any) -> None:
     """Raise unless these are a plain torch optimizer and a scheduler of it, or None."""
-    expect(
-        "local_optimizer", local_optimizer, Optimizer, "torch.optim.SGD(model.parameters(), 0.1)"
-    )
+    hint = "torch.optim.SGD(model.parameters(), 0.1)"
+    expect("local_optimizer", local_optimizer, Optimizer, hint)
+    call, kind = f"local_optimizer={type(local_optimizer).__name__}(...)", type(scheduler).__name__
     if hasattr(local_optimizer, "local_optimizer") or hasattr(local_optimizer, "torch_optimizer"):
-        raise refusal(
-            TypeError,
-            f"local_optimizer={type(local_optimizer).__name__}(...)",
-            "an optimizer that synchronises ranks itself",
-            hint="pass the torch optimizer inside it",
-        )
-    if scheduler is not None:
-        expect("scheduler", scheduler, LRScheduler, "StepLR(local_optimizer, 10), an instance")
-        if scheduler.optimizer is not local_optimizer:
-            raise refusal(
-                ValueError,
-                f"scheduler={type(scheduler).__name__}(...)",
-                "it was made for another optimizer than local_optimizer",
-                hint=f"{type(scheduler).__name__}(local_optimizer, ...)",
-            )
+        problem = "an optimizer that synchronises ranks itself"
+        raise refusal(TypeError, call, problem, hint="pass the torch optimizer inside it")
+    if scheduler is None:
+        return
+    expect("scheduler", scheduler, LRScheduler, "StepLR(local_optimizer, 10), an instance")
+    if isinstance(scheduler, ReduceLROnPlateau):
+        hint = "scheduler.step(daso.epoch_loss_logic(loss)) in your loop"
+        raise refusal(TypeError, f"scheduler={kind}(...)", "it steps once an epoch", hint=hint)
+    if scheduler.optimizer is not local_optimizer:
+        problem = "it was made for another optimizer than local_optimizer"
+        hint = f"{kind}(local_optimizer, ...)"
+        raise refusal(ValueError, f"scheduler={kind}(...)", problem, hint=hint)

@@ -9,13 +9,11 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
-from itertools import accumulate
+from dataclasses import dataclass, field
 from typing import cast
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
 from unisono.comm import Communicator, Pending
 from unisono.data_parallel.daso.nodes import NodeLayout, group_of_node
@@ -28,21 +26,7 @@ from unisono.data_parallel.ranks import (
     structure_of,
     write_back,
 )
-from unisono.errors import UnisonoError, explain
-
-
-class NonFiniteParameters(UnisonoError, ValueError):
-    """Parameters that nodes would average hold a nan or inf; raised on all ranks alike.
-
-    Attributes:
-        rank: first rank whose parameters are not finite; None if only their sum is not.
-        parameter: name of the first such parameter.
-    """
-
-    def __init__(self, message: str, *, rank: int | None = None, parameter: str = "") -> None:
-        super().__init__(message)
-        self.rank = rank
-        self.parameter = parameter
+from unisono.expect import refusal
 
 
 @dataclass
@@ -51,11 +35,9 @@ class InFlight:
 
     group: int
     """Number of the global group."""
-    sums: list[Tensor] | None
-    """What arrives, on the rank of each node that takes part; None on the others."""
-    narrow: bool
-    """Whether differences travel."""
-    pending: list[Pending[Tensor]]
+    sums: list[Tensor]
+    """What arrives, on the rank of each node that takes part; memory for it on the others."""
+    pending: list[Pending[Tensor]] = field(default_factory=list)
 
 
 class FlatParameters:
@@ -66,98 +48,65 @@ class FlatParameters:
     """
 
     def __init__(self, module: nn.Module) -> None:
-        self.named = [(name, p) for name, p in module.named_parameters() if p.requires_grad]
         self.module, self.structure = module, structure_of(module)
-        kinds: dict[tuple[torch.device, torch.dtype], list[tuple[str, Tensor]]] = defaultdict(list)
-        for name, param in self.named:
-            kinds[param.device, param.dtype].append((name, param))
+        self.named = [(name, p) for name, p in module.named_parameters() if p.requires_grad]
+        kinds: dict[tuple[torch.device, torch.dtype], list[Tensor]] = defaultdict(list)
+        for _, param in self.named:
+            kinds[param.device, param.dtype].append(param)
         self._kinds = list(kinds.values())
 
     def pack(self) -> list[Tensor]:
         """Return the values as new flat tensors, one for each kind."""
-        return [flatten(param for _, param in kind) for kind in self._kinds]
-
-    def blank(self) -> list[Tensor]:
-        """Return tensors like those of `pack`, with nothing in them yet."""
-        return [
-            torch.empty(
-                sum(real_view(param).numel() for _, param in kind),
-                dtype=real_view(kind[0][1]).dtype,
-                device=kind[0][1].device,
-            )
-            for kind in self._kinds
-        ]
+        return [flatten(kind) for kind in self._kinds]
 
     def unpack(self, flats: Sequence[Tensor]) -> None:
         """Overwrite the parameters with these values."""
         for kind, flat in zip(self._kinds, flats, strict=True):
-            write_back(flat, [param for _, param in kind])
-
-    def name_at(self, kind: int, offset: int) -> str:
-        """Return the name of the parameter at an offset of a flat tensor."""
-        sizes = [real_view(param).numel() for _, param in self._kinds[kind]]
-        ends = accumulate(sizes)
-        return next(
-            name for (name, _), end in zip(self._kinds[kind], ends, strict=True) if offset < end
-        )
+            write_back(flat, kind)
 
     def first_non_finite(self) -> int:
         """Return the place in `named` of the first parameter with a nan or inf, or -1."""
-        for place, (_, param) in enumerate(self.named):
-            if not _is_finite(real_view(param)):
-                return place
-        return -1
+        places = range(len(self.named))
+        return next((i for i in places if not _is_finite(real_view(self.named[i][1]))), -1)
 
 
 class NodeExchange:
-    """Averages of parameters between nodes, once it is connected to their ranks.
-
-    Pickled without its ranks and the module's parameters.
+    """Averages of parameters between nodes. Making one is collective over `comm`.
 
     Args:
+        comm: all ranks.
+        layout: which of them share a node.
         chunk: elements of a message.
-        wire: dtype in which float32 values travel, where `narrow` is asked for.
-        by_mean: whether the ranks of a node are brought together by their mean, not by one of them.
+        wire: dtype in which float32 values travel in a mean that is waited for.
     """
 
-    comm: Communicator
-    """All ranks."""
-    node: Communicator
-    """Ranks of this node."""
     flat: FlatParameters
     """The parameters of the module."""
 
     def __init__(
-        self,
-        comm: Communicator,
-        layout: NodeLayout,
-        *,
-        chunk: int,
-        wire: torch.dtype,
-        by_mean: bool,
+        self, comm: Communicator, layout: NodeLayout, *, chunk: int, wire: torch.dtype
     ) -> None:
         self.in_flight: InFlight | None = None
         self.common: list[Tensor] | None = None
-        """Last value that all ranks had in common; kept where something needs it."""
-        self._chunk = chunk
-        self._wire = wire
-        self._by_mean = by_mean
+        """Last value that all ranks had in common; kept where differences to it travel."""
         self.comm = comm
         self.layout = layout
+        self._chunk = chunk
+        self._wire = wire
         this_node = layout.node_of(comm.rank)
         node = group_of_node(comm, layout.nodes[this_node]) or comm.sub(layout.nodes[this_node])
         self.node = cast(Communicator, node)
+        """Ranks of this node."""
         self._groups = [comm.sub(ranks) for ranks in layout.groups]
-        self.n_nodes = len(layout.nodes)
+        self._n_nodes = len(layout.nodes)
         self._weight = layout.weights[this_node]
 
     def bind(self, module: nn.Module) -> None:
         """Take the parameters of a module; rank 0's become the common value. Collective."""
-        self.flat = FlatParameters(module)
-        self.in_flight = None
+        self.flat, self.in_flight = FlatParameters(module), None
         values = self.flat.pack()
-        needed = any(x.dtype != self._dtype(x, True) for x in values)
-        self.common = values if needed else None
+        is_narrow = self._n_nodes > 1 and any(self._dtype(x) != x.dtype for x in values)
+        self.common = values if is_narrow else None
         broadcast_tensors(self.common or [], self.comm)
 
     def has_changed(self) -> bool:
@@ -170,54 +119,49 @@ class NodeExchange:
             return True
         return self.common is not None and not all(map(torch.equal, self.flat.pack(), self.common))
 
-    def align(self, group: int) -> None:
-        """Bring the ranks of this node together: their mean, or the one that sends. Collective."""
-        params = [param for _, param in self.flat.named]
-        if self._by_mean:
-            average_tensors(params, self.node)
-        else:
-            broadcast_tensors(params, self.node, group)
+    def align(self) -> None:
+        """Bring the ranks of this node together at their mean. Collective over the node."""
+        average_tensors([param for _, param in self.flat.named], self.node)
 
     def mean(self, group: int) -> None:
         """Give all ranks the mean of the nodes and wait for it. Collective over all ranks."""
         self.drop()
-        self.send(group, narrow=True)
-        result = self._received()
-        self.flat.unpack(result)
-        if self.common is not None:
-            self.common = result
-
-    def send(self, group: int, *, narrow: bool) -> None:
-        """Start to average the parameters as they are now. Collective over the group's ranks.
-
-        Args:
-            group: number of the global group; other ranks only remember it.
-            narrow: whether differences travel, in the dtype of the wire.
-        """
-        members = self._groups[group]
-        if members is None:
-            self.in_flight = InFlight(group, None, narrow, [])
-            return
-        sums = self._outgoing(narrow)
-        pending = [
-            on_device(members, part.device).start.all_reduce_(part)
-            for x in sums
-            for part in x.split(self._chunk)
+        values, common = self.flat.pack(), self.common
+        narrow = [common is not None and self._dtype(x) != x.dtype for x in values]
+        for x, base, is_narrow in zip(values, common or values, narrow, strict=True):
+            if is_narrow:
+                x.sub_(base)
+        shares = [
+            x.mul_(self._weight).to(self._dtype(x) if is_narrow else x.dtype)
+            for x, is_narrow in zip(values, narrow, strict=True)
         ]
-        self.in_flight = InFlight(group, sums, narrow, pending)
+        self._start(group, shares)
+        result = [
+            total.to(x.dtype).div_(self._n_nodes)
+            for x, total in zip(values, self._arrived(), strict=True)
+        ]
+        if common is not None:
+            pairs = zip(result, common, narrow, strict=True)
+            result = [x.add_(base) if is_narrow else x for x, base, is_narrow in pairs]
+            self.common = result
+        self.flat.unpack(result)
+
+    def send(self, group: int) -> None:
+        """Start to average the parameters as they are now. Collective over the group's ranks."""
+        self._start(group, [x.mul_(self._weight) for x in self.flat.pack()])
 
     def merge(self, batches: int) -> None:
         """Mix the mean under way into the parameters, `batches` after it was sent. Collective.
 
         The newer own parameters count for `2 * batches` nodes.
         """
-        mean = self._received()
-        if self.n_nodes == 1:
+        sums = self._arrived()
+        if self._n_nodes == 1:
             return  # an average with one's own past would only hold back
-        share = self.n_nodes / (2 * batches + self.n_nodes)
+        share = self._n_nodes / (2 * batches + self._n_nodes)
         values = self.flat.pack()
-        for x, m in zip(values, mean, strict=True):
-            x.lerp_(m, share)
+        for x, total in zip(values, sums, strict=True):
+            x.lerp_(total / self._n_nodes, share)
         self.flat.unpack(values)
 
     def complete(self) -> None:
@@ -232,61 +176,46 @@ class NodeExchange:
         self.complete()
         self.in_flight = None
 
-    def _outgoing(self, narrow: bool) -> list[Tensor]:
-        """Return this node's weighted share of the sum, in the dtype of the wire."""
-        shares: list[Tensor] = []
-        for i, x in enumerate(self.flat.pack()):
-            dtype = self._dtype(x, narrow)
-            if dtype != x.dtype and self.common is not None:
-                x.sub_(self.common[i])
-            shares.append(x.mul_(self._weight).to(dtype))
-        return shares
+    def _start(self, group: int, shares: list[Tensor]) -> None:
+        """Start to sum up what the nodes bring. Collective over the ranks of the global group."""
+        self.in_flight = InFlight(group, shares)
+        members = self._groups[group]
+        if members is not None:
+            self.in_flight.pending = [
+                on_device(members, part.device).start.all_reduce_(part)
+                for x in shares
+                for part in x.split(self._chunk)
+            ]
 
-    def _received(self) -> list[Tensor]:
-        """Return the mean of the nodes on every rank, and check that it is finite."""
-        arrived, self.in_flight = cast(InFlight, self.in_flight), None
-        blanks = self.flat.blank()
-        sums = arrived.sums
-        if sums is None:
-            sums = [x.to(self._dtype(x, arrived.narrow)) for x in blanks]
+    def _arrived(self) -> list[Tensor]:
+        """Return the sums under way, on every rank, and check that they are finite. Collective."""
+        arrived = cast(InFlight, self.in_flight)
         waiting = iter(arrived.pending)
-        for x in sums:
+        for x in arrived.sums:
             for part in x.split(self._chunk):
-                pending = next(waiting, None)
-                if pending is not None:
+                if (pending := next(waiting, None)) is not None:
                     pending.wait()
                 on_device(self.node, part.device).broadcast_(part, arrived.group)
-        self._check_finite(sums)
-        means: list[Tensor] = []
-        for i, (x, total) in enumerate(zip(blanks, sums, strict=True)):
-            mean = total.to(x.dtype) / self.n_nodes
-            if total.dtype != x.dtype and self.common is not None:
-                mean += self.common[i]
-            means.append(mean)
-        return means
+        self.in_flight = None
+        if not all(map(_is_finite, arrived.sums)):
+            self._raise_non_finite(arrived.sums)
+        return arrived.sums
 
-    def _dtype(self, x: Tensor, narrow: bool) -> torch.dtype:
-        """Return in which dtype values like `x` travel; one node alone sends nothing."""
-        return self._wire if narrow and x.dtype == torch.float32 and self.n_nodes > 1 else x.dtype
-
-    def _check_finite(self, sums: Sequence[Tensor]) -> None:
-        """Raise on all ranks if a sum, which they all have, is not finite."""
-        kind = next((i for i, x in enumerate(sums) if not _is_finite(x)), None)
-        if kind is None:
-            return
+    def _raise_non_finite(self, sums: Sequence[Tensor]) -> None:
+        """Name the first parameter that is not finite. All ranks have the same sums: collective."""
         places = [place for (place,) in self.comm.all_gather_ints([self.flat.first_non_finite()])]
         rank = next((r for r, place in enumerate(places) if place >= 0), None)
         if rank is not None:
-            name = self.flat.named[places[rank]][0]
-            problem = f"{name} is not finite on rank {rank}"
+            problem = f"{self.flat.named[places[rank]][0]} is not finite on rank {rank}"
             hint = "lower the learning rate, clip gradients, or look for the batch that did it"
         else:
-            offset = int(torch.isfinite(sums[kind]).logical_not().nonzero()[0])
-            name = self.flat.name_at(kind, offset)
-            problem = f"the sum of {name} over nodes overflows {sums[kind].dtype}"
+            dtype = next(x.dtype for x in sums if not _is_finite(x))
+            problem = f"the sum over nodes overflows {dtype}"
             hint = "downcast_type=torch.bfloat16 has the range of float32"
-        text = explain("mean of parameters over nodes", problem, hint=hint)
-        raise NonFiniteParameters(text, rank=rank, parameter=name)
+        raise refusal(ValueError, "mean of parameters over nodes", problem, hint=hint)
+
+    def _dtype(self, x: Tensor) -> torch.dtype:
+        return self._wire if x.dtype == torch.float32 else x.dtype
 
 
 def average_buffers(module: nn.Module, comm: Communicator) -> None:
@@ -294,22 +223,6 @@ def average_buffers(module: nn.Module, comm: Communicator) -> None:
     buffers = list(module.buffers())
     average_tensors([x for x in buffers if _has_mean(x)], comm)
     broadcast_tensors([x for x in buffers if not _has_mean(x)], comm)
-
-
-def average_state(optimizer: Optimizer, comm: Communicator) -> None:
-    """Give all ranks the mean of the optimizer state that has a parameter's shape. Collective.
-
-    A rank whose parameter never had a gradient has no state for it; what not all ranks have stays.
-    """
-    params = [param for group in optimizer.param_groups for param in group["params"]]
-    local_sums: dict[tuple[int, str], Tensor] = {
-        (i, name): value
-        for i, param in enumerate(params)
-        for name, value in optimizer.state.get(param, {}).items()
-        if isinstance(value, Tensor) and value.shape == param.shape and _has_mean(value)
-    }
-    shared = set.intersection(*map(set, comm.all_gather_object(sorted(local_sums))))
-    average_tensors([local_sums[key] for key in sorted(shared)], comm)
 
 
 def _is_finite(x: Tensor) -> bool:

@@ -9,10 +9,9 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple
 
 from unisono.expect import expect_choice, expect_float, expect_int, refusal
-from unisono.removed import removed_name
 
 PATIENCE = 2
 """Cycling epochs without improvement before the skips change."""
@@ -159,7 +158,6 @@ class DasoSchedule:
         skip_reduction_factor: `global_skip` and `local_skip` are divided by this on a plateau.
         local_skip_factor: the largest `global_skip` over this gives `local_skip`.
         stability_level: relative improvement of the loss below which an epoch counts as a plateau.
-        every: fixed skips instead: a blocking mean every `every` batches, plateaus ignored.
 
     >>> schedule = DasoSchedule(total_epochs=8, warmup_epochs=1, cooldown_epochs=1)
     >>> [skips.global_skip for skips in schedule.preview([1.0] * 8)]
@@ -175,8 +173,6 @@ class DasoSchedule:
         skip_reduction_factor: int = 2,
         local_skip_factor: int = 4,
         stability_level: float = 0.05,
-        *,
-        every: int | None = None,
     ) -> None:
         self.total_epochs = expect_int("total_epochs", total_epochs, 1)
         self.warmup_epochs = expect_int("warmup_epochs", warmup_epochs, 0)
@@ -185,7 +181,6 @@ class DasoSchedule:
         self.skip_reduction_factor = expect_int("skip_reduction_factor", skip_reduction_factor, 1)
         self.local_skip_factor = expect_int("local_skip_factor", local_skip_factor, 1)
         self.stability_level = expect_float("stability_level", stability_level, 0.0)
-        self.every = None if every is None else expect_int("every", every, 1)
         self.detector = DetectMetricPlateau(patience=PATIENCE, threshold=self.stability_level)
         self.reset()
 
@@ -206,7 +201,7 @@ class DasoSchedule:
     def never_cycles(self) -> bool:
         """Whether all epochs are warm-up or cool-down, or have no skips."""
         is_full = self.warmup_epochs + self.cooldown_epochs >= self.total_epochs
-        return is_full or (self.max_global_skips == 0 and self.every is None)
+        return is_full or self.max_global_skips == 0
 
     def epoch_end(self, mean_loss: float) -> Skips:
         """Count an epoch that ended with this loss; return the skips of the next one."""
@@ -215,11 +210,7 @@ class DasoSchedule:
         return self.skips
 
     def _skips_of_epoch(self, current: Skips, loss: float | None) -> Skips:
-        if self.phase != "cycling":
-            return Skips(0, 0, 0)
-        if self.every is not None:
-            return Skips(self.every, 1, 0)
-        if self.max_global_skips == 0:
+        if self.phase != "cycling" or self.max_global_skips == 0:
             return Skips(0, 0, 0)
         plateau = loss is not None and self.detector.plateaued(loss)
         if self.epoch == self.warmup_epochs:
@@ -271,10 +262,6 @@ class DasoSchedule:
         for loss in losses[:-1]:
             skips.append(rehearsal.epoch_end(loss))
         return skips[: len(losses)]
-
-    def __getattr__(self, name: str) -> NoReturn:
-        """Say of a name that is gone what to write instead."""
-        raise removed_name(f"unisono.data_parallel.DasoSchedule.{name}")
 
     def state_dict(self) -> dict[str, Any]:
         """Return epoch, skips and detector as plain values."""

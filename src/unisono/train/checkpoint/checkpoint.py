@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
-import copy
-import shutil
+import secrets
+import socket
+import time
 import warnings
-from collections.abc import Iterator, KeysView, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from unisono import accelerator
 from unisono.comm import Communicator
 from unisono.comm.machine import own_card
 from unisono.errors import (
+    SAVED_ALONE,
     CheckpointError,
+    CollectiveMismatch,
+    RankTimeout,
     Requeue,
+    compress_ranks,
 )
 from unisono.expect import expect_choice, is_integer
 from unisono.nn import Shard
@@ -28,25 +32,15 @@ from unisono.train.checkpoint.blocks import (
     is_empty,
     is_leaf,
     packed,
-    put_together,
     shard_of,
     stored_name,
     taken_apart,
 )
-from unisono.train.checkpoint.blocks import (
-    Path as PathInTree,
-)
+from unisono.train.checkpoint.blocks import Path as PathInTree
 from unisono.train.checkpoint.folder import Manifest, Saved
 from unisono.train.checkpoint.parts import Part, parts_of, parts_to_restore
 from unisono.train.checkpoint.reading import Reading
-from unisono.train.checkpoint.saving import Background, Order, advice, as_text, save, save_plans
-from unisono.train.checkpoint.together import (
-    check_equal,
-    check_problems,
-    on_all_ranks,
-    shared_directory,
-    together,
-)
+from unisono.train.checkpoint.saving import Background, Order, as_text, save, save_plans
 from unisono.train.exact.run import writes_here
 from unisono.train.generators import (
     random_states,
@@ -57,15 +51,24 @@ from unisono.train.generators import (
 
 __all__ = ["Checkpoint", "Restored"]
 
+T = TypeVar("T")
 _RANDOM, _VALUES = "~random", "~values"
+_SHARED_S = 5.0
+"""How long a network file system may take to show a file to other hosts."""
+_ADVICE = {
+    ("FileExistsError", "NotADirectoryError"): "a directory of its own: Checkpoint('runs/mine')",
+    ("PermissionError", "Read-only file system"): (
+        "a directory that you may write to, such as Checkpoint('runs/mine')"
+    ),
+    ("No space left", "quota"): "remove files there, or keep fewer checkpoints",
+    ("pickle",): "save values, not code: leave out lambdas, local functions, open files and locks",
+}
+"""By words of an error, which reaches other ranks as text: what to type."""
 
 
-@dataclass(frozen=True)
-class Restored:
-    """What `Checkpoint.restore` found; `restored["epoch"]` reads a plain value that was saved.
-
-    Names of such values are looked up as in a dict: `"epoch" in restored`, `get`, `keys`, `len`.
-    """
+@dataclass(frozen=True, eq=False)
+class Restored(Mapping[str, Any]):
+    """What `Checkpoint.restore` found; a mapping of the plain values that were saved, by name."""
 
     step: int
     """The step at which it was saved."""
@@ -73,29 +76,18 @@ class Restored:
     """Its directory."""
     ranks: int
     """Number of ranks that saved it."""
-    values: Mapping[str, Any] = field(default_factory=dict)
-    """Plain values that were saved, by name."""
+    values_by_name: Mapping[str, Any] = field(default_factory=dict)
+    """The plain values."""
 
     def __getitem__(self, name: str) -> Any:
         """Return a plain value that was saved."""
-        return self.values[name]
-
-    def get(self, name: str, default: Any = None) -> Any:
-        """Return a plain value that was saved, `default` if this name was not saved."""
-        return self.values.get(name, default)
-
-    def keys(self) -> KeysView[str]:
-        """Return the names of the plain values."""
-        return self.values.keys()
-
-    def __contains__(self, name: object) -> bool:
-        return name in self.values
+        return self.values_by_name[name]
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self.values)
+        return iter(self.values_by_name)
 
     def __len__(self) -> int:
-        return len(self.values)
+        return len(self.values_by_name)
 
     def __bool__(self) -> bool:
         """Return True: something was restored, with or without plain values."""
@@ -139,17 +131,16 @@ class Checkpoint:
         self.asynchronous = asynchronous
         self.keep, self.keep_best = keep, keep_best
         settings = {"keep": keep, "keep_best": keep_best, "asynchronous": asynchronous}
-        with on_all_ranks():
-            settings_by_rank = self.comm.all_gather_object(settings)
+        table = _together(self.comm, "Checkpoint(...)", lambda: settings)
         for name in settings:
-            values = [theirs[name] for theirs in settings_by_rank]
-            check_equal("Checkpoint(...)", name, values, f"the same {name} on all ranks")
+            values = [row[name] for row in table]
+            _check_equal("Checkpoint(...)", name, values, f"the same {name} on all ranks")
         if keep is not None and (not is_integer(keep) or keep < 1):
             call = f"Checkpoint(keep={keep!r})"
             raise CheckpointError.because(call, "not an integer >= 1", hint="keep=3, or None")
         if keep_best is not None:
             expect_choice("keep_best", keep_best, ("min", "max"), error=CheckpointError)
-        self._token = shared_directory(self.comm, self.directory)
+        self._token = _shared_directory(self.comm, self.directory)
         self._cards = self.comm.all_gather_object(own_card())
         self._saves = 0
         self._under_way: Background | None = None
@@ -191,40 +182,29 @@ class Checkpoint:
             return
         self.wait()
         call = f"Checkpoint.save({step!r})"
-        captured = self._capture(objects)
-        with on_all_ranks():
-            by_rank = self.comm.all_gather_object(
-                (
-                    step,
-                    metric,
-                    captured.kinds,
-                    as_text(captured.problem),
-                    captured.pieces,
-                    captured.space,
-                )
-            )
-        steps, metrics, names, problems, everything, (space, *_) = zip(*by_rank, strict=True)
-        check_problems(call, problems, captured.problem)
-        check_equal(call, "step", steps, "count steps alike on all ranks")
+        state: dict[str, Shard | bytes] = {}
+        paths: dict[str, PathInTree] = {}
+
+        def capture() -> tuple[int, float | None, dict[str, str], dict[str, BlockFacts]]:
+            if not is_integer(step) or step < 0:
+                problem = "not the number of a step"
+                raise CheckpointError.because(call, problem, hint="save(100, ...)")
+            number = None if metric is None else _number(call, metric)
+            parts, values = parts_of(objects)
+            trees = {name: part.capture() for name, part in parts.items()}
+            for name, tree in {**trees, _VALUES: values, _RANDOM: random_states()}.items():
+                _add(name, tree, state, paths)
+            pieces = describe(state, paths if self.comm.size > 1 else ())
+            return step, number, {name: part.kind for name, part in parts.items()}, pieces
+
+        rows = _together(self.comm, call, capture)
+        steps, metrics, kinds, pieces = zip(*rows, strict=True)
+        _check_equal(call, "step", steps, "count steps alike on all ranks")
         hint = "one number for all: comm.all_reduce(loss, 'mean').item()"
-        check_equal(call, "metric", list(map(str, metrics)), hint)
-        check_equal(call, "objects", names, "name the same objects on all ranks")
-        if not is_integer(step) or step < 0:
-            raise CheckpointError.because(call, "not the number of a step", hint="save(100, ...)")
-        try:
-            metric = None if metric is None else float(metric)
-        except (TypeError, ValueError, RuntimeError) as error:  # the last: several numbers
-            problem = f"metric={metric!r}: {error}"
-            raise CheckpointError.because(call, problem, hint="metric=loss.item()") from None
-        comparison = compare(everything)
-        plans, contents, size = save_plans(comparison, everything, captured.paths)
-        if size > space:
-            raise CheckpointError.because(
-                call,
-                f"{space / 1e6:.1f} MB free in {self.directory}",
-                f"{size / 1e6:.1f} MB are needed",
-                f"remove files there, or keep fewer checkpoints than keep={self.keep}",
-            )
+        _check_equal(call, "metric", list(map(str, metrics)), hint)
+        _check_equal(call, "objects", kinds, "name the same objects on all ranks")
+        comparison = compare(pieces)
+        plans, contents = save_plans(comparison, pieces, paths)
         self._saves += 1
         partial = self.directory / f"{folder.PARTIAL}{self._token}-{self._saves}"
         if self.comm.rank == 0:  # of killed runs, and of a rank that came too late to a failed save
@@ -239,9 +219,9 @@ class Checkpoint:
                 step=step,
                 sequence=0,
                 ranks=self.comm.size,
-                parts=captured.kinds,
+                parts=kinds[0],
                 versions=comparison.versions,
-                metric=metric,
+                metric=metrics[0],
                 format=folder.FORMAT,
             ),
             keep=self.keep,
@@ -249,14 +229,12 @@ class Checkpoint:
             timeout_s=self.comm.timeout_s,
             cards=self._cards,
         )
-        state = {
-            stored_name(*offer): captured.state[offer[0]]
-            for offer in comparison.offers[self.comm.rank]
-        }
+        offers = comparison.offers[self.comm.rank]
+        stored = {stored_name(*offer): state[offer[0]] for offer in offers}
         if self.asynchronous:
-            self._under_way = Background(order, state)
+            self._under_way = Background(order, stored)
         else:
-            self._conclude(order, save(order, state, self.comm.gather_object))
+            self._conclude(order, save(order, stored, self.comm.gather_object))
 
     def wait(self) -> None:
         """Wait for a save in the background; raises on all ranks if it failed. Collective.
@@ -275,36 +253,13 @@ class Checkpoint:
         if error is None or isinstance(error, Requeue):
             self.wait()
 
-    def _capture(self, objects: Mapping[str, Any]) -> _Captured:
-        """Take the objects apart. Local; an error becomes part of the result."""
-        try:
-            space = shutil.disk_usage(self.directory).free
-            parts, values = parts_of(objects)
-            trees = {name: part.capture() for name, part in parts.items()}
-            state: dict[str, Shard | bytes] = {}
-            paths: dict[str, PathInTree] = {}
-            for name, tree in {**trees, _VALUES: values, _RANDOM: random_states()}.items():
-                rest, leaves = taken_apart(tree, is_leaf)
-                tensors = {f"{name}.{key}": path for key, (path, _) in leaves.items()}
-                state[f"~{name}"] = packed({"tree": rest, "tensors": tensors})
-                for key, (path, leaf) in leaves.items():
-                    shard = shard_of(leaf)
-                    if not is_empty(shard):
-                        full = f"{name}.{key}"
-                        state[full], paths[full] = shard, (name, *path)
-            pieces = describe(state, paths if self.comm.size > 1 else ())
-            kinds = {name: part.kind for name, part in parts.items()}
-        except Exception as error:
-            return _Captured(problem=error)
-        return _Captured(state, paths, pieces, kinds, space)
-
     def _conclude(self, order: Order, error: str | None) -> None:
         """Raise on all ranks if a save failed, by what rank 0 knows of it. Collective."""
         verdict = self.comm.broadcast_object(error)
         if verdict is not None:
             call = f"Checkpoint.save({order.manifest.step})"
             before = "the checkpoints before it are untouched"
-            raise CheckpointError.because(call, verdict, before, advice(verdict))
+            raise CheckpointError.because(call, verdict, before, _advice(verdict))
 
     # Restoring.
 
@@ -333,63 +288,38 @@ class Checkpoint:
             **objects: what to restore, under the names of `save`.
         """
         self.wait()
-        steps, names = zip(
-            *self.comm.all_gather_object((step, dict.fromkeys(objects))), strict=True
-        )
         call = f"Checkpoint.restore({'' if step is None else step})"
-        check_equal(call, "step", steps, "the same step on all ranks, or restore() for the latest")
-        check_equal(call, "objects", names, "name the same objects on all ranks")
+        rows = self.comm.all_gather_object((step, dict.fromkeys(objects)))
+        steps, names = zip(*rows, strict=True)
+        _check_equal(call, "step", steps, "the same step on all ranks, or restore() for the latest")
+        _check_equal(call, "objects", names, "name the same objects on all ranks")
         saved = self._chosen(step)
         if saved is None:
             return None
-        call = f"Checkpoint.restore() of step {saved.step}, saved on {saved.manifest.ranks} ranks"
-        same = saved.manifest.ranks == self.comm.size
+        ranks, values = saved.manifest.ranks, {}
+        call = f"Checkpoint.restore() of step {saved.step}, saved on {ranks} ranks"
+        as_rank = self.comm.rank if ranks == self.comm.size else 0
+        parts: dict[str, Part] = {}
+        readings: list[Reading] = []
 
-        def prepare() -> tuple[Reading, dict[str, Part], dict[str, Any]]:
-            parts = parts_to_restore(saved, objects, partial)
-            if not same:
+        def prepare() -> None:
+            parts.update(parts_to_restore(saved, objects, partial))
+            if ranks != self.comm.size:
                 _refuse_other_ranks(call, parts)
-            as_rank = self.comm.rank if same else 0
-            reading = Reading(saved, as_rank, weights_only=weights_only)
-            reading.check_fits(parts)
-            small = {name: part for name, part in parts.items() if not part.in_place}
-            return reading, parts, reading.trees({**small, _VALUES: None})
-
-        reading, parts, trees = together(self.comm, call, prepare)
-        small = {name: part for name, part in parts.items() if not part.in_place}
-        large = {name: part for name, part in parts.items() if part.in_place}
-        self._take_small(call, {n: p for n, p in small.items() if same or not p.of_rank}, trees)
+            readings.append(Reading(saved, as_rank, weights_only=weights_only))
+            readings[0].check_fits(parts)
+            values.update(readings[0].trees({_VALUES: None})[_VALUES])
 
         def load() -> None:
-            for name, tree in reading.trees(large).items():
-                large[name].take(tree)
+            for name, tree in readings[0].trees(parts).items():
+                parts[name].take(tree)
             if random_states:
                 self._restore_random(saved)
 
+        _together(self.comm, call, prepare)
         call = f"{call}: some objects have changed; restore again, or start the program again"
-        together(self.comm, call, load)
-        return Restored(saved.step, saved.path, saved.manifest.ranks, trees[_VALUES])
-
-    def _take_small(self, call: str, parts: Mapping[str, Part], trees: dict[str, Any]) -> None:
-        """Let objects take their states; if one of them refuses, all return to what they had.
-
-        These are the objects with small states, which may refuse them. Nothing else has been
-        changed by then. Collective.
-        """
-        before: dict[str, Any] = {}
-        problem: BaseException | None = None
-        try:
-            before = _copies_of(parts)
-            for name, part in parts.items():
-                part.take(trees[name])
-        except Exception as error:
-            problem = error
-        problems = self.comm.all_gather_object(as_text(problem))
-        if any(problems):
-            lost = self.comm.all_gather_object(_take_back(parts, before))
-            odd = ", ".join(dict.fromkeys(name for names in lost for name in names))
-            but = f", but {odd} would not take its state of before" if odd else ""
-            check_problems(f"{call}: all objects are as they were{but}", problems, problem)
+        _together(self.comm, call, load)
+        return Restored(saved.step, saved.path, ranks, values)
 
     def _restore_random(self, saved: Saved) -> None:
         """Go on with the states of this rank; a rank that is new gets a stream of its own.
@@ -420,7 +350,7 @@ class Checkpoint:
                     hint="restore() takes the latest",
                 )
             there = chosen
-        problems = list(lost.values())
+        problems = list(lost)
         for saved in reversed(there):
             names = sorted(saved.manifest.files)[self.comm.rank :: self.comm.size]
             damages = self.comm.all_gather_object(folder.damage(saved, names))
@@ -443,45 +373,25 @@ class Checkpoint:
         return None
 
 
-@dataclass(frozen=True)
-class _Captured:
-    """The objects of a save on this rank, taken apart."""
-
-    state: dict[str, Shard | bytes] = field(default_factory=dict)
-    """Blocks of tensors and packed objects, by name."""
-    paths: dict[str, PathInTree] = field(default_factory=dict)
-    pieces: dict[str, BlockFacts] = field(default_factory=dict)
-    """What other ranks learn of the state."""
-    kinds: dict[str, str] = field(default_factory=dict)
-    space: int = 0
-    """Free bytes in the directory."""
-    problem: BaseException | None = None
+def _add(
+    name: str, tree: Any, state: dict[str, Shard | bytes], paths: dict[str, PathInTree]
+) -> None:
+    """Add the state of an object: its tensors one by one, as blocks, and the rest of the tree."""
+    rest, leaves = taken_apart(tree, is_leaf)
+    tensors = {f"{name}.{key}": path for key, (path, _) in leaves.items()}
+    state[f"~{name}"] = packed({"tree": rest, "tensors": tensors})
+    for key, (path, leaf) in leaves.items():
+        shard = shard_of(leaf)
+        if not is_empty(shard):
+            state[f"{name}.{key}"], paths[f"{name}.{key}"] = shard, (name, *path)
 
 
-def _copies_of(parts: Mapping[str, Part]) -> dict[str, Any]:
-    """Return the states that objects have now, in memory of their own. Local."""
-    before: dict[str, Any] = {}
-    for name, part in parts.items():
-        rest, leaves = taken_apart(part.capture(), is_leaf)
-        with suppress(Exception):  # what cannot be copied is kept as it is
-            rest = copy.deepcopy(rest)
-        copies = {
-            path: (leaf.tensor if isinstance(leaf, Shard) else leaf).detach().clone()
-            for path, leaf in leaves.values()
-        }
-        before[name] = put_together(rest, copies)
-    return before
-
-
-def _take_back(parts: Mapping[str, Part], before: Mapping[str, Any]) -> list[str]:
-    """Give objects the states that they had before a restore; return names of those that refuse."""
-    refused: list[str] = []
-    for name in before:
-        try:
-            parts[name].take(before[name])
-        except Exception:
-            refused.append(name)
-    return refused
+def _number(call: str, metric: Any) -> float:
+    try:
+        return float(metric)
+    except (TypeError, ValueError, RuntimeError) as error:  # the last: several numbers
+        problem = f"metric={metric!r}: {error}"
+        raise CheckpointError.because(call, problem, hint="metric=loss.item()") from None
 
 
 def _refuse_other_ranks(call: str, parts: Mapping[str, Part]) -> None:
@@ -490,3 +400,77 @@ def _refuse_other_ranks(call: str, parts: Mapping[str, Part]) -> None:
         if part.other_ranks is not None:
             problem = f"{name}={part.kind} has the position of one rank among those that saved it"
             raise CheckpointError.because(call, problem, hint=part.other_ranks)
+
+
+# What ranks do or refuse together: an error of one is that of all.
+
+
+def _together(comm: Communicator, call: str, action: Callable[[], T]) -> list[T]:
+    """Return what a local action gave on each rank; if it failed on one, all raise. Collective."""
+    result: T | None = None
+    problem: Exception | None = None
+    try:
+        result = action()
+    except Exception as error:
+        problem = error
+    try:
+        rows = comm.all_gather_object((result, as_text(problem)))
+    except (CollectiveMismatch, RankTimeout) as error:  # a call that other ranks do not make
+        error.add_note(SAVED_ALONE)
+        raise
+    if isinstance(problem, CheckpointError):
+        raise problem
+    failed = [rank for rank, (_, text) in enumerate(rows) if text]
+    if failed:
+        text = rows[failed[0]][1]
+        raise CheckpointError.because(
+            call, f"rank {failed[0]}: {text}", f"ranks: {compress_ranks(failed)}", _advice(text)
+        ) from problem
+    return [value for value, _ in rows]
+
+
+def _advice(text: str) -> str | None:
+    """Return what to type against a problem."""
+    hints = (hint for words, hint in _ADVICE.items() if any(word in text for word in words))
+    return next(hints, None)
+
+
+def _check_equal(call: str, what: str, values: Sequence[Any], hint: str) -> None:
+    """Raise if ranks do not agree on something."""
+    for rank, value in enumerate(values):
+        if value != values[0]:
+            first, other = (
+                ", ".join(v) if isinstance(v, dict) else repr(v) for v in (values[0], value)
+            )
+            problem = f"rank 0 has {what} {first}, rank {rank} has {other}"
+            raise CheckpointError.because(call, problem, hint=hint)
+
+
+def _shared_directory(comm: Communicator, directory: Path) -> str:
+    """Make a directory, check that all ranks see it, return a token of this run. Collective."""
+    call = f"Checkpoint({str(directory)!r})"
+    token = comm.broadcast_object(secrets.token_hex(6))
+    sign = directory / f".seen-{token}"
+
+    def make() -> None:
+        if comm.rank == 0:
+            directory.mkdir(parents=True, exist_ok=True)
+            sign.touch()
+
+    _together(comm, call, make)
+    end = time.monotonic() + _SHARED_S
+    while not (is_visible := sign.exists()) and time.monotonic() < end:
+        time.sleep(0.05)
+    views = comm.all_gather_object((is_visible, f"{directory} on {socket.gethostname()}"))
+    if comm.rank == 0:
+        sign.unlink(missing_ok=True)
+    blind = [rank for rank, (sees, _) in enumerate(views) if not sees]
+    if blind:
+        raise CheckpointError.because(
+            call,
+            f"rank {blind[0]} looks into {views[blind[0]][1]} and does not see what rank 0 writes "
+            f"into {views[0][1]}",
+            f"ranks without the directory: {compress_ranks(blind)}",
+            "a directory on a file system that all hosts share, the same on all ranks",
+        )
+    return token

@@ -11,19 +11,14 @@ import os
 import shutil
 import zlib
 from collections.abc import Iterable, Mapping
-from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-import numpy
-
 from unisono.errors import CheckpointError
 
-FORMAT = 4
+FORMAT = 3
 """Version of what is written. 1, without a number in it, is that of unisono 0.2."""
-OF_SUMS = 4
-"""First version with a `Checksum` of files; earlier ones have their CRC-32."""
 MANIFEST, CONTENTS = "manifest.json", ".metadata"
 PARTIAL, REMOVED = ".saving-", ".removed-"
 _CHUNK = 1 << 18
@@ -42,7 +37,7 @@ class Manifest:
     versions: dict[str, list[int]] = field(default_factory=dict)
     """Names that ranks held differently: which version each rank has."""
     files: dict[str, tuple[int, int]] = field(default_factory=dict)
-    """Size and checksum of each file."""
+    """Size and CRC-32 of each file."""
     metric: float | None = None
     format: int = 1
     """Version of the files; a manifest without one is of unisono 0.2."""
@@ -71,32 +66,26 @@ def saved_in(directory: Path) -> list[Saved]:
 
 
 def _readable(directory: Path) -> list[Saved]:
-    checkpoints = filter(None, map(_read, directory.glob("step-*")))
+    read = map(_read, directory.glob("step-*"))
+    checkpoints = [saved for saved in read if isinstance(saved, Saved)]
     return sorted(checkpoints, key=lambda saved: saved.manifest.sequence)
 
 
-def _read(path: Path) -> Saved | None:
+def unreadable_in(directory: Path) -> list[str]:
+    """Return why what looks like a checkpoint cannot be read."""
+    read = map(_read, sorted(directory.glob("step-*")))
+    return [problem for problem in read if isinstance(problem, str)]
+
+
+def _read(path: Path) -> Saved | str:
+    """Return a checkpoint, or why it cannot be read."""
     try:
-        manifest = Manifest(**json.loads((path / MANIFEST).read_text()))
-        return Saved(path, manifest) if manifest.format <= FORMAT else None
-    except (OSError, ValueError, TypeError):
-        return None
-
-
-def unreadable_in(directory: Path) -> dict[Path, str]:
-    """Return what looks like a checkpoint but cannot be read, and why."""
-    problems: dict[Path, str] = {}
-    for path in sorted(directory.glob("step-*")):
-        if _read(path) is None:
-            problems[path] = f"{path.name}: {MANIFEST} cannot be read"
-            with suppress(OSError, ValueError, TypeError, AttributeError):
-                number = json.loads((path / MANIFEST).read_text()).get("format", 1)
-                if number > FORMAT:
-                    problems[path] = (
-                        f"{path.name}: format {number} of a later unisono; this one reads formats "
-                        f"1 to {FORMAT}"
-                    )
-    return problems
+        values = json.loads((path / MANIFEST).read_text())
+        if (number := values.get("format", 1)) > FORMAT:
+            return f"{path.name}: format {number} of a later unisono; this one reads 1 to {FORMAT}"
+        return Saved(path, Manifest(**values))
+    except (OSError, ValueError, TypeError, AttributeError):
+        return f"{path.name}: {MANIFEST} cannot be read"
 
 
 def commit(partial: Path, manifest: Manifest) -> Path:
@@ -124,7 +113,7 @@ def convert(old: Path, new: Path) -> list[Path]:
     """
     call = f"unisono checkpoint convert {old} {new}"
     everything = saved_in(old)
-    problems = list(unreadable_in(old).values())
+    problems = unreadable_in(old)
     if not everything or problems:
         raise CheckpointError.because(
             call,
@@ -149,8 +138,7 @@ def convert(old: Path, new: Path) -> list[Path]:
             for name in saved.manifest.files:
                 shutil.copyfile(saved.path / name, partial / name)
                 _sync(partial / name)
-            files = {name: _measured(partial / name, FORMAT) for name in saved.manifest.files}
-            paths.append(commit(partial, replace(saved.manifest, files=files, format=FORMAT)))
+            paths.append(commit(partial, replace(saved.manifest, format=FORMAT)))
         except OSError as error:
             remove(partial)
             raise CheckpointError.because(call, f"{type(error).__name__}: {error}") from error
@@ -203,7 +191,7 @@ def damage(saved: Saved, names: Iterable[str]) -> str | None:
     for name in names:
         size, checksum = expected[name]
         try:
-            there, sum_there = _measured(saved.path / name, saved.manifest.format)
+            there, sum_there = _measured(saved.path / name)
         except FileNotFoundError:
             return f"{name} is missing"
         except OSError as error:  # on one rank perhaps, and all must come to the same verdict
@@ -215,57 +203,13 @@ def damage(saved: Saved, names: Iterable[str]) -> str | None:
     return None
 
 
-class Checksum:
-    """A CRC-32 of the sums of all pieces of some data, 256 KB each: as fast as memory is read.
-
-    It knows the order of pieces, and differs if one bit does. A CRC-32 of the data itself took
-    longer than writing it.
-
-    >>> checksum = Checksum()
-    >>> checksum.add(memoryview(b"abc")), checksum.add(memoryview(b"d"))
-    (None, None)
-    >>> checksum.value == zlib.crc32(b"abcd")
-    True
-    """
-
-    def __init__(self) -> None:
-        self._of_sums = 0
-        self._rest = bytearray()
-
-    def add(self, data: memoryview) -> None:
-        """Take in the next bytes."""
-        if self._rest or len(data) < _CHUNK:
-            count = _CHUNK - len(self._rest)
-            self._rest += data[:count]
-            data = data[count:]
-            if len(self._rest) < _CHUNK:
-                return
-            self._add_pieces(memoryview(self._rest))
-            self._rest = bytearray()
-        if end := len(data) // _CHUNK * _CHUNK:
-            self._add_pieces(data[:end])
-        self._rest += data[end:]
-
-    def _add_pieces(self, data: memoryview) -> None:
-        words = numpy.frombuffer(data, numpy.uint64).reshape(-1, _CHUNK // 8)
-        self._of_sums = zlib.crc32(words.sum(1).tobytes(), self._of_sums)
-
-    @property
-    def value(self) -> int:
-        """The checksum of all bytes so far."""
-        return zlib.crc32(self._rest, self._of_sums)
-
-
-def _measured(path: Path, version: int) -> tuple[int, int]:
-    """Return size and checksum of a file, as this version of the format has them."""
-    crc, checksum, buffer = 0, Checksum(), memoryview(bytearray(_CHUNK))
+def _measured(path: Path) -> tuple[int, int]:
+    """Return size and CRC-32 of a file."""
+    checksum, buffer = 0, memoryview(bytearray(_CHUNK))
     with path.open("rb", buffering=0) as file:
         while count := file.readinto(buffer):
-            if version < OF_SUMS:
-                crc = zlib.crc32(buffer[:count], crc)
-            else:
-                checksum.add(buffer[:count])
-        return file.tell(), crc if version < OF_SUMS else checksum.value
+            checksum = zlib.crc32(buffer[:count], checksum)
+        return file.tell(), checksum
 
 
 def _sync(path: Path) -> None:

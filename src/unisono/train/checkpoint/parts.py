@@ -37,7 +37,6 @@ class Part:
         kind: what it is, for messages.
         capture: returns the state as a tree of plain values, tensors and `Shard`s; copies nothing.
         take: takes a state back.
-        of_rank: whether the state is left out on another number of ranks.
         other_ranks: for states that do not fit another number of ranks, what does.
     """
 
@@ -50,13 +49,11 @@ class Part:
         capture: Callable[[], Any],
         take: Callable[[Any], object],
         *,
-        of_rank: bool = False,
         other_ranks: str | None = None,
     ) -> None:
         self.kind = kind
         self.capture = capture
         self.take = take
-        self.of_rank = of_rank
         self.other_ranks = other_ranks
         self.blocks: dict[Path, Any] = {}
         """Where tensors of the state may be cut: by path, or its beginning, one that says how."""
@@ -373,13 +370,12 @@ def parts_to_restore(saved: Saved, objects: Mapping[str, Any], partial: bool) ->
             f"{name} is a plain value, {type(values[name]).__name__}",
             hint=f"restored = checkpoint.restore(...); then restored[{name!r}]",
         )
-    # Parts with a "~" are made by us, for objects that may be wrapped differently now.
-    unknown = [name for name in parts if name not in there and "~" not in name]
+    unknown = [name for name in parts if name not in there]
     if unknown:
         raise CheckpointError.because(
             call, problem, f"nothing under {', '.join(unknown)}", "the names that save() was given"
         )
-    left_out = [name for name in there if name not in parts and "~" not in name]
+    left_out = [name for name in there if name not in parts]
     if left_out and not partial:
         raise CheckpointError.because(
             call,
@@ -387,4 +383,4 @@ def parts_to_restore(saved: Saved, objects: Mapping[str, Any], partial: bool) ->
             f"not asked for: {', '.join(left_out)}",
             f"restore(..., {left_out[0]}=...), or partial=True to leave them as they are",
         )
-    return {name: part for name, part in parts.items() if name in there}
+    return parts

@@ -42,7 +42,7 @@ from unisono.train.checkpoint.blocks import (
 )
 from unisono.train.checkpoint.folder import Saved
 from unisono.train.checkpoint.parts import Part, described
-from unisono.train.checkpoint.saving import without_communication
+from unisono.train.checkpoint.saving import PlainUnpickler, without_communication
 
 _SHOWN = 8
 """Lines of a list of differences."""
@@ -140,32 +140,11 @@ class Reading:
 
 # torch's reader and planner.
 
-_TYPES_OF_CONTENTS = {
-    "torch.distributed.checkpoint.metadata": {
-        *("Metadata", "MetadataIndex", "TensorProperties", "ChunkStorageMetadata", "StorageMeta"),
-        *("BytesStorageMetadata", "TensorStorageMetadata", "_MEM_FORMAT_ENCODING"),
-    },
-    "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
-    "torch.serialization": {"_get_layout"},
-    "torch": {"Size", *(str(x)[6:] for x in vars(torch).values() if isinstance(x, torch.dtype))},
-    "pathlib": {"PosixPath", "PurePosixPath", "WindowsPath", "PureWindowsPath"},
-    "collections": {"OrderedDict"},
-}
-
-
-class _PlainUnpickler(pickle.Unpickler):
-    """Reads a table of contents, which torch pickles, and nothing that could run code."""
-
-    def find_class(self, module: str, name: str) -> Any:
-        if name not in _TYPES_OF_CONTENTS.get(module, ()):
-            raise pickle.UnpicklingError(f"{module}.{name} in a table of contents")
-        return super().find_class(module, name)
-
 
 def read_contents(path: pathlib.Path) -> Metadata:
     """Return the table of contents of a checkpoint; no code in it is run."""
     with (path / folder.CONTENTS).open("rb") as file:
-        contents: Metadata = _PlainUnpickler(file).load()
+        contents: Metadata = PlainUnpickler(file).load()
     if contents.storage_meta is None:
         contents.storage_meta = StorageMeta()
     return contents

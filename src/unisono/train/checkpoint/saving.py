@@ -3,22 +3,22 @@
 Ranks agree on the plan by the verbs of their communicator, which are signed and have deadlines;
 then each of them runs torch's `save` alone. In the background ranks leave each other
 files in the new directory: a thread that took part in collectives would get in the way of those of
-the training. These files are plain data, for others may be able to write there.
+the training. No code in these files is run, for others may be able to write there.
 """
 
 from __future__ import annotations
 
-import errno
 import io
-import json
 import os
 import pathlib
+import pickle
 import time
 import warnings
+import zlib
 from collections.abc import Callable, Generator, Mapping, Sequence
 from concurrent.futures import Future, wait
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
 import torch
@@ -46,7 +46,6 @@ from unisono.errors import CheckpointError, CollectiveMismatch, RankFailed, Rank
 from unisono.launch.job_files import write_private
 from unisono.launch.pool.rank import add_work, remove_work
 from unisono.nn import Shard
-from unisono.torch_private import storage_info
 from unisono.train.checkpoint import folder
 from unisono.train.checkpoint.blocks import BlockFacts, Offers, Path, copied, stored_name
 from unisono.train.checkpoint.folder import Manifest
@@ -55,41 +54,13 @@ _OUTCOME = "outcome-"
 _POLL_S = 0.02
 _ALONE = "torch.distributed is disabled, unavailable or uninitialized"
 """How torch's `save` and `load` warn when they do not communicate, as we ask them not to."""
-_ADVICE = {
-    ("FileExistsError", "NotADirectoryError"): "a directory of its own: Checkpoint('runs/mine')",
-    ("PermissionError", "Read-only file system"): (
-        "a directory that you may write to, such as Checkpoint('runs/mine'); "
-        "ls -ld shows whose this one is"
-    ),
-    ("pickle",): (
-        "save values, not code: numbers, strings, tensors, a function of a module by its name; "
-        "leave out lambdas, local functions, open files and locks"
-    ),
-}
-"""By words of an error, which reaches other ranks as text: what to type."""
-
-
-# Errors.
 
 
 def as_text(problem: BaseException | None) -> str | None:
-    """Return a problem as text that can travel, with what to do about a full disk."""
-    if problem is None:
-        return None
-    if isinstance(problem, CheckpointError):
-        return str(problem)
-    text = f"{type(problem).__name__}: {problem}"
-    if isinstance(problem, OSError) and problem.errno in (errno.ENOSPC, errno.EDQUOT):
-        return f"{text} (the disk is full: remove files, or keep fewer checkpoints)"
-    return text
-
-
-def advice(text: str) -> str | None:
-    """Return what to type against a problem that `as_text` describes."""
-    for words, hint in _ADVICE.items():
-        if any(word in text for word in words):
-            return hint
-    return None
+    """Return a problem as text that can travel."""
+    if problem is None or isinstance(problem, CheckpointError):
+        return problem and str(problem)
+    return f"{type(problem).__name__}: {problem}"
 
 
 @contextmanager
@@ -103,13 +74,39 @@ def without_communication() -> Generator[None]:
         raise error.failures[0][0] from None
 
 
-# Saving: the plan, the files of this rank, and, on rank 0, the rename that makes them count.
+# What torch pickles, read without running code.
+
+_PLAIN_TYPES = {
+    "torch.distributed.checkpoint.metadata": {
+        *("Metadata", "MetadataIndex", "TensorProperties", "ChunkStorageMetadata", "StorageMeta"),
+        *("BytesStorageMetadata", "TensorStorageMetadata", "_MEM_FORMAT_ENCODING"),
+    },
+    "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
+    "torch.distributed.checkpoint.storage": {"WriteResult"},
+    "torch.serialization": {"_get_layout"},
+    "torch": {"Size", *(str(x)[6:] for x in vars(torch).values() if isinstance(x, torch.dtype))},
+    "pathlib": {"PosixPath", "PurePosixPath", "WindowsPath", "PureWindowsPath"},
+    "collections": {"OrderedDict"},
+}
+
+
+class PlainUnpickler(pickle.Unpickler):
+    """Reads tables of contents, and nothing that could run code."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        """Return a type of torch's tables; raise `UnpicklingError` for any other."""
+        if name not in _PLAIN_TYPES.get(module, ()):
+            raise pickle.UnpicklingError(f"{module}.{name} in a table of contents")
+        return super().find_class(module, name)
+
+
+# The plan, the files of this rank, and, on rank 0, the rename that makes them count.
 
 
 def save_plans(
     comparison: Offers, pieces: Sequence[Mapping[str, BlockFacts]], paths: Mapping[str, Path]
-) -> tuple[list[SavePlan], Metadata, int]:
-    """Return the plan of every rank, the table of contents, and the bytes to be written.
+) -> tuple[list[SavePlan], Metadata]:
+    """Return the plan of every rank, and the table of contents.
 
     Args:
         comparison: what each rank can write; torch chooses one writer for each block.
@@ -122,13 +119,7 @@ def save_plans(
         names = [item.index.fqn for item in items]
         data = {name: paths.get(name, (name,)) for name in names}
         offered.append(SavePlan(items, planner_data=data))
-    plans, contents = DefaultSavePlanner().create_global_plan(offered)
-    sizes = [
-        {stored_name(*offer): of_rank[offer[0]].bytes for offer in offers}
-        for of_rank, offers in zip(pieces, comparison.offers, strict=True)
-    ]
-    rows = zip(plans, sizes, strict=True)
-    return plans, contents, sum(size[i.index.fqn] for plan, size in rows for i in plan.items)
+    return DefaultSavePlanner().create_global_plan(offered)
 
 
 def _write_item(name: str, piece: BlockFacts) -> WriteItem:
@@ -172,17 +163,15 @@ class _SavePlanner(DefaultSavePlanner):
         return io.BytesIO(object) if isinstance(object, bytes) else object
 
 
-class _Checked(io.FileIO):
+class _CheckedFile(io.FileIO):
     """A file that adds up the checksum of what is written to it, from beginning to end."""
 
-    def __init__(self, path: str) -> None:
-        super().__init__(path, "w")
-        self.checksum = folder.Checksum()
+    checksum = 0
 
     def write(self, data: Any) -> int:
         """Write all of the data."""
         rest = memoryview(data).cast("B")
-        self.checksum.add(rest)
+        self.checksum = zlib.crc32(rest, self.checksum)
         total = len(rest)
         while rest:
             rest = rest[super().write(rest) or 0 :]
@@ -198,14 +187,10 @@ class _CheckedFiles(FileSystem):
     @contextmanager
     def create_stream(self, path: str | os.PathLike[str], mode: str) -> Generator[io.IOBase]:
         """Open a file."""
-        if mode != "wb":
-            with pathlib.Path(path).open(mode) as plain:
-                yield cast("io.IOBase", plain)
-            return
-        with _Checked(os.fspath(path)) as file:
+        with _CheckedFile(os.fspath(path), mode.replace("b", "")) as file:
             yield file
-        size = pathlib.Path(path).stat().st_size
-        self.files[pathlib.Path(path).name] = (size, file.checksum.value)
+            if file.writable():
+                self.files[pathlib.Path(path).name] = (file.tell(), file.checksum)
 
 
 @dataclass(frozen=True)
@@ -216,35 +201,20 @@ class Outcome:
     results: list[WriteResult] = field(default_factory=list)
     """Where each piece lies, for the table of contents."""
     files: dict[str, tuple[int, int]] = field(default_factory=dict)
+    """Size and checksum of each file."""
 
-    def to_json(self) -> str:
+    def to_bytes(self) -> bytes:
         """Return it as plain data."""
-        rows = [
-            {
-                "index": [r.index.fqn, r.index.offset and list(r.index.offset), r.index.index],
-                "size": r.size_in_bytes,
-                "place": asdict(r.storage_data),
-            }
-            for r in self.results
-        ]
-        return json.dumps({"error": self.error, "results": rows, "files": self.files})
+        return pickle.dumps((self.error, self.results, self.files))
 
     @classmethod
-    def from_json(cls, text: str) -> Outcome:
-        """Undo `to_json`; raises `ValueError` where that is not what the text is."""
-        try:
-            data = json.loads(text)
-            results = [
-                WriteResult(MetadataIndex(*row["index"]), row["size"], storage_info(**row["place"]))
-                for row in data["results"]
-            ]
-            files = {name: (size, checksum) for name, (size, checksum) in data["files"].items()}
-        except (KeyError, TypeError, AttributeError) as error:
-            raise ValueError(f"not the outcome of a save: {error}") from error
-        names = [r.storage_data.relative_path for r in results]
+    def from_bytes(cls, data: bytes) -> Outcome:
+        """Undo `to_bytes`; raise `UnpicklingError` where code would be run."""
+        outcome = cls(*PlainUnpickler(io.BytesIO(data)).load())
+        names = [*outcome.files, *(r.storage_data.relative_path for r in outcome.results)]
         if any(pathlib.Path(name).name != name for name in names):
-            raise ValueError("the outcome of a save names files outside of its directory")
-        return cls(data["error"], results, files)
+            raise pickle.UnpicklingError("names of files outside of the directory of a save")
+        return outcome
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -279,6 +249,7 @@ class Writer(FileSystemWriter):
         super().__init__(order.partial, thread_count=1, overwrite=False)
         self.fs = _CheckedFiles()
         self.order = order
+        self.planner = _SavePlanner(order.plan, order.contents)
         self.error: str | None = None
         """What went wrong; on rank 0 for all ranks."""
         self._exchange = exchange
@@ -348,9 +319,8 @@ def save(
 ) -> str | None:
     """Write and publish; return what went wrong, on rank 0 for all ranks."""
     writer = Writer(order, exchange)
-    planner = _SavePlanner(order.plan, order.contents)
     with without_communication():
-        dcp.save(state, storage_writer=writer, planner=planner, no_dist=True)
+        dcp.save(state, storage_writer=writer, planner=writer.planner, no_dist=True)
     return writer.error
 
 
@@ -363,13 +333,12 @@ class Background:
 
     def __init__(self, order: Order, state: dict[str, Shard | bytes]) -> None:
         self.order = order
-        self._writer = Writer(order, self._exchange)
-        planner = _SavePlanner(order.plan, order.contents)
+        self._writer = writer = Writer(order, self._exchange)
         # The thread warns, and filters are those of the process.
         warnings.filterwarnings("ignore", _ALONE)
         self._future = cast(
             "Future[Any]",
-            dcp.async_save(state, storage_writer=self._writer, planner=planner, no_dist=True),
+            dcp.async_save(state, storage_writer=writer, planner=writer.planner, no_dist=True),
         )
         add_work(self)
 
@@ -397,7 +366,7 @@ class Background:
     def _exchange(self, outcome: Outcome) -> Sequence[Outcome] | None:
         if self.order.rank:
             path = self.order.partial / f"{_OUTCOME}{self.order.rank}"
-            write_private(path, outcome.to_json().encode())
+            write_private(path, outcome.to_bytes())
             return None
         return outcomes_of(self.order, outcome)
 
@@ -408,20 +377,20 @@ def outcomes_of(order: Order, outcome: Outcome) -> Sequence[Outcome]:
     end = time.monotonic() + order.timeout_s
     while True:
         late = [rank for rank in range(order.ranks) if rank not in outcomes]
-        gone = [rank for rank in late if is_card_dead(order.cards[rank])]
+        gone = {rank for rank in late if is_card_dead(order.cards[rank])}
         # In this order: one that has ended may have left its outcome a moment before.
-        there = {path.name for path in order.partial.iterdir()}
         for rank in late:
-            if f"{_OUTCOME}{rank}" in there:
-                text = (order.partial / f"{_OUTCOME}{rank}").read_text(encoding="utf-8")
-                outcomes[rank] = Outcome.from_json(text)
-        if len(outcomes) == order.ranks:
+            path = order.partial / f"{_OUTCOME}{rank}"
+            if path.exists():
+                outcomes[rank] = Outcome.from_bytes(path.read_bytes())
+        late = [rank for rank in late if rank not in outcomes]
+        if not late:
             return [outcomes[rank] for rank in range(order.ranks)]
-        if gone := [rank for rank in gone if rank not in outcomes]:
-            error = f"ranks {gone} ended before their part was written"
-            return [*outcomes.values(), Outcome(error=error)]
-        if time.monotonic() > end:
-            late = [rank for rank in late if rank not in outcomes]
+        error = None
+        if gone & set(late):
+            error = f"ranks {sorted(gone & set(late))} ended before their part was written"
+        elif time.monotonic() > end:
             error = f"ranks {late} have written nothing for {order.timeout_s:g} s"
+        if error is not None:
             return [*outcomes.values(), Outcome(error=error)]
         time.sleep(_POLL_S)

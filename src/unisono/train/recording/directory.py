@@ -16,7 +16,6 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
 from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
@@ -34,18 +33,16 @@ CONFIG = "config.json"
 METRICS = "metrics.csv"
 TRACE = "trace.json"
 REPORT = "report.html"
-TENSORBOARD = "tensorboard"
 COMPARISON = "comparison.json"
 """What `unisono compare` has found, where the record is of a comparison."""
 _PACKAGES = ("torch", "numpy", "mpi4py", "submitit")
 _GIT_S = 3.0
 
 
-def begin_run(name: str, *, has_command: bool = True, to: Sequence[str] = ()) -> tuple[str, int]:
+def begin_run(name: str, *, has_command: bool = True) -> tuple[str, int]:
     """Make the directory of a run; return it and the moment, in ns, that its clocks count from.
 
     `has_command` says whether the words of the command line are kept; else it is the program alone.
-    `to` are trackers that get the run at its end.
     """
     started_ns = time.time_ns()
     directory = make_run_directory(name)
@@ -59,7 +56,6 @@ def begin_run(name: str, *, has_command: bool = True, to: Sequence[str] = ()) ->
         "machine": machine(),
         "versions": versions(),
         "git": git_commit(),
-        "to": list(to),
     }
     write_json(directory / CONFIG, names)
     return str(directory), started_ns

@@ -52,7 +52,6 @@ def report_data(run: RecordedRun, against: Sequence[RecordedRun] = ()) -> dict[s
         "calls": call_table(run.parts),
         "averaging": averaging_table(run.parts),
         "timeline": timeline(run.parts, run.lines.get(0, ())),
-        "layouts": run.parts[0].get("layouts", []) if run.parts else [],
         "places": [{name: part.get(name) for name in _PLACE} for part in run.parts],
         "facts": fact_tables(run),
         "logs": [

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -40,7 +40,6 @@ def recorded(
     watch: bool = False,
     detach: bool = False,
     has_command: bool = True,
-    to: Sequence[str] = (),
 ) -> Iterator[tuple[RunRequest, Path | None]]:
     """Yield the request with recording ranks and their directory; write the report at the end.
 
@@ -52,12 +51,11 @@ def recorded(
         watch: whether a page will show it.
         detach: whether it goes on when the block has ended: the report is left to the user.
         has_command: whether the words of the command line are kept.
-        to: trackers that get the run at its end.
     """
     if request.joins_world:
         if watch and detect().rank == 0:
             print("unisono: already in a world; watch is not used", file=sys.stderr)
-        yield _calling(request, functools.partial(call_in_world, name, has_command, to)), None
+        yield _calling(request, functools.partial(call_in_world, name, has_command)), None
         return
     if watch and request.place == "inline":
         raise PlatformError.because(
@@ -65,7 +63,7 @@ def recorded(
             "a run in this very process, which is busy with it",
             hint='on="cpu", ranks=1, or --on cpu --ranks 1',
         )
-    directory, started_ns = begin_run(name, has_command=has_command, to=to)
+    directory, started_ns = begin_run(name, has_command=has_command)
     path = Path(directory)
     request = _calling(request, functools.partial(call_in_rank, directory, started_ns))
     if detach:
@@ -86,13 +84,11 @@ def call_in_rank(directory: str, started_ns: int, function: Callable[[], object]
         return function()
 
 
-def call_in_world(
-    name: str, has_command: bool, to: Sequence[str], function: Callable[[], object]
-) -> object:
+def call_in_world(name: str, has_command: bool, function: Callable[[], object]) -> object:
     """In a rank of another launcher: the same, its directory agreed on by all ranks."""
     from unisono.train.recording.run import record
 
-    with record(name, command=has_command, to=to):
+    with record(name, command=has_command):
         return function()
 
 

@@ -15,11 +15,11 @@ import sys
 import time
 import traceback
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import Any, TextIO
 
 import torch
 import torch.distributed as dist
@@ -35,14 +35,10 @@ from unisono.comm.health import trace as tracing
 from unisono.comm.health.trace import CostLedger, Recorder, clock_offset_ns
 from unisono.data_parallel.nonblocking import only_observes
 from unisono.environment import detect
-from unisono.errors import PartitionError, Requeue, UnisonoError, an
+from unisono.errors import Requeue, UnisonoError, an
 from unisono.launch.context import here
-from unisono.topology.decompose import split_cuts
 from unisono.train.recording import directory as directories
-from unisono.train.recording.report import Report, check_trackers, conclude
-
-if TYPE_CHECKING:
-    from unisono.topology.fanout import RankGrid
+from unisono.train.recording.report import Report, conclude
 
 _CPU = torch.device("cpu")
 FLUSH_NS = 200_000_000
@@ -183,9 +179,7 @@ class Run:
         )
         self._marks: deque[tuple[int, int, int]] = deque(maxlen=KEPT_MARKS)
         self._mark_count = 0
-        self._layouts: list[dict[str, Any]] = []
         self._config: dict[str, Any] = {}
-        self._to: set[str] = set()
         self._lines = os.open(directories.rank_file(directory, self.rank, "jsonl"), _APPEND, 0o666)
         self._output = OutputCopy(directories.rank_file(directory, self.rank, "log"))
         self._began_ns = time.perf_counter_ns()
@@ -227,41 +221,9 @@ class Run:
         finally:
             self._spans.append((name, begin, time.perf_counter_ns()))
 
-    def layout(
-        self, layout: RankGrid, shape: Sequence[int] | None = None, *, name: str = "ranks"
-    ) -> None:
-        """Draw in the report who holds which block.
-
-        Args:
-            layout: a `Mesh`, a `Partition`, or anything with `shape` and `ranks`.
-            shape: of a whole tensor that is split over it in balanced blocks, if there is one.
-            name: of the picture.
-        """
-        grid = tuple(layout.shape)
-        if shape is not None and len(shape) != len(grid):
-            raise PartitionError.because(
-                f"run.layout with shape {list(shape)}",
-                f"a layout of shape {list(grid)}",
-                f"{len(shape)} dims != {len(grid)} dims",
-                "write 1 in the layout where a dim is not split",
-            )
-        cuts = shape and [list(split_cuts(n, p)) for n, p in zip(shape, grid, strict=True)]
-        axes = getattr(layout, "axes", None)
-        self._layouts.append(
-            {
-                "name": name,
-                "grid": list(grid),
-                "ranks": list(layout.ranks),
-                "axes": list(axes) if isinstance(axes, Mapping) else None,
-                "shape": None if shape is None else list(shape),
-                "cuts": cuts or None,
-            }
-        )
-
-    def note_config(self, config: Mapping[str, Any], to: Sequence[str] = ()) -> None:
-        """Remember these values beside machine and versions, and trackers to send the run to."""
+    def note_config(self, config: Mapping[str, Any]) -> None:
+        """Remember these values beside machine and versions."""
         self._config |= config
-        self._to |= set(to)
 
     def close(self, trouble: str | None) -> None:
         """Write what was measured, and put everything back as it was."""
@@ -345,9 +307,7 @@ class Run:
             "spans": [[n, a - self._zero_ns, b - self._zero_ns] for n, a, b in self._spans],
             "mark_count": self._mark_count,
             "marks": list(self._marks),
-            "layouts": self._layouts,
             "config": {name: _plain(value) for name, value in self._config.items()},
-            "to": sorted(self._to),
         }
 
 
@@ -481,7 +441,6 @@ def record(
     *,
     config: Mapping[str, Any] | None = None,
     command: bool = True,
-    to: str | Sequence[str] = (),
 ) -> AbstractContextManager[Run]:
     """Keep a record of the block in `runs/<name>/`: metrics, traces, logs and `report.html`.
 
@@ -493,8 +452,6 @@ def record(
         config: what to remember beside machine and versions: learning rate, sizes, ...
         command: whether to remember the words of the command line, too; False where they hold a
             password or a token. `unisono run --record` has `--no-command` for it.
-        to: experiment trackers that get metrics, `config` and the report when the run has ended:
-            "tensorboard", "mlflow", "wandb". Their own settings say where.
 
     >>> import tempfile
     >>> with tempfile.TemporaryDirectory() as folder:
@@ -503,18 +460,16 @@ def record(
     ...     (run.dir / "metrics.csv").read_text().split(",")[:2]
     ['step', 'seconds']
     """
-    return _recording(name, dict(config or {}), command, check_trackers(to))
+    return _recording(name, dict(config or {}), command)
 
 
 @contextmanager
-def _recording(
-    name: str, config: dict[str, Any], has_command: bool, to: Sequence[str]
-) -> Iterator[Run]:
+def _recording(name: str, config: dict[str, Any], has_command: bool) -> Iterator[Run]:
     from unisono.launch import world
 
     comm = world()
     if _active is not None:
-        _active.note_config(config, to)
+        _active.note_config(config)
         yield _active
         return
     made: tuple[str, int] | UnisonoError | None = None
@@ -529,7 +484,7 @@ def _recording(
     directory = Path(made[0])
     try:
         with opened(directory, made[1]) as run:
-            run.note_config(config, to)
+            run.note_config(config)
             yield run
         comm.barrier()  # the parts of all ranks are there
     finally:

@@ -282,54 +282,6 @@ U.timeline = (view, { lanes, begin, end, full, onzoom }) => {
   view.legend.replaceChildren(...spans.map((n) => U.key(n, tint(n))), ...ops.map((n) => U.key(n, shade(n))));
 };
 
-// Who holds what: the last two split dims as rows and columns, the others one grid each.
-U.grid = (view, layout, places) => {
-  const { grid, ranks, axes, cuts } = layout;
-  const split = grid.map((n, d) => d).filter((d) => grid[d] > 1);
-  const column = split.length ? split[split.length - 1] : grid.length - 1;
-  const rowDim = split.length > 1 ? split[split.length - 2] : null;
-  const outer = split.filter((d) => d !== column && d !== rowDim);
-  const label = (d) => (axes ? axes[d] : `dim ${d}`);
-  const [rows, columns] = [rowDim === null ? 1 : grid[rowDim], grid[column]];
-  const pages = outer.reduce((all, d) => all.flatMap((p) => [...Array(grid[d]).keys()].map((i) => ({ ...p, [d]: i }))), [{}]);
-  const cell = Math.max(54, Math.min(190, 1000 / (columns * pages.length)));
-  const [gap, L, T, h] = [26, 44, 40, Math.max(44, Math.min(76, cell * 0.6))];
-  const W = L + pages.length * (columns * cell + gap);
-  const H = T + rows * h + 10;
-  const svg = U.svg("svg", { viewBox: `0 0 ${W} ${H}`, role: "img", style: `max-width:${W}px` });
-  pages.forEach((fixed, p) => {
-    const left = L + p * (columns * cell + gap);
-    const told = outer.map((d) => `${label(d)} = ${fixed[d]}`).join(", ");
-    svg.append(U.svg("text", { class: "strong", x: left, y: 12 }, told));
-    svg.append(U.svg("text", { x: left + (columns * cell) / 2, y: T - 9, "text-anchor": "middle" },
-      `${label(column)} →`));
-    for (let r = 0; r < rows; r++) for (let c = 0; c < columns; c++) {
-      const index = grid.map((n, d) => (d === column ? c : d === rowDim ? r : fixed[d] || 0));
-      const rank = ranks[index.reduce((flat, i, d) => flat * grid[d] + i, 0)];
-      const [x, y] = [left + c * cell, T + r * h];
-      const block = cuts && cuts.map((cut, d) => [cut[index[d]], cut[index[d] + 1]]);
-      const lines = [`rank ${rank}`];
-      if (block) lines.push(block.map(([a, b]) => b - a).join(" × "));
-      const hover = [`rank ${rank}, index (${index.join(", ")})`];
-      if (block) hover.push(...block.map(([a, b], d) => `${label(d)}: ${a} … ${b - 1}`));
-      const place = places.find((one) => one.rank === rank);
-      if (place) hover.push(`${place.host}, ${place.device}`);
-      svg.append(U.svg("rect", { x: x + 1.5, y: y + 1.5, width: cell - 3, height: h - 3, rx: 5,
-        fill: U.color(rank), opacity: 0.2 }));
-      svg.append(U.svg("rect", { x: x + 1.5, y: y + 1.5, width: cell - 3, height: h - 3, rx: 5,
-        fill: "transparent", stroke: U.color(rank), "stroke-width": 1.2,
-        onpointermove: (event) => view.show(event, hover), onpointerleave: view.hide }));
-      lines.forEach((line, i) => svg.append(U.svg("text", {
-        class: i ? null : "strong", x: x + cell / 2, y: y + h / 2 + 4 + (i - (lines.length - 1) / 2) * 16,
-        "text-anchor": "middle", style: "pointer-events:none" }, line)));
-    }
-    if (rowDim !== null && p === 0)
-      svg.append(U.svg("text", { x: 22, y: T + (rows * h) / 2, "text-anchor": "middle",
-        transform: `rotate(-90 22 ${T + (rows * h) / 2})` }, `← ${label(rowDim)}`));
-  });
-  view.plot.replaceChildren(svg);
-};
-
 U.table = (head, rows, numeric) => U.el("div", { class: "scroll" }, U.el("table", {},
   U.el("tr", {}, head.map((h, i) => U.el("th", { class: numeric[i] ? "n" : null }, h))),
   rows.map((row) => U.el("tr", {}, row.map((c, i) => U.el("td", { class: numeric[i] ? "n" : null }, c))))));

@@ -170,25 +170,11 @@
     steps.append(U.el("div", { class: "figures" }, view.figure));
   } else steps.append(U.el("p", { class: "note" }, "Neither a collective nor a span was recorded."));
 
-  // Who holds what.
-  const holds = section("layout", "Who holds what");
-  const nodes = [...new Set(data.places.map((p) => p.host))];
-  const layouts = data.layouts.length ? data.layouts : [{
-    name: nodes.length > 1 ? "ranks of each node" : "ranks", shape: null, cuts: null, axes: null,
-    grid: [data.places.length], ranks: data.places.map((p) => p.rank) }];
-  const drawings = U.el("div", { class: "figures" });
-  holds.append(drawings);
-  for (const layout of layouts) {
-    const axes = layout.axes ? layout.axes.map((axis, d) => `${axis} = ${layout.grid[d]}`).join(", ") : null;
-    const view = U.figure({ title: layout.name, wide: true, caption: layout.shape
-      ? `A tensor of ${layout.shape.join(" × ")} over ${layout.grid.join(" × ")} ranks${axes ? ` (${axes})` : ""}, and the block of each.`
-      : `${layout.grid.join(" × ")} ranks${axes ? ` along the axes of the mesh (${axes})` : ""}.` });
-    U.grid(view, layout, data.places);
-    drawings.append(view.figure);
-  }
-  drawings.append(U.el("figure", { class: "wide" }, U.table(["rank", "host", "device", "threads", "peak memory", "ended"],
-    data.places.slice(0, 64).map((p) => [String(p.rank), p.host, p.device, String(p.threads),
-      p.peak_mb ? `${U.number(p.peak_mb, 4)} MB` : "–", p.status]), [0, 0, 0, 1, 1, 0])));
+  // Ranks.
+  section("ranks", "Ranks").append(U.el("figure", { class: "wide" },
+    U.table(["rank", "host", "device", "threads", "peak memory", "ended"],
+      data.places.slice(0, 64).map((p) => [String(p.rank), p.host, p.device, String(p.threads),
+        p.peak_mb ? `${U.number(p.peak_mb, 4)} MB` : "–", p.status]), [0, 0, 0, 1, 1, 0])));
 
   // Machine, versions, settings.
   const facts = section("facts", "Machine and versions");
