@@ -18,7 +18,7 @@ from unisono.data_parallel.daso.schedule import (
     DetectMetricPlateau,
     Skips,
 )
-from unisono.data_parallel.data.dataset import (
+from unisono.data_parallel.dataset import (
     Dataset,
     DistributedDataset,
     dataset_irecv,
@@ -26,9 +26,8 @@ from unisono.data_parallel.data.dataset import (
     dataset_shuffle,
     shard,
 )
-from unisono.data_parallel.data.loader import DataLoader
-from unisono.data_parallel.data.sampler import DistributedSampler, create_train_val_split
 from unisono.data_parallel.engine import Stats
+from unisono.data_parallel.loader import DataLoader, DistributedSampler, create_train_val_split
 from unisono.data_parallel.nonblocking import DataParallelOptimizer
 from unisono.data_parallel.wrapper import DataParallel
 from unisono.removed import removed_name

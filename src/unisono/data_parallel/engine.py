@@ -135,9 +135,6 @@ class GradientEngine:
             them waits for their buckets.
     """
 
-    wrapper = "DataParallel"
-    """What reports call it."""
-
     def __init__(
         self, module: nn.Module, comm: Communicator, options: Options, *, blocking: bool
     ) -> None:
@@ -152,7 +149,7 @@ class GradientEngine:
         """Who uses gradients that arrive after backward; None in blocking mode."""
         self.weigh: Callable[[], float] | None = None
         """Gives the weight of this rank's gradients in a backward; None: all ranks' are equal."""
-        self.replicas = ReplicaCheck(equal_batches=options.equal_batches)
+        self.replicas = ReplicaCheck(module, "DataParallel", equal_batches=options.equal_batches)
         """Looks for silent mistakes."""
         self.is_joining = False
         """Whether some ranks may have run out of data, and step no longer."""
@@ -290,7 +287,7 @@ class GradientEngine:
         if not self._hooks or not torch.is_grad_enabled():
             return
         if self.module.training:
-            self.replicas.end_forward(self.module)
+            self.replicas.end_forward()
         for x in tensors_in(outputs, objects=4):
             # Called in the outermost backward, so that one inside a checkpoint does not end it. A
             # leaf, such as a parameter that is returned, would keep the hook for ever.
@@ -336,7 +333,6 @@ class GradientEngine:
     def _begin_gradients(self) -> None:
         """Decide how the gradients of this backward count. Collective where ranks have weights."""
         self._got_any = True
-        self.replicas.backwards += 1
         self._syncing = self.require_sync
         if not self._syncing:
             return
@@ -393,7 +389,8 @@ class GradientEngine:
         self._end()
         if self.blocking and self._handles:
             self.wait_all()
-        self.replicas.compare(self, self._costs.steps)
+        weighs = self.weigh is not None
+        self.replicas.compare(self.comm, self._costs.steps, joins=self.is_joining, weighs=weighs)
 
     def _end(self) -> None:
         self.backward.close()

@@ -11,7 +11,7 @@ import json
 import weakref
 import zlib
 from collections.abc import Mapping
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -34,43 +34,25 @@ def follow(ddp: DistributedDataParallel) -> None:
 
 
 class _Followed:
-    """What `ReplicaCheck` asks of an engine, for one module of torch's."""
-
-    wrapper = "DistributedDataParallel"
-    is_joining = False
-    weigh = None
+    """One module of torch's, from its construction on."""
 
     def __init__(self, ddp: DistributedDataParallel) -> None:
         self._ddp = weakref.ref(ddp)
-        self._replicas = ReplicaCheck(equal_batches=False)
+        self._replicas = ReplicaCheck(ddp.module, "DistributedDataParallel")
         self._step = 0
-        self._comm: Communicator | None = None
         self._backward = BackwardWatch()
-
-    @property
-    def module(self) -> nn.Module:
-        """The replica."""
-        return cast("DistributedDataParallel", self._ddp()).module
-
-    @property
-    def comm(self) -> Communicator:
-        """The ranks that have one."""
-        if self._comm is None:
-            ddp = cast("DistributedDataParallel", self._ddp())
-            self._comm = Communicator.of(ddp.process_group)
-        return self._comm
 
     def before_forward(
         self, ddp: nn.Module, inputs: tuple[Any, ...], named: Mapping[str, Any]
     ) -> None:
         """Look at a batch. Local."""
         if self._is_watching(ddp):
-            self._replicas.see_forward(self.module, (inputs, named))
+            self._replicas.see_forward((inputs, named))
 
     def after_forward(self, ddp: nn.Module, _inputs: Any, outputs: Any) -> None:
         """Wait for the backward of what a forward has returned. Local."""
         if self._is_watching(ddp):
-            self._replicas.end_forward(self.module)
+            self._replicas.end_forward()
             for x in tensors_in(outputs, objects=4):
                 if x.grad_fn is not None:
                     x.register_hook(self._begin_backward)
@@ -85,11 +67,13 @@ class _Followed:
 
     def _end_backward(self) -> None:
         """Compare this rank with the others. Collective over DDP's ranks."""
-        self._replicas.backwards += 1
         ddp = self._ddp()
-        if ddp is not None and ddp.require_backward_grad_sync and self.comm.size > 1:
+        if ddp is None or not ddp.require_backward_grad_sync:
+            return
+        comm = Communicator.of(ddp.process_group)
+        if comm.size > 1:
             self._step += 1
-            self._replicas.compare(self, self._step)
+            self._replicas.compare(comm, self._step)
 
 
 def compare_settings(optimizer: torch.optim.Optimizer) -> None:

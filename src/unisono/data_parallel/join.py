@@ -42,13 +42,8 @@ class Weights:
         self.divide_by_world = False
         """Inside `join`: whether ranks without data count."""
 
-    @property
-    def joining(self) -> bool | None:
-        """Inside `join`: whether this rank still has data."""
-        return self._joining
-
-    @joining.setter
-    def joining(self, has_data: bool | None) -> None:
+    def join(self, has_data: bool | None) -> None:
+        """Note whether this rank still has data; None: outside of `join`."""
         self._joining = has_data
         self._offer()
 
@@ -143,12 +138,12 @@ class Weights:
         odd = nn.functional.pad(report.view(torch.uint8), (0, 1))
         try:
             with forcing("all_gather", "native"):
-                everybody = comm.all_gather(odd, sizes=[1] * comm.size)
-            reports = everybody[:, :-1].contiguous().view(dtype)
+                gathered = comm.all_gather(odd, sizes=[1] * comm.size)
+            reports = gathered[:, :-1].contiguous().view(dtype)
         except Unfinished as error:
             raise named_error(error, "weights of this backward, from samples() or join()") from None
-        total, anybody_counted = reports.sum(0).tolist()
-        if not anybody_counted and self.divide_by_world:
+        total, some_counted = reports.sum(0).tolist()
+        if not some_counted and self.divide_by_world:
             total = comm.size
         worth = samples if self._reference is None else self._reference
         self._reference, self._total = None, 0.0
@@ -172,8 +167,8 @@ class Join:
         engine: whose collectives are shadowed.
         weights: told how many ranks still count.
         attached: optimizers of the `DataParallel`.
-        given: what else steps with the batches. Optimizers that hold parameters of the module and
-            step inside are found without it.
+        partners: what else steps with the batches. Optimizers that hold parameters of the module
+            and step inside are found without it.
     """
 
     def __init__(
@@ -202,7 +197,7 @@ class Join:
 
     def _note(self, one: Any) -> None:
         """Bring the state of `one` together in the end; an optimizer of ours is the one inside."""
-        inner = one.torch_optimizer if isinstance(one, DataParallelOptimizer) else one
+        inner = _inner(one)
         if id(inner) not in self._stepped:
             self._stepped[id(inner)] = one
             if isinstance(inner, optim.Optimizer):
@@ -210,10 +205,8 @@ class Join:
 
     @only_observes
     def _saw_step(self, optimizer: optim.Optimizer, *_: object) -> None:
-        is_stepped = id(optimizer) in self._stepped
-        if not is_stepped and any(
-            id(p) in self._parameter_ids for g in optimizer.param_groups for p in g["params"]
-        ):
+        params = (p for group in optimizer.param_groups for p in group["params"])
+        if any(id(p) in self._parameter_ids for p in params):
             self._note(optimizer)
 
     def before_forward(self) -> int:
@@ -228,7 +221,8 @@ class Join:
     @contextlib.contextmanager
     def block(self, divide_by_world: bool) -> Iterator[None]:
         """Run the user's loop, then shadow the others until all have run out. Collective."""
-        self._weights.joining, self._weights.divide_by_world = True, divide_by_world
+        self._weights.divide_by_world = divide_by_world
+        self._weights.join(has_data=True)
         hook = register_optimizer_step_post_hook(self._saw_step)
         self._engine.is_joining = True
         try:
@@ -241,7 +235,8 @@ class Join:
         finally:
             hook.remove()
             self._engine.is_joining = False
-            self._weights.joining, self._weights.divide_by_world = None, False
+            self._weights.divide_by_world = False
+            self._weights.join(has_data=None)
 
     def _exchange(self, has_data: bool) -> tuple[int | None, bool]:
         """Return the lowest rank with data, None if there is none, and whether they synchronise."""
@@ -264,24 +259,42 @@ class Join:
             if syncs:
                 # What `no_sync` has accumulated here counts once more, then there is nothing left.
                 brings = self._engine.holds_unsent
-                self._weights.joining = brings
+                self._weights.join(has_data=brings)
                 self._engine.before_forward(source, shadowing=True)
                 self._engine.shadow_backward(brings)
 
     def _make_equal(self) -> None:
+        """Give all ranks the state of one that trained to the end. Collective over the ranks."""
         comm, source = self._engine.comm, self._last_source
         if source is None or comm.size == 1:
             return
         stepped = list(self._stepped.values())
-        optimizers = [x for x in stepped if isinstance(x, optim.Optimizer)]
-        rates = [_rates(x) for x in optimizers]
-        before = list(self._first_rates.values())
-        report = (self._batches, [_describe(x) for x in stepped], rates, rates != before)
+        rates = [_rates(x) for x in stepped if isinstance(x, optim.Optimizer)]
+        is_scheduled = any(
+            not isinstance(x, optim.Optimizer | torch.amp.GradScaler | nn.Module) for x in stepped
+        )
+        has_changed = not is_scheduled and rates != list(self._first_rates.values())
+        names = ", ".join(_describe(x) for x in stepped)
+        report = (self._batches, names, rates, has_changed)
         reports = comm.all_gather_object(report)
-        batches = [report[0] for report in reports]
-        _check_descriptions(batches, [report[1] for report in reports])
-        if not any(_is_schedule(x) for x in stepped):
-            _check_rates(batches, [report[2] for report in reports], any(r[3] for r in reports))
+        batches, descriptions, all_rates, changed = zip(*reports, strict=True)
+        ends_apart = len(set(batches)) > 1 or any(rate != rates for rate in all_rates)
+        if len(set(descriptions)) > 1:
+            raise _unlike(
+                "ranks do not know of the same optimizers; one is found at its first step inside",
+                [
+                    f"{n} batches, {text or '-'}"
+                    for n, text in zip(batches, descriptions, strict=True)
+                ],
+                "with model.join(optimizer): on every rank, with all that is stepped inside",
+            )
+        if any(changed) and ends_apart:
+            raise _unlike(
+                "a learning rate changes inside, and ranks step its scheduler unlike many times",
+                [f"{n} batches, lr {rate}" for n, rate in zip(batches, all_rates, strict=True)],
+                "with model.join(scheduler):, which gives it the same state on all ranks; write a "
+                "schedule of your own as torch.optim.lr_scheduler.LambdaLR",
+            )
         broadcast_module(self._engine.module, comm, source)
         if len(set(batches)) == 1:
             return  # all have made the same steps
@@ -292,64 +305,30 @@ class Join:
                 one.load_state_dict(state)
 
 
+def _inner(one: Any) -> Any:
+    return one.torch_optimizer if isinstance(one, DataParallelOptimizer) else one
+
+
 def _rates(optimizer: optim.Optimizer) -> list[float]:
     return [float(group.get("lr", 0.0)) for group in optimizer.param_groups]
 
 
 def _describe(one: Any) -> str:
-    if isinstance(one, DataParallelOptimizer):
-        one = one.torch_optimizer
-    if isinstance(one, optim.Optimizer):
-        return f"{type(one).__name__} of {sum(len(g['params']) for g in one.param_groups)} tensors"
-    return type(one).__name__
-
-
-def _is_schedule(one: Any) -> bool:
-    return not isinstance(one, optim.Optimizer | torch.amp.GradScaler | nn.Module)
+    inner = _inner(one)
+    if isinstance(inner, optim.Optimizer):
+        count = sum(len(group["params"]) for group in inner.param_groups)
+        return f"{type(inner).__name__} of {count} tensors"
+    return type(inner).__name__
 
 
 def _check_stateful(one: object) -> None:
     names = ("state_dict", "load_state_dict")
     if isinstance(one, type) or not all(callable(getattr(one, name, None)) for name in names):
-        raise refusal(
-            TypeError,
-            f"join({one_line(one)})",
-            f"{type(one).__name__}, without state_dict() and load_state_dict()",
-            hint="join(optimizer, scheduler), whatever is stepped inside",
-        )
+        problem = f"{type(one).__name__}, without state_dict() and load_state_dict()"
+        hint = "join(optimizer, scheduler), whatever is stepped inside"
+        raise refusal(TypeError, f"join({one_line(one)})", problem, hint=hint)
 
 
-def _check_descriptions(batches: list[int], descriptions: list[list[str]]) -> None:
-    """Raise on all ranks unless they know of the same optimizers."""
-    if all(text == descriptions[0] for text in descriptions):
-        return
-    other = next(
-        rank for rank, description in enumerate(descriptions) if description != descriptions[0]
-    )
-    lines = [
-        f"rank {r}: {batches[r]} batches, {', '.join(descriptions[r]) or '-'}" for r in (0, other)
-    ]
-    raise refusal(
-        ValueError,
-        "join(), which gives all ranks the same optimizer state at its end",
-        "ranks that do not know of the same optimizers; one is found at its first step inside",
-        "\n".join(lines),
-        "with model.join(optimizer): on every rank, with all that is stepped inside",
-    )
-
-
-def _check_rates(batches: list[int], rates: list[list[list[float]]], changed: bool) -> None:
-    """Raise on all ranks if a schedule that was not passed has gone different ways."""
-    if changed and (len(set(batches)) > 1 or any(rate != rates[0] for rate in rates)):
-        lines = [
-            f"rank {rank}: {count} batches, learning rates {rate}"
-            for rank, (count, rate) in enumerate(zip(batches, rates, strict=True))
-        ]
-        raise refusal(
-            ValueError,
-            "join() with a learning rate that changes inside",
-            "ranks have stepped their schedulers different numbers of times, and stay apart",
-            "\n".join(lines),
-            "with model.join(scheduler):, which gives it the same state on all ranks; write a "
-            "schedule of your own as torch.optim.lr_scheduler.LambdaLR",
-        )
+def _unlike(problem: str, by_rank: Sequence[str], hint: str) -> ValueError:
+    lines = [f"rank {rank}: {text}" for rank, text in enumerate(by_rank)]
+    return refusal(ValueError, "the end of join()", problem, "\n".join(lines), hint)

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import gc
 import hashlib
+import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -23,7 +24,6 @@ from unisono.comm import Communicator
 from unisono.comm.call import call_site
 from unisono.comm.digest import digest_of, digests_of
 from unisono.comm.health import check
-from unisono.data_parallel.divisor import Divisor
 from unisono.errors import LayoutError, explain, name_ranks
 from unisono.launch.functional import SharedBatchNorm
 from unisono.operators.gradients import tensors_in
@@ -38,35 +38,6 @@ _ROUNDING = 1e-5
 """Replicas that are closer than this, relative to their values, may differ by rounding alone."""
 _BATCHES = 2
 """Number of batches that are compared outside of check mode."""
-
-
-class Averaged(Protocol):
-    """A wrapper that averages gradients: ours, or torch's."""
-
-    @property
-    def module(self) -> nn.Module:
-        """The replica."""
-        ...
-
-    @property
-    def comm(self) -> Communicator:
-        """The ranks that have one."""
-        ...
-
-    @property
-    def wrapper(self) -> str:
-        """Name of its class."""
-        ...
-
-    @property
-    def is_joining(self) -> bool:
-        """Whether some ranks may have run out of data."""
-        ...
-
-    @property
-    def weigh(self) -> object:
-        """What gives this rank's weight; None: all are equal."""
-        ...
 
 
 _HINTS = {
@@ -105,39 +76,36 @@ class _Record:
     """Digest of the random state at a forward with dropout; 0 for none."""
     buffers_changed: int = 0
     """Whether buffers have changed outside of a training forward."""
-    divisor: int = 1
-    """By what the loss and its gradients were divided."""
-    backwards: int = 1
-    """Backwards whose gradients this step adds up."""
 
 
 class ReplicaCheck:
-    """What one engine looks at, and what it has found so far.
+    """What is looked at in the training of one wrapper, and what was found so far.
 
     Args:
+        module: the replica.
+        wrapper: name of the class that averages its gradients.
         equal_batches: whether ranks are meant to see the same rows.
     """
 
-    def __init__(self, *, equal_batches: bool) -> None:
+    def __init__(self, module: nn.Module, wrapper: str, *, equal_batches: bool = False) -> None:
+        self._module = weakref.ref(module)
+        self._wrapper = wrapper
         self._equal_batches = equal_batches
         self.may_drift = False
         """Whether replicas are meant to differ between exchanges."""
         self._batches: list[Tensor] = []
         self._forwards = 0
         self._rows = -1
-        self.backwards = 0
-        """Backwards that have added to the gradients of this step."""
         self._generator = 0
         self._buffers: list[int] | None = None
         self._buffers_changed = False
         self._waiting: tuple[int, _Record, list[Tensor], Any] | None = None
         self._equal_at = 0
         self._is_inspected = False
-        self._divisor: Divisor | None = None
 
     # -- what this rank sees ----------------------------------------------------------------------
 
-    def see_forward(self, module: nn.Module, inputs: Any) -> None:
+    def see_forward(self, inputs: Any) -> None:
         """Look at the inputs of a training forward. Local, and nothing after the first ones."""
         if self._forwards >= _BATCHES and not check.active:
             return
@@ -149,46 +117,44 @@ class ReplicaCheck:
             first, *others = digests_of(tensors[:4], _WORDS)
             self._batches.append(sum((other.to(first.device) for other in others), first))
         if check.active:
-            self._divisor = self._divisor or Divisor()
-            if not self._is_inspected and any(_drops(part) for part in module.modules()):
+            if not self._is_inspected and any(_drops(part) for part in self.module.modules()):
                 self._generator = _number(torch.get_rng_state().numpy().tobytes())
             before = self._buffers
-            self._buffers_changed |= before is not None and before != _buffers_of(module)
+            self._buffers_changed |= before is not None and before != _buffers_of(self.module)
 
-    def end_forward(self, module: nn.Module) -> None:
+    def end_forward(self) -> None:
         """Remember the buffers that a training forward leaves. Local."""
         if check.active:
-            self._buffers = _buffers_of(module)
+            self._buffers = _buffers_of(self.module)
 
     # -- what ranks tell each other ---------------------------------------------------------------
 
-    def compare(self, engine: Averaged, step: int) -> None:
-        """Compare this rank with the others, if it is time to. Collective over the engine's ranks.
+    def compare(
+        self, comm: Communicator, step: int, *, joins: bool = False, weighs: bool = False
+    ) -> None:
+        """Compare this rank with the others, if it is time to. Collective over `comm`.
 
         Args:
-            engine: whose parameters are replicas.
+            comm: the ranks that have a replica.
             step: number of averaged backwards, the same on all ranks.
+            joins: whether some ranks may have run out of data.
+            weighs: whether ranks say how much they count.
 
         Raises:
             LayoutError: on all ranks, where parameters have drifted apart.
         """
-        backwards, self.backwards = self.backwards, 0
         is_early = step <= EVERY and step & (step - 1) == 0 and step > 1
         if not (check.active or is_early or step % EVERY == 0):
             return
-        chosen = _chosen(engine, step)
+        chosen = _chosen(self.module, step)
         digests = digests_of(chosen, _WORDS, step if check.active else step // EVERY)
         record = _Record(
-            is_comparable=int(not (engine.is_joining or self.may_drift)),
+            is_comparable=int(not (joins or self.may_drift)),
             rows=self._rows,
-            is_weighted=int(engine.weigh is not None),
+            is_weighted=int(weighs),
             generator=self._generator,
             buffers_changed=int(self._buffers_changed),
-            divisor=1 if self._divisor is None else self._divisor.take(),
-            backwards=max(1, backwards),
         )
-        if self._divisor is not None:
-            self._divisor.remember(chosen)
         values, self._batches, self._buffers_changed = [*digests, *self._batches], [], False
         is_later = not check.active and any(is_accelerator(x.device) for x in values)
         due: tuple[int, _Record, list[Tensor], Any] | None = step, record, values, None
@@ -199,11 +165,11 @@ class ReplicaCheck:
             event = torch.accelerator.current_stream(device).record_event()
             due, self._waiting = self._waiting, (step, record, host, event)
         if due is not None:
-            self._judge(engine, len(digests), *due)
+            self._judge(comm, len(digests), *due)
 
     def _judge(
         self,
-        engine: Averaged,
+        comm: Communicator,
         count: int,
         step: int,
         record: _Record,
@@ -221,45 +187,108 @@ class ReplicaCheck:
             "batches": _number(repr(batches).encode()) if batches else 0,
             "is_varied": int(len(set(batches)) > 1 or (step > 2 and bool(batches))),
         }
-        comm = engine.comm
         table = [_Record(*row) for row in comm.all_gather_ints(list(fields.values()))]
         if all(row.is_comparable for row in table):
             if any(row.parameters != table[0].parameters for row in table):
-                _report_drift(engine, self._equal_at, step)
+                _report_drift(self.module, comm, self._equal_at, step)
             else:
                 self._equal_at = step
-        is_first = comm.rank == 0
-        if is_first and not self._equal_batches:
-            _report_equal_batches(table, engine)
-        if not check.active:
+        is_inspected = self._is_inspected
+        if check.active:
+            self._is_inspected, self._generator = True, 0
+        if comm.rank != 0:
             return
-        is_inspected, self._is_inspected, self._generator = self._is_inspected, True, 0
-        if not is_first:
+        if not self._equal_batches:
+            self._report_equal_batches(table, comm)
+        if check.active:
+            self._report_table(table, comm)
+            if not is_inspected:
+                self._inspect_module(comm)
+                _inspect_samplers(comm)
+
+    # -- what rank 0 reports ----------------------------------------------------------------------
+
+    @property
+    def module(self) -> nn.Module:
+        """The replica."""
+        return cast(nn.Module, self._module())
+
+    def _report_equal_batches(self, table: Sequence[_Record], comm: Communicator) -> None:
+        first = table[0]
+        if not first.batches or any(row.batches != first.batches for row in table):
             return
-        _report_means_of_means(table, engine)
-        _report_dropout(table, engine)
-        _report_buffers(table, engine)
-        _report_divided_twice(table, engine)
-        if not is_inspected:
-            _inspect_module(engine)
-            _inspect_samplers(comm)
+        if not (first.is_varied or check.active):
+            return  # one batch for all steps: a test, or all the data there is
+        check.report(
+            f"batches of {self._wrapper} on {comm.size} ranks",
+            f"the inputs are the same on {name_ranks(comm.ranks)}: all ranks train on the same "
+            "rows",
+            "DataLoader(data, sampler=torch.utils.data.DistributedSampler(data)), or "
+            + _HINTS[self._wrapper]["equal"],
+            arithmetic=f"{comm.size} ranks, {first.rows} rows each, {first.rows} different ones",
+        )
+
+    def _report_table(self, table: Sequence[_Record], comm: Communicator) -> None:
+        """Report uneven batches, equal dropout, and buffers that changed on some ranks."""
+        rows, states = [row.rows for row in table], {row.generator for row in table}
+        is_weighted = any(row.is_weighted for row in table)
+        if len(set(rows)) > 1 and min(rows) >= 0 and not is_weighted:
+            check.report(
+                f"uneven batches in {self._wrapper}",
+                "\n".join(f"rank {r}: {n} rows" for r, n in zip(comm.ranks, rows, strict=True)),
+                _HINTS[self._wrapper]["uneven"],
+                arithmetic=f"a row of rank {comm.ranks[rows.index(min(rows))]} counts "
+                f"1/{min(rows)}/{comm.size}, in one process 1/{sum(rows)}",
+            )
+        if len(states) == 1 and 0 not in states:
+            check.report(
+                f"dropout in {self._wrapper} on {comm.size} ranks",
+                "all ranks draw from the same random state, so the n-th row of each has the same "
+                "mask",
+                "torch.manual_seed(seed + unisono.world().rank) after the model is built, or "
+                "unisono.run(..., seed=0)",
+            )
+        changed = [r for r, row in zip(comm.ranks, table, strict=True) if row.buffers_changed]
+        if changed and len(changed) < comm.size:
+            check.report(
+                f"buffers of {self._wrapper} between two training forwards",
+                f"they have changed on {name_ranks(changed)} only: was a model evaluated there in "
+                "train mode?",
+                "model.eval() around an evaluation, on all ranks or on none",
+            )
+
+    def _inspect_module(self, comm: Communicator) -> None:
+        """Report layers whose result depends on the number of ranks. Local."""
+        names = [
+            name
+            for name, part in self.module.named_modules()
+            if isinstance(part, private.BatchNormBase)
+            and not isinstance(part, SharedBatchNorm | nn.SyncBatchNorm)
+            and part.training
+        ]
+        if names:
+            check.report(
+                f"batch normalisation in {self._wrapper} on {comm.size} ranks",
+                f"{', '.join(names[:4])}{', ...' if len(names) > 4 else ''}: statistics of each "
+                "rank's own rows, not of the whole batch",
+                _HINTS[self._wrapper]["norm"],
+            )
 
 
-def _chosen(engine: Averaged, step: int) -> list[nn.Parameter]:
+def _chosen(module: nn.Module, step: int) -> list[nn.Parameter]:
     """Return the parameters to compare: all in the beginning, some in turn later on."""
-    params = [p for p in engine.module.parameters() if not p.is_meta]
+    params = [p for p in module.parameters() if not p.is_meta]
     if check.active or step <= 2 or len(params) <= _PARAMETERS:
         return params
     begin = step // EVERY * _PARAMETERS % len(params)
     return (params + params)[begin : begin + _PARAMETERS]
 
 
-def _report_drift(engine: Averaged, equal_at: int, step: int) -> None:
+def _report_drift(module: nn.Module, comm: Communicator, equal_at: int, step: int) -> None:
     """Name the first parameter that differs, the ranks and how far they are apart. Collective."""
-    comm = engine.comm
-    named = [(name, p) for name, p in engine.module.named_parameters() if not p.is_meta]
+    named = [(name, p) for name, p in module.named_parameters() if not p.is_meta]
     digests = [int(digest_of(p)) for _, p in named]
-    said = comm.all_gather_object((digests, _settings_of(engine.module)))
+    said = comm.all_gather_object((digests, _settings_of(module)))
     everything, everywhere = zip(*said, strict=True)
     place = next(
         (i for i, column in enumerate(zip(*everything, strict=True)) if len(set(column)) > 1), None
@@ -275,7 +304,7 @@ def _report_drift(engine: Averaged, equal_at: int, step: int) -> None:
     odd = [comm.ranks[r] for r, number in enumerate(column) if number != column[0]]
     unlike = unlike_settings(everywhere, comm)
     when = f"at step {step}" if step - equal_at <= 1 else f"between steps {equal_at} and {step}"
-    title = f"replicas of {type(engine.module).__name__} on {comm.size} ranks have drifted apart"
+    title = f"replicas of {type(module).__name__} on {comm.size} ranks have drifted apart"
     text = explain(
         title,
         f"{name} differs between {name_ranks([comm.ranks[0]])} and {name_ranks(odd)}, {when}, "
@@ -328,105 +357,6 @@ def unlike_settings(everywhere: Sequence[list[dict[str, Any]]], comm: Communicat
                         f"{theirs.get(name)} on rank {comm.ranks[rank]}"
                     )
     return ""
-
-
-def _report_equal_batches(table: Sequence[_Record], engine: Averaged) -> None:
-    comm = engine.comm
-    first = table[0]
-    if not first.batches or any(row.batches != first.batches for row in table):
-        return
-    if not (first.is_varied or check.active):
-        return  # one batch for all steps: a test, or all the data there is
-    check.report(
-        f"batches of {engine.wrapper} on {comm.size} ranks",
-        f"the inputs are the same on {name_ranks(comm.ranks)}: all ranks train on the same rows",
-        "DataLoader(data, sampler=torch.utils.data.DistributedSampler(data)), or "
-        + _HINTS[engine.wrapper]["equal"],
-        arithmetic=f"{comm.size} ranks, {first.rows} rows each, {first.rows} different ones",
-    )
-
-
-def _report_means_of_means(table: Sequence[_Record], engine: Averaged) -> None:
-    comm = engine.comm
-    rows = [row.rows for row in table]
-    if len(set(rows)) == 1 or min(rows) < 0 or any(row.is_weighted for row in table):
-        return
-    total = sum(rows)
-    check.report(
-        f"uneven batches in {engine.wrapper}",
-        "\n".join(f"rank {rank}: {n} rows" for rank, n in zip(comm.ranks, rows, strict=True)),
-        _HINTS[engine.wrapper]["uneven"],
-        arithmetic=f"a row of rank {comm.ranks[rows.index(min(rows))]} counts "
-        f"1/{min(rows)}/{comm.size}, in one process 1/{total}: the mean of means is another one",
-    )
-
-
-def _report_dropout(table: Sequence[_Record], engine: Averaged) -> None:
-    comm = engine.comm
-    states = {row.generator for row in table}
-    if len(states) > 1 or 0 in states:
-        return
-    check.report(
-        f"dropout in {engine.wrapper} on {comm.size} ranks",
-        "all ranks draw from the same random state, so the n-th row of each has the same mask",
-        "torch.manual_seed(seed + unisono.world().rank) after the model is built, or "
-        "unisono.run(..., seed=0)",
-    )
-
-
-def _report_buffers(table: Sequence[_Record], engine: Averaged) -> None:
-    comm = engine.comm
-    changed = [rank for rank, row in zip(comm.ranks, table, strict=True) if row.buffers_changed]
-    if not changed or len(changed) == comm.size:
-        return
-    check.report(
-        f"buffers of {engine.wrapper} between two training forwards",
-        f"they have changed on {name_ranks(changed)} only: was a model evaluated there in train "
-        "mode?",
-        "model.eval() around an evaluation, on all ranks or on none",
-    )
-
-
-def _report_divided_twice(table: Sequence[_Record], engine: Averaged) -> None:
-    comm = engine.comm
-    first, size = table[0], comm.size
-    if any(row.divisor != first.divisor or row.backwards != first.backwards for row in table):
-        return
-    count, divisor = first.backwards, first.divisor
-    if divisor <= count:
-        return
-    if count > 1 and divisor == count * count:
-        problem = f"the loss and its gradient are divided by {count} each"
-        hint = f"loss / {count} in each backward, and nothing else"
-    elif divisor == count * size:
-        problem = f"gradients are averaged over {size} ranks already, and divided by {size} besides"
-        hint = "leave the division by the number of ranks out"
-    else:
-        return
-    check.report(
-        f"the gradient of {engine.wrapper} is divided twice",
-        problem,
-        hint,
-        arithmetic=f"{count} backwards a step, {size} ranks: divided by {divisor}, not by {count}",
-    )
-
-
-def _inspect_module(engine: Averaged) -> None:
-    """Report layers whose result depends on the number of ranks. Local."""
-    names = [
-        name
-        for name, part in engine.module.named_modules()
-        if isinstance(part, private.BatchNormBase)
-        and not isinstance(part, SharedBatchNorm | nn.SyncBatchNorm)
-        and part.training
-    ]
-    if names:
-        check.report(
-            f"batch normalisation in {engine.wrapper} on {engine.comm.size} ranks",
-            f"{', '.join(names[:4])}{', ...' if len(names) > 4 else ''}: statistics of each rank's "
-            "own rows, not of the whole batch",
-            _HINTS[engine.wrapper]["norm"],
-        )
 
 
 def _inspect_samplers(comm: Communicator) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import inspect
 import warnings
 import weakref
 from collections.abc import Generator, Iterator, Sequence
@@ -205,7 +206,7 @@ class DataParallel(nn.Module):
         if not self._is_known_outermost:
             _check_outermost(self)
             self._is_known_outermost = True
-        engine.replicas.see_forward(self._inner, inputs)
+        engine.replicas.see_forward(inputs)
 
     @runs_uncompiled
     def _end_forward(self, engine: GradientEngine, outputs: Any) -> Any:
@@ -389,31 +390,22 @@ class DataParallel(nn.Module):
 
 
 _INSTEAD_OF_DDP = {
-    "device_ids": "leave it out: the module's parameters are on the device of this rank",
-    "output_device": "leave it out: outputs are where the module computes them",
-    "dim": "leave it out: each rank passes its own batch",
     "process_group": "DataParallel(module, process_group)",
     "bucket_cap_mb": "bucket_mb=25",
-    "find_unused_parameters": "leave it out: unused parameters are found without being asked for",
-    "gradient_as_bucket_view": "leave it out: gradients are views of buckets",
-    "static_graph": "leave it out: graphs may change from step to step",
-    "check_reduction": "leave it out",
-    "init_sync": "leave it out: all ranks take the values of rank 0",
     "delay_all_reduce_named_params": "comm.all_reduce_(p.grad, op='mean') where you want it",
     "mixed_precision": "torch.autocast around forward, compression='bf16' for what travels",
-    "skip_all_reduce_unused_params": "leave it out",
-    "find_unused": "leave it out: unused parameters are found without being asked for",
 }
-"""Arguments of torch's DistributedDataParallel, or of earlier versions, and what to write here."""
+"""What to write for some arguments of torch's DDP; the others are not needed."""
 
 
 def _refuse_ddp_arguments(wrapper: str, arguments: dict[str, object]) -> None:
+    known = {"find_unused", *inspect.signature(DistributedDataParallel.__init__).parameters}
     for name in arguments:
-        if name not in _INSTEAD_OF_DDP:
+        if name not in known:
             raise TypeError(f"{wrapper}.__init__() got an unexpected keyword argument {name!r}")
-        call = f"{wrapper}(..., {name}=...)"
         problem = "an argument of torch's DDP, or of an earlier version"
-        raise refusal(TypeError, call, problem, hint=_INSTEAD_OF_DDP[name])
+        hint = _INSTEAD_OF_DDP.get(name, "leave it out: what it asks for is done without it")
+        raise refusal(TypeError, f"{wrapper}(..., {name}=...)", problem, hint=hint)
 
 
 def _leave(engine: GradientEngine) -> None:

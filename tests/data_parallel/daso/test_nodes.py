@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from unisono.data_parallel.daso.nodes import NodeLayout
+from unisono.data_parallel.daso.exchange import NodeLayout
 from unisono.errors import MeshError
 
 

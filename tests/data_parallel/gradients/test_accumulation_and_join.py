@@ -268,7 +268,7 @@ def test_join_refuses_what_it_cannot_bring_together():
     joined_epoch(model, optimizer, None, 0, [0, 2], optimizer)
     assert comm.all_equal(optimizer.state[module[0].weight]["exp_avg"])
     scheduler = scheduled(optimizer)
-    with pytest.raises(ValueError, match=r"(?s)rank 1: 2 batches, learning.*model.join\(scheduler"):
+    with pytest.raises(ValueError, match=r"(?s)rank 1: 2 batches, lr .*model.join\(scheduler"):
         joined_epoch(model, optimizer, scheduler, 1, [1, 2])
     joined_epoch(model, optimizer, scheduler, 1, [2, 1], scheduler)
     joined_epoch(model, optimizer, scheduler, 1, [1, 1])  # all alike: nothing to bring together

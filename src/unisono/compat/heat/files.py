@@ -18,7 +18,7 @@ from unisono.comm.mpi_style import MPI_WORLD
 from unisono.compat.heat.arrays import array
 from unisono.compat.modules import loaded
 from unisono.data_parallel import shard
-from unisono.data_parallel.data.dataset import generator_of
+from unisono.data_parallel.dataset import generator_of
 from unisono.errors import PartitionError, explain
 from unisono.launch.job_files import appearing_whole
 from unisono.topology import decompose

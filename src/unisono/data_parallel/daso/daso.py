@@ -16,8 +16,13 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from unisono import torch_private as private
-from unisono.data_parallel.daso.exchange import InFlight, NodeExchange, average_buffers
-from unisono.data_parallel.daso.nodes import all_ranks, layout_of
+from unisono.data_parallel.daso.exchange import (
+    InFlight,
+    NodeExchange,
+    all_ranks,
+    average_buffers,
+    layout_of,
+)
 from unisono.data_parallel.daso.schedule import DasoSchedule
 from unisono.data_parallel.ranks import broadcast_module
 from unisono.expect import expect, expect_choice, expect_int, refusal

@@ -1,1 +1,0 @@
-"""Rows that are split over ranks: datasets, loaders, samplers and shuffles."""
