@@ -54,40 +54,24 @@ def assert_equals_one_process(model, make, optimizer, dtype=torch.float64, rtol=
         assert_same_parameters(model.module, train_alone(make, optimizer, dtype), rtol=rtol)
 
 
-def check_models(mode_of):
-    for i, make in enumerate(SHAPES):
-        model = train(make, "sgd", mode_of(i), bucket_mb=0.001)
+everywhere = pytest.mark.ranks([1, 3, 4], backend=["gloo", "shm"], timeout=60)
+
+
+@everywhere
+@both_modes
+def test_five_steps_of_every_model_equal_one_process(blocking):
+    for make in SHAPES:
+        model = train(make, "sgd", blocking, bucket_mb=0.001)
         assert_equals_one_process(model, make, "sgd")
 
 
-def check_optimizers(mode_of):
-    for i, optimizer in enumerate(OPTIMIZERS):
-        for j, (dtype, rtol) in enumerate(((torch.float32, 1e-5), (torch.float64, 1e-11))):
-            model = train(mlp, optimizer, mode_of(i + j), dtype)
-            assert_equals_one_process(model, mlp, optimizer, dtype, rtol)
-
-
-@pytest.mark.ranks(3, backend=["gloo", "shm"], timeout=60)
-@both_modes
-def test_five_steps_of_every_model_equal_one_process(blocking):
-    check_models(lambda _: blocking)
-
-
-@pytest.mark.ranks([1, 4], backend=["gloo", "shm"], timeout=60)
-def test_five_steps_of_every_model_equal_one_process_on_any_number_of_ranks(rank_backend):
-    # A model blocks over one backend and not over the other.
-    check_models(lambda i: (i % 2 == 0) == (rank_backend == "gloo"))
-
-
-@pytest.mark.ranks(3, backend=["gloo", "shm"], timeout=60)
+@everywhere
 @both_modes
 def test_five_steps_of_every_optimizer_equal_one_process(blocking):
-    check_optimizers(lambda _: blocking)
-
-
-@pytest.mark.ranks([1, 4], backend=["gloo", "shm"], timeout=60)
-def test_five_steps_of_every_optimizer_equal_one_process_on_any_number_of_ranks(rank_backend):
-    check_optimizers(lambda i: (i % 2 == 0) == (rank_backend == "gloo"))
+    for optimizer in OPTIMIZERS:
+        for dtype, rtol in ((torch.float32, 1e-5), (torch.float64, 1e-11)):
+            model = train(mlp, optimizer, blocking, dtype)
+            assert_equals_one_process(model, mlp, optimizer, dtype, rtol)
 
 
 @pytest.mark.ranks([2, 4], backend="shm", timeout=60)

@@ -73,7 +73,7 @@ class NodeLayout:
             share = f"{size} / {ranks_per_node} is not a whole number of nodes"
         else:
             blocks = list(ranks_per_node)
-            share = f"{' + '.join(map(str, blocks)) or 'nothing'} = {sum(blocks)} != {size}"
+            share = f"{' + '.join(map(str, blocks)) or 'nothing'} = {sum(blocks)}"
         if min(blocks, default=0) < 1 or sum(blocks) != size:
             raise MeshError.because(
                 f"ranks_per_node={ranks_per_node}",
