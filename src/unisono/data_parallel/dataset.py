@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import numpy as np
@@ -26,7 +25,7 @@ from unisono.topology import decompose
 A = TypeVar("A", Tensor, np.ndarray)
 
 Transforms = Callable[[Any], Any] | Sequence[Callable[[Any], Any]] | None
-Attributes = Sequence[Sequence[str | None]]
+Attributes = Sequence[Sequence[Any]]
 """Pairs: name of a tensor of the dataset, and of an object whose `.larray` follows it, or None."""
 
 
@@ -44,20 +43,13 @@ def local_rows(array: object, call: str) -> Tensor:
     else:
         rows = getattr(array, "larray", None)
     if not isinstance(rows, Tensor):
-        raise refusal(
-            TypeError,
-            f"{call} of {type(array).__name__}",
-            "not an array",
-            hint="a torch tensor, a numpy array, or an object whose .larray is the local one",
-        )
+        hint = "a torch tensor, a numpy array, or an object whose .larray is the local one"
+        raise refusal(TypeError, f"{call} of {type(array).__name__}", "not an array", hint=hint)
     split = 0 if isinstance(array, Tensor | np.ndarray) else getattr(array, "split", 0)
     if split != 0:
-        raise PartitionError.because(
-            f"{call} of an array with split={split!r}",
-            "rows have to be split over ranks",
-            f"{split!r} != 0",
-            "array.resplit(0)",
-        )
+        problem = "rows have to be split over ranks"
+        call = f"{call} of an array with split={split!r}"
+        raise PartitionError.because(call, problem, hint="array.resplit(0)")
     if rows.dim() == 0:
         raise PartitionError.because(f"{call} of a scalar", "0 dims, so no rows")
     return rows.detach()
@@ -78,21 +70,14 @@ def shard(x: A, *, axis: int = 0, comm: object = None) -> A:
     >>> shard(torch.arange(5)).tolist()
     [0, 1, 2, 3, 4]
     """
-    if not isinstance(x, Tensor | np.ndarray):
-        raise refusal(
-            TypeError,
-            f"shard of {type(x).__name__}",
-            "not an array",
-            hint="a tensor or a numpy array",
-        )
+    expect("x", x, (Tensor, np.ndarray), "a tensor or a numpy array")
     if not is_integer(axis) or not -x.ndim <= axis < x.ndim:
         raise PartitionError.because(
             f"shard(axis={axis!r})", f"an array of {x.ndim} dims", hint="axis=0"
         )
     home = communicator_of(comm)
-    start, stop = decompose.block(x.shape[axis], home.size, home.rank)
     index: list[Any] = [slice(None)] * x.ndim
-    index[axis] = slice(start, stop)
+    index[axis] = slice(*decompose.block(x.shape[axis], home.size, home.rank))
     return x[tuple(index)]
 
 
@@ -110,8 +95,10 @@ class RankRows(torch.utils.data.Dataset[Any]):
 
     def __init__(self, array: Any, transforms: Transforms, comm: object) -> None:
         self.data = local_rows(array, type(self).__name__)
-        _steps_of(transforms)  # refuses what cannot be called
         self.transforms = transforms
+        if not all(callable(step) for step in self._steps()):
+            hint = "a callable or a list"
+            raise refusal(TypeError, f"transforms={transforms!r}", "not callable", hint=hint)
         self.communicator = home_of(array, comm)
         self.comm = self.communicator if comm is None else comm
 
@@ -122,26 +109,17 @@ class RankRows(torch.utils.data.Dataset[Any]):
     def __getitem__(self, index: Any) -> Any:
         """Return row `index` of this rank, transformed."""
         row = self.data[index]
-        for step in _steps_of(self.transforms):
+        for step in self._steps():
             row = step(row)
         return row
+
+    def _steps(self) -> Sequence[Any]:
+        steps = self.transforms
+        return steps if isinstance(steps, list | tuple) else () if steps is None else (steps,)
 
     def __getstate__(self) -> dict[str, Any]:
         """A loader's worker process is not a rank, and needs the rows only."""
         return {**self.__dict__, **dict.fromkeys(self._left_behind)}
-
-
-def _steps_of(transforms: Transforms) -> tuple[Callable[[Any], Any], ...]:
-    if transforms is None:
-        return ()
-    steps: tuple[Any, ...] = (
-        tuple(transforms) if isinstance(transforms, list | tuple) else (transforms,)
-    )
-    if not all(callable(step) for step in steps):
-        raise refusal(
-            TypeError, f"transforms={transforms!r}", "not callable", hint="a callable or a list"
-        )
-    return steps
 
 
 class Dataset(RankRows):
@@ -199,7 +177,7 @@ class Dataset(RankRows):
         if not self.test_set:
             dataset_ishuffle(self, self._attributes())
 
-    def _attributes(self) -> list[list[str | None]]:
+    def _attributes(self) -> Attributes:
         names = ["data", "targets"] if hasattr(self, "targets") else ["data"]
         return [[name, None] for name in names]
 
@@ -227,13 +205,8 @@ class DistributedDataset(RankRows):
 # so that rows travel while the model trains. Tensors are replaced, never written to.
 
 
-@dataclass(frozen=True)
-class RingExchange:
-    """Rows under way to the next rank."""
-
-    attrs: Attributes
-    arriving: list[Pending[dict[int, Tensor]]]
-    """For each attribute, what the previous rank sends."""
+RingExchange = list[tuple[str, str | None, Pending[dict[int, Tensor]]]]
+"""Rows under way to the next rank: attribute, who follows it, what the previous rank sends."""
 
 
 def dataset_shuffle(dataset: Any, attrs: Attributes) -> None:
@@ -259,14 +232,17 @@ def dataset_ishuffle(dataset: Any, attrs: Attributes) -> None:
     An exchange that is still under way is completed first.
     """
     dataset_irecv(dataset)
-    tensors = [_rows_of(dataset, name) for name, _ in attrs]
+    tensors = [(name, other, _rows_of(dataset, name)) for name, other in attrs]
     comm, half = communicator_of(dataset.comm), dataset.lcl_half
     to, source = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
-    arriving = [
-        on_device(comm, rows.device).start.exchange({to: rows[:half]}, {source: rows[:half]})
-        for rows in tensors
+    dataset.exchange = [
+        (
+            name,
+            other,
+            on_device(comm, rows.device).start.exchange({to: rows[:half]}, {source: rows[:half]}),
+        )
+        for name, other, rows in tensors
     ]
-    dataset.exchange = RingExchange(attrs, arriving)
 
 
 def dataset_irecv(dataset: Any) -> None:
@@ -282,18 +258,18 @@ def dataset_irecv(dataset: Any) -> None:
     dataset.shuffles = shuffles + 1
     n_rows = dataset._cut_slice.stop
     order = torch.randperm(n_rows, generator=generator)
-    for (name, other), pending in zip(under_way.attrs, under_way.arriving, strict=True):
+    for name, other, pending in under_way:
         rows = _rows_of(dataset, name)
         mixed = torch.cat([pending.wait()[source], rows[dataset.lcl_half :]])
         mixed = mixed[order.to(rows.device)]
-        setattr(dataset, str(name), mixed)
+        setattr(dataset, name, mixed)
         if other is not None:
             getattr(dataset, other).larray = mixed
 
 
-def _rows_of(dataset: Any, name: str | None) -> Tensor:
+def _rows_of(dataset: Any, name: str) -> Tensor:
     """Return the rows of an attribute that take part: as many as every rank has."""
-    rows = getattr(dataset, name or "data")
+    rows = getattr(dataset, name)
     needed = dataset._cut_slice.stop
     if not isinstance(rows, Tensor) or rows.dim() == 0 or rows.shape[0] < needed:
         raise PartitionError.because(

@@ -106,13 +106,11 @@ class DistributedSampler(torch.utils.data.Sampler[int]):
         Its array needs as many rows on each rank, so that data and labels stay in step.
         """
         expect("sampler", sampler, DistributedSampler, "link(DistributedSampler(dataset))")
-        if sampler.dataset.cuts != self.dataset.cuts:
-            raise PartitionError.because(
-                "link of two samplers",
-                f"rows begin at {list(self.dataset.cuts)} here and at "
-                f"{list(sampler.dataset.cuts)} there",
-                hint="split both arrays alike",
-            )
+        here, there = list(self.dataset.cuts), list(sampler.dataset.cuts)
+        if here != there:
+            problem = f"rows begin at {here} here and at {there} there"
+            hint = "split both arrays alike"
+            raise PartitionError.because("link of two samplers", problem, hint=hint)
         if sampler is self or sampler in self._linked:
             return
         self._linked.append(sampler)
@@ -209,12 +207,9 @@ class DataLoader:
         expect("shuffle", shuffle, bool)
         if not isinstance(dataset, torch.utils.data.Dataset):
             if not hasattr(dataset, "larray"):
-                raise refusal(
-                    TypeError,
-                    f"DataLoader of {type(dataset).__name__}",
-                    "not a dataset",
-                    hint="DataLoader(Dataset(x)), where x holds this rank's rows",
-                )
+                hint = "DataLoader(Dataset(x)), where x holds this rank's rows"
+                call = f"DataLoader of {type(dataset).__name__}"
+                raise refusal(TypeError, call, "not a dataset", hint=hint)
             dataset = Dataset(dataset)
         self.dataset: Any = dataset
         self.ishuffle: bool = getattr(dataset, "ishuffle", False)
@@ -314,15 +309,11 @@ def create_train_val_split(
         raise refusal(ValueError, f"p={p}", arithmetic=f"not 0 < {p} < 1", hint="p=0.95")
     home = home_of(X, comm)
     lengths = home.all_gather_ints([rows.shape[0], labels.shape[0]])
-    unlike = [(rank, a, b) for rank, (a, b) in enumerate(lengths) if a != b]
-    if unlike:
-        rank, a, b = unlike[0]
-        raise PartitionError.because(
-            "create_train_val_split(X, y)",
-            f"on rank {rank} X has {a} rows and y has {b}",
-            f"{a} != {b}",
-            "give every row of X its label on the same rank",
-        )
+    for rank, (a, b) in enumerate(lengths):
+        if a != b:
+            problem = f"on rank {rank} X has {a} rows and y has {b}"
+            hint = "give every row of X its label on the same rank"
+            raise PartitionError.because("create_train_val_split(X, y)", problem, hint=hint)
     common = _agreed_seed(seed, home)
     cuts = decompose.bounds([n for n, _ in lengths])
     places = torch.randperm(cuts[-1], generator=torch.Generator().manual_seed(common))

@@ -189,8 +189,9 @@ class _CheckedFiles(FileSystem):
         """Open a file."""
         with _CheckedFile(os.fspath(path), mode.replace("b", "")) as file:
             yield file
-            if file.writable():
-                self.files[pathlib.Path(path).name] = (file.tell(), file.checksum)
+        if mode == "wb":
+            size = pathlib.Path(path).stat().st_size
+            self.files[pathlib.Path(path).name] = (size, file.checksum)
 
 
 @dataclass(frozen=True)
