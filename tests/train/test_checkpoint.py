@@ -406,7 +406,7 @@ def test_leftovers_of_killed_runs_are_swept_by_the_next_save(tmp_path):
 @pytest.mark.ranks(2)
 def test_ranks_that_disagree_are_told_so_on_all_ranks(tmp_path, rank_count):
     rank = world().rank
-    with pytest.raises(CheckpointError, match=r"rank 1 on .* does not see what rank 0"):
+    with pytest.raises(CheckpointError, match=r"rank 1 looks into .* does not see what rank 0"):
         Checkpoint(tmp_path / f"of-{rank}")
     checkpoint = Checkpoint(tmp_path)
     with pytest.raises(CheckpointError, match="rank 0 has step 10, rank 1 has 11"):

@@ -105,8 +105,8 @@ class DASO(Optimizer):
         self.local_skip_factor = local_skip_factor
         self.stability = self.schedule.detector
         self.local_optimizer = local_optimizer
-        self._optimizer_step_pre_hooks = local_optimizer._optimizer_step_pre_hooks
-        self._optimizer_step_post_hooks = local_optimizer._optimizer_step_post_hooks
+        for hooks in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"):
+            setattr(self, hooks, getattr(local_optimizer, hooks))
         self.communicator = all_ranks(comm)
         self.comm = self.communicator if comm is None else comm
         self.verbose = verbose
@@ -409,11 +409,12 @@ class DASO(Optimizer):
         for name in _COUNTERS:
             setattr(self, name, state["counters"][name])
         sent, place = state["in_flight"], [self.communicator.rank, self.communicator.size]
+        device = self.params_ref[0].device
         if sent is not None:
-            exchange.in_flight = InFlight(sent["group"], sent["sums"])
+            exchange.in_flight = InFlight(sent["group"], [x.to(device) for x in sent["sums"]])
         self.is_foreign = sent is not None and list(state["place"]) != place
         if exchange.common is not None and state["common"] is not None:
-            exchange.common = list(state["common"])
+            exchange.common = [x.to(device) for x in state["common"]]
         self.went_apart = state["went_apart"]
         if self.scheduler is not None and state["scheduler"] is not None:
             self.scheduler.load_state_dict(state["scheduler"])
@@ -447,7 +448,7 @@ class DASO(Optimizer):
         return self.local_optimizer.state
 
     @property
-    def defaults(self) -> dict[str, Any]:  # type: ignore[override]
+    def defaults(self) -> dict[str, Any]:
         """Defaults of the local optimizer."""
         return self.local_optimizer.defaults
 

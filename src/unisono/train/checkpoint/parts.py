@@ -16,7 +16,6 @@ from unisono.nn import Shard, state_dict_mode
 from unisono.train.checkpoint.blocks import (
     Path,
     is_leaf,
-    put_together,
     shape_of,
     taken_apart,
 )
@@ -89,12 +88,13 @@ class ModulePart(Part):
         """Return the parameters under the names of the state."""
         return {name.replace(_COMPILED, ""): p for name, p in self.module.named_parameters()}
 
-    def problems(self, rest: Any, tensors: Tensors) -> list[str]:
-        """Compare names, shapes and dtypes."""
-        here = {(name,): described(x) for name, x in self.state.items() if is_leaf(x)}
-        problems = compared(*(_by_name(*both) for both in ((rest, tensors), (self.state, here))))
+    def problems(self, rest: Any, tensors: Tensors) -> list[str]:  # noqa: ARG002
+        """Compare names, shapes and dtypes; an extra state may be anything at any time."""
         empty = [name for name, x in self.state.items() if isinstance(x, Tensor) and x.is_meta]
-        return problems + [f"{name}: on the meta device here, without memory" for name in empty]
+        return [
+            *_compared(tensors, self.state),
+            *(f"{name}: on the meta device here, without memory" for name in empty),
+        ]
 
     def _load(self, tree: dict[str, Any]) -> None:
         self.module.load_state_dict({self._own_names[name]: v for name, v in tree.items()})
@@ -210,13 +210,8 @@ class DasoPart(Part):
         return self._local.problems(rest["local_optimizer"], inner)
 
     def _load(self, tree: dict[str, Any]) -> None:
-        """Load the state; DASO itself leaves out what another rank had in flight."""
-        device = self._daso.params_ref[0].device
         local = self._local.in_torch_form(tree["local_optimizer"])
-        rest = {name: value for name, value in tree.items() if name != "local_optimizer"}
-        rest, tensors = taken_apart(rest, lambda value: isinstance(value, Tensor))
-        moved = put_together(rest, {path: tensor.to(device) for path, tensor in tensors.values()})
-        self._daso.load_state_dict({**moved, "local_optimizer": local})
+        self._daso.load_state_dict({**tree, "local_optimizer": local})
 
 
 class NetPart(Part):
@@ -238,17 +233,8 @@ class NetPart(Part):
 
     def problems(self, rest: Any, tensors: Tensors) -> list[str]:  # noqa: ARG002
         """Compare the parameters of layers; recurrent states have shapes of the last batch."""
-
-        def by_name(tensors: Tensors) -> dict[str, str]:
-            return {
-                ".".join(map(str, path[1:])): _as_text(*of)
-                for path, of in tensors.items()
-                if path[0] == "state"
-            }
-
-        _, leaves = taken_apart(self._state(), is_leaf)
-        here = {path: described(leaf) for path, leaf in leaves.values()}
-        return compared(by_name(tensors), by_name(here))
+        saved = {path: x for path, x in tensors.items() if path[0] == "state"}
+        return _compared(saved, {"state": self._state()["state"]})
 
 
 def parts_of(objects: Mapping[str, Any]) -> tuple[dict[str, Part], dict[str, Any]]:
@@ -317,29 +303,29 @@ def _set_epoch(sampler: Any, state: dict[str, Any]) -> None:
     sampler.set_epoch(state["epoch"])
 
 
-def _by_name(state: Any, tensors: Tensors) -> dict[str, str]:
-    """Describe a module's tensors; an extra state may be anything at any time."""
-    descriptions: dict[str, str] = dict.fromkeys(state, "an object")
-    shown = {path[0]: _as_text(*of) for path, of in tensors.items() if len(path) == 1}
-    return descriptions | {name: x for name, x in shown.items() if not name.endswith(_EXTRA)}
-
-
 def described(value: Any) -> tuple[tuple[int, ...], torch.dtype]:
     """Return shape and dtype of the whole tensor."""
     return shape_of(value), (value.tensor if isinstance(value, Shard) else value).dtype
 
 
-def _as_text(shape: tuple[int, ...], dtype: torch.dtype) -> str:
-    return f"{list(shape)} of {str(dtype).removeprefix('torch.')}"
+def _compared(saved: Tensors, state: dict[str, Any]) -> list[str]:
+    """Say in what saved tensors differ from those of a state, under the keys that it has."""
 
+    def texts(tensors: Tensors) -> dict[str, str]:
+        return {
+            ".".join(map(str, path)): f"{list(shape)} of {str(dtype).removeprefix('torch.')}"
+            for path, (shape, dtype) in tensors.items()
+            if not any(str(key).endswith(_EXTRA) for key in path)
+        }
 
-def compared(saved: Mapping[str, Any], here: Mapping[str, Any]) -> list[str]:
-    """Say in what two tables of shapes differ."""
-    problems = [f"{name}: not in the checkpoint" for name in here if name not in saved]
-    problems += [f"{name}: only in the checkpoint" for name in saved if name not in here]
-    other = [name for name in here if name in saved and saved[name] != here[name]]
+    leaves = taken_apart(state, is_leaf)[1].values()
+    here = texts({path: described(leaf) for path, leaf in leaves})
+    there = texts(saved)
+    problems = [f"{name}: not in the checkpoint" for name in here if name not in there]
+    problems += [f"{name}: only in the checkpoint" for name in there if name not in here]
+    other = [name for name in here if name in there and there[name] != here[name]]
     return problems + [
-        f"{name}: {saved[name]} in the checkpoint, {here[name]} here" for name in other
+        f"{name}: {there[name]} in the checkpoint, {here[name]} here" for name in other
     ]
 
 

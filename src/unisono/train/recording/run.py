@@ -328,18 +328,14 @@ def _device_name(device: torch.device | None) -> str:
 
 def _step(step: Any) -> int:
     """Return the number of a step; it may be an integer of numpy or torch."""
+    problem = f"beyond {LARGEST_STEP}, 2**53"
     try:
-        number = operator.index(step)
+        if abs(number := operator.index(step)) <= LARGEST_STEP:
+            return number
     except (TypeError, RuntimeError, ValueError):  # torch and numpy have their own kinds
-        number = None
-    if number is None or abs(number) > LARGEST_STEP:
-        raise UnisonoError.because(
-            f"log(step={_short(step)})",
-            an(type(step).__name__),
-            "not an integer" if number is None else f"beyond {LARGEST_STEP}, 2**53",
-            "count the steps: log(step=3, ...), or leave step out",
-        )
-    return number
+        problem = f"{an(type(step).__name__)}, not an integer"
+    call = f"log(step={step!r:.60})"
+    raise UnisonoError.because(call, problem, hint="count the steps: log(step=3, ...)")
 
 
 def _number(name: str, value: Any) -> Any:
@@ -347,27 +343,16 @@ def _number(name: str, value: Any) -> Any:
     number = value
     if isinstance(value, Tensor):
         if value.numel() != 1:
-            raise UnisonoError.because(
-                f"log({name}=...)",
-                f"a tensor of shape {list(value.shape)}",
-                f"{value.numel()} elements, not one",
-                f"log({name}={name}.mean())",
-            )
+            call, problem = f"log({name}=...)", f"a tensor of shape {list(value.shape)}"
+            raise UnisonoError.because(call, problem, hint=f"log({name}={name}.mean())")
         if value.device.type != "cpu" and not value.is_complex():
             return value.detach().clone()
         number = value.item()
     try:
         return float(number)
     except (TypeError, ValueError, OverflowError) as error:
-        raise UnisonoError.because(
-            f"log({name}={_short(value)})", an(type(value).__name__), str(error), "a number"
-        ) from None
-
-
-def _short(value: Any) -> str:
-    """Return how a value is written, cut where it is long."""
-    text = "..." if isinstance(value, int) and abs(value) > 10**40 else repr(value)
-    return text if len(text) <= 60 else f"{text[:57]}..."
+        call, kind = f"log({name}={value!r:.60})", an(type(value).__name__)
+        raise UnisonoError.because(call, kind, str(error), "a number") from None
 
 
 def _plain(value: Any) -> Any:
