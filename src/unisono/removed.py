@@ -20,9 +20,6 @@ REMOVED: dict[str, str] = {
     "unisono.Communicator.tune": (
         "UNISONO_ALGO=all_gather:broadcasts, if the choice is wrong for a network"
     ),
-    "unisono.DASO.diloco": (
-        "torch.distributed.optim.PostLocalSGDOptimizer, or DASO(optimizer, total_epochs)"
-    ),
     "unisono.data_parallel.PowerSGD": (
         "compression=functools.partial(powerSGD_hook, PowerSGDState(group, ...)), of torch"
     ),

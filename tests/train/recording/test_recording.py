@@ -31,7 +31,6 @@ from unisono.train import Report, current_run, log, record, span
 from unisono.train.recording.directory import make_run_directory
 from unisono.train.recording.figures import report_data
 from unisono.train.recording.reading import RecordedRun
-from unisono.train.recording.run import _Tee
 
 
 @pytest.fixture
@@ -301,16 +300,6 @@ def test_a_run_that_fails_keeps_the_costs_of_averaging(tmp_path):
 
 
 @pytest.mark.ranks(2, timeout=60)
-def test_without_a_record_the_costs_of_a_model_end_with_it():
-    model = DataParallel(torch.nn.Linear(4, 3))
-    train_steps(model, 1)
-    costs = weakref.ref(model._engine._costs)
-    del model
-    gc.collect()
-    assert costs() is None
-
-
-@pytest.mark.ranks(2, timeout=60)
 def test_a_name_that_cannot_be_made_is_refused_on_all_ranks_alike(tmp_path):
     if unisono.world().rank == 0:
         (tmp_path / "file").write_text("")
@@ -359,13 +348,6 @@ def test_the_handle_of_a_record_comes_back_from_ranks_as_its_report(here):
         assert report.dir == (here / "runs" / "digits").absolute()
         assert "<iframe" in report._repr_html_()
     assert "srcdoc" not in Report(here).__repr__()
-
-
-def test_a_copy_of_output_has_all_lines_and_can_be_looked_at_before_it_is_made(here):
-    assert not hasattr(_Tee.__new__(_Tee), "anything")
-    with record("lines") as run:
-        sys.stdout.writelines(["one\n", "two\n"])
-    assert (run.dir / "rank-0.log").read_text() == "one\ntwo\n"
 
 
 def test_run_records_and_hands_out_the_report(here, capsys):

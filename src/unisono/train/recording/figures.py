@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import statistics
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
@@ -157,12 +156,8 @@ def choose_steps(ends: Sequence[float], known_from: float) -> tuple[int, int, in
     """
     first = max(bisect_left(ends, known_from), min(3, len(ends) - 2))
     took = [b - a for a, b in pairwise(ends)]
-    usual = statistics.median(took[first:])
-    middle = (first + len(took) - 1) / 2
-    typical = min(
-        range(first, len(took)),
-        key=lambda i: (round(abs(took[i] - usual) / usual, 1) if usual else 0, abs(i - middle)),
-    )
+    order = sorted(range(first, len(took)), key=took.__getitem__)
+    typical = order[len(order) // 2]
     begin = max(first, min(typical - SHOWN_STEPS // 2, len(took) - SHOWN_STEPS))
     return begin, min(len(took), begin + SHOWN_STEPS), typical
 
