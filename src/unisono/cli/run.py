@@ -140,7 +140,7 @@ def execute(args: argparse.Namespace) -> int:
     """Run what the command line asks for."""
     if args.record and args.target is None and args.module is None:
         args.target, args.record = args.record, ""  # --record script.py
-    if (args.watch or args.to) and args.record is None:
+    if args.watch and args.record is None:
         args.record = ""
     if args.target is None and args.module is None and args.forwarded:
         args.target, *rest = args.forwarded  # unisono run -- script.py --epochs 3
