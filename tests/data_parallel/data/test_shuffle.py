@@ -171,13 +171,6 @@ def test_a_test_set_is_read_in_order_and_never_shuffled():
         assert torch.equal(batch, own_rows())
 
 
-def test_a_world_of_one_permutes():
-    data = Dataset(np.arange(10.0), seed=2)
-    data.Shuffle()
-    assert sorted(data.data.tolist()) == list(range(10))
-    assert data.data.tolist() != list(range(10))
-
-
 def test_transforms_are_applied_in_order():
     data = Dataset(torch.arange(3.0), transforms=[lambda row: row + 1, lambda row: row * 10])
     assert [data[i].item() for i in range(3)] == [10.0, 20.0, 30.0]

@@ -51,14 +51,6 @@ def test_all_ranks_take_the_values_of_rank_0_and_no_random_state_changes():
     assert list(model.state_dict()) == [f"module.{key}" for key in wanted.state_dict()]
 
 
-@alone_and_many
-def test_pretrained_weights_are_kept():
-    module, twin = built(mlp)
-    DataParallel(module)
-    for p, q in zip(module.parameters(), twin.parameters(), strict=True):
-        assert torch.equal(p, q)
-
-
 @pytest.mark.ranks(3)
 def test_models_that_differ_are_refused_by_name_on_all_ranks():
     module = mlp()
@@ -139,10 +131,6 @@ def sampler():
 def test_bad_input_is_answered_with_a_hint(make, error, words):
     with pytest.raises(error, match=words):
         make()
-
-
-def test_any_callable_is_a_compression():
-    assert DataParallel(LAYER, compression=functools.partial(print)).buckets == ()
 
 
 @pytest.mark.ranks(2)

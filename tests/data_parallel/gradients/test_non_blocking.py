@@ -500,16 +500,6 @@ def test_a_model_that_ends_with_an_update_owed_says_so():
     world().barrier()
 
 
-@pytest.mark.ranks(1)
-def test_a_world_of_one_updates_at_once():
-    pair = Pair()
-    for _ in range(3):
-        pair.whole_step()
-        assert not pair.model.pending
-        pair.check()
-    assert pair.model.buckets == ()
-
-
 def test_an_optimizer_without_a_model_acts_at_once():
     layer = nn.Linear(2, 1)
     optimizer = DataParallelOptimizer(torch.optim.SGD(layer.parameters(), lr=0.1))

@@ -20,22 +20,6 @@ def lines_at(seconds):
     return [{"a": 0, "t": float(t), "blocked_s": 0.0, "wait_s": 0.0} for t in seconds]
 
 
-def test_the_typical_step_is_not_one_that_warms_up_nor_the_slow_one():
-    ends = [0.0, 50.0, 90.0, 120.0, 130.0, 140.0, 170.0, 180.0, 190.0]
-    begin, end, typical = figures.choose_steps(ends, 0.0)
-    assert ends[typical + 1] - ends[typical] == 10.0
-    assert begin <= typical < end
-    assert begin >= 3
-
-
-def test_steps_whose_collectives_were_forgotten_are_not_shown():
-    ends = [float(i) for i in range(100)]
-    begin, end, typical = figures.choose_steps(ends, 90.0)
-    assert begin >= 90
-    assert end <= 99
-    assert 90 <= typical < 99
-
-
 def test_lanes_hold_what_happens_in_the_shown_steps_in_seconds():
     second = 10**9
     events = [event(i * second, i * second + second // 2, wait=second // 4) for i in range(20)]
