@@ -249,13 +249,7 @@ def _copy_each(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor])
         target.copy_(x)
 
 
-def _divide_each(targets: Sequence[torch.Tensor], divisor: float) -> None:
-    for target in targets:
-        target.div_(divisor)
-
-
 copy_each_: Callable[..., Any] = _lookup("torch:_foreach_copy_", "buckets", _copy_each)
-divide_each_: Callable[..., Any] = _lookup("torch:_foreach_div_", "gradient scales", _divide_each)
 assert_async: Callable[..., None]
 assert_async = _lookup("torch:_assert_async", "checked targets")
 
@@ -280,11 +274,6 @@ tree_map_only: Callable[..., Any] = _lookup("torch.utils._pytree:tree_map_only",
 def functional_collectives() -> Any:
     """Return torch's functional collectives; those who never compile do not load them."""
     return import_module("torch.distributed._functional_collectives")
-
-
-def storage_info(**fields: Any) -> Any:
-    """Return where a piece of a checkpoint lies, as DCP's writer of files says it."""
-    return _lookup("torch.distributed.checkpoint.filesystem:_StorageInfo", "checkpoints")(**fields)
 
 
 # -- process groups -------------------------------------------------------------------------------

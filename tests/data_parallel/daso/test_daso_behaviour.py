@@ -187,31 +187,22 @@ def test_schedulers_step_by_batch_or_by_epoch_and_the_optimizer_steps_too():
 
 
 @pytest.mark.ranks(2, timeout=90)
-@repeated("added", [True, False])
-def test_a_scaler_leaves_out_steps_without_losing_count(added):
+def test_a_scaler_leaves_out_steps_without_losing_count():
     for blocks in ([2], [1, 1]):
         scheduler = lambda o: torch.optim.lr_scheduler.StepLR(o, 1, 0.5)  # noqa: E731
         daso, model = make(blocks, scheduler=scheduler)
         scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
         plain = nn.Linear(2, 1)
         plain.load_state_dict(model.module.state_dict())
-        if added:
-            daso.add_scaler(scaler)
-            assert daso.amp
-            assert daso.scaler is scaler
+        daso.add_scaler(scaler)
+        assert daso.amp
         daso.last_batch = 4
         for batch in range(4):
             daso.zero_grad()
             bad = batch == 1 and world().rank == 1
             x = torch.full((1, 2), float("inf") if bad else 1.0)
             scaler.scale(model(x).sum()).backward()
-            if added:
-                daso.step()
-            else:
-                if blocks == [1, 1]:
-                    scaler.unscale_(daso)
-                scaler.step(daso)
-                scaler.update()
+            daso.step()
         assert daso.epoch == 1
         assert world().all_equal(flat_of(model))
         assert torch.isfinite(flat_of(model)).all()
@@ -222,6 +213,15 @@ def test_a_scaler_leaves_out_steps_without_losing_count(added):
         both = 0.1 * (1 + 0.5 + 0.25) if blocks == [2] else None
         if both is not None:
             assert moved == pytest.approx(both, rel=1e-5)
+
+
+def test_a_scaler_that_steps_daso_is_refused():
+    daso, model = make()
+    daso.last_batch = 4
+    scaler = torch.amp.GradScaler("cpu")
+    scaler.scale(model(torch.ones(1, 2)).sum()).backward()
+    with pytest.raises(RuntimeError, match=r"HINT: daso\.add_scaler"):
+        scaler.step(daso)
 
 
 @pytest.mark.ranks(2, timeout=90)

@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
-from unisono import torch_private as private
 from unisono.data_parallel.daso.exchange import (
     InFlight,
     NodeExchange,
@@ -62,8 +61,8 @@ class DASO(Optimizer):
     """
 
     _step_supports_amp_scaling = True
-    """`scaler.step(daso)` always calls `step`: a batch that one node left out would be a batch
-    that the others wait for."""
+    """`scaler.step(daso)` always calls `step`, which refuses it: a batch that one node left out
+    would be a batch that the others wait for."""
 
     def __init__(
         self,
@@ -212,22 +211,16 @@ class DASO(Optimizer):
     def _local_step(self, closure: Callable[[], Any] | None) -> Any:
         """Make the optimizer step of a batch, then that of the scheduler."""
         arguments = () if closure is None else (closure,)
-        # What the user's own scaler sets when it calls us: gradients are so much too large, and
-        # whether they are finite.
-        grad_scale, found_inf = self.__dict__.get("grad_scale"), self.__dict__.get("found_inf")
-        result, skipped = None, False
-        if self.scaler is not None:
+        if self.__dict__.get("found_inf") is not None:  # a scaler sets it when it calls us
+            hint = "daso.add_scaler(scaler), then daso.step() alone"
+            raise refusal(RuntimeError, "scaler.step(daso)", hint=hint)
+        if self.scaler is None:
+            result, skipped = self.local_optimizer.step(*arguments), False
+        else:
             before = self.scaler.get_scale()
             result = self.scaler.step(self.local_optimizer, *arguments)
             self.scaler.update()
             skipped = self.scaler.get_scale() < before
-        elif found_inf is not None and found_inf.item():
-            skipped = True
-        else:
-            grads = [p.grad for p in self.params_ref if p.grad is not None]
-            if grad_scale is not None and grads:
-                private.divide_each_(grads, grad_scale.item())
-            result = self.local_optimizer.step(*arguments)
         if self.scheduler is not None and not skipped:
             self.scheduler.step()
         return result
