@@ -147,6 +147,35 @@ running_ddp: Callable[[], torch.nn.Module | None] = _lookup(
 """Return the DistributedDataParallel whose forward is running, if one is."""
 
 
+_backward = torch.autograd.backward
+_listeners: list[Callable[[Sequence[torch.Tensor]], None]] = []
+
+
+def on_backward(listener: Callable[[Sequence[torch.Tensor]], None]) -> Callable[[], None]:
+    """Call `listener` with the tensors that each backward begins with; return what ends that.
+
+    torch's function is replaced as long as there is a listener: for finding mistakes.
+    """
+
+    def announced(tensors: Any, *args: Any, **kwargs: Any) -> None:
+        roots = (tensors,) if isinstance(tensors, torch.Tensor) else tuple(tensors)
+        for one in tuple(_listeners):
+            one(roots)
+        _backward(tensors, *args, **kwargs)
+
+    if not _listeners:
+        torch.autograd.backward = announced
+    _listeners.append(listener)
+
+    def end() -> None:
+        if listener in _listeners:
+            _listeners.remove(listener)
+        if not _listeners:
+            torch.autograd.backward = _backward
+
+    return end
+
+
 def profiled(
     name: str, tensors: Sequence[torch.Tensor]
 ) -> contextlib.AbstractContextManager[object]:
