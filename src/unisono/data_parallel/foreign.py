@@ -11,7 +11,8 @@ import json
 import weakref
 import zlib
 from collections.abc import Mapping
-from typing import Any
+from functools import cached_property
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -38,9 +39,13 @@ class _Followed:
 
     def __init__(self, ddp: DistributedDataParallel) -> None:
         self._ddp = weakref.ref(ddp)
-        self._replicas = ReplicaCheck(ddp.module, "DistributedDataParallel")
         self._step = 0
         self._backward = BackwardWatch()
+
+    @cached_property
+    def _replicas(self) -> ReplicaCheck:
+        ddp = cast(DistributedDataParallel, self._ddp())  # it has its module by now
+        return ReplicaCheck(ddp.module, "DistributedDataParallel")
 
     def before_forward(
         self, ddp: nn.Module, inputs: tuple[Any, ...], named: Mapping[str, Any]
