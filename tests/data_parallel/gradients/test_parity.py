@@ -114,10 +114,10 @@ def test_gradients_are_views_of_the_buckets(blocking):
         for bucket in model._engine.buckets:
             begin = bucket.flat.data_ptr()
             for p in bucket.params:
-                assert begin <= p.grad.data_ptr() < begin + bucket.nbytes
+                assert begin <= p.grad.data_ptr() < begin + bucket.flat.nbytes
     stats = model.stats()
     assert stats.steps == 2
-    assert stats.bytes_per_step == sum(bucket.nbytes for bucket in model._engine.buckets)
+    assert stats.bytes_per_step == sum(bucket.flat.nbytes for bucket in model._engine.buckets)
     assert stats.wait_s_per_step > 0
     assert (stats.wait_forward_s == 0) == blocking
     assert stats.buckets == model.buckets
