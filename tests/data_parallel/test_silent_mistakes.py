@@ -37,13 +37,13 @@ def findings() -> Iterator[list[str]]:
     assert world().rank == 0 or not texts
 
 
-def trained(model, *, steps=4, rows=6, lr=0.1, seed=None):
+def trained(model, *, steps=4, rows=6, lr=0.1, seed=None, divide=1.0):
     generator = torch.Generator().manual_seed(world().rank if seed is None else seed)
     optimizer = torch.optim.SGD(model.parameters(), lr=lr)
     for _ in range(steps):
         x, y = (torch.randn(rows, n, generator=generator) for n in (4, 1))
         optimizer.zero_grad()
-        nn.functional.mse_loss(model(x), y).backward()
+        (nn.functional.mse_loss(model(x), y) / divide).backward()
         optimizer.step()
 
 
@@ -167,6 +167,36 @@ def test_a_sampler_that_pads_by_repeating():
 
 
 @pytest.mark.ranks(2)
+def test_a_loss_divided_by_the_number_of_ranks():
+    with check(), findings() as texts:
+        trained(DataParallel(net()), divide=2)
+    assert len(texts) == (world().rank == 0)
+    assert all("averaged over 2 ranks already" in text for text in texts)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize(
+    ("loss", "is_twice"),
+    [
+        (lambda y: y.square().sum() / 6 / 2, True),
+        (lambda y: y.square().sum() / 12, True),  # the rows of all ranks
+        (lambda y: nn.functional.mse_loss(y, y.detach() + 1, reduction="sum") / 12, True),
+        (lambda y: y.square().sum() / 6, False),
+        (lambda y: 0.5 * y.square().mean(), False),
+        (lambda y: (y.square().mean() + y.abs().mean()) / 2, False),
+    ],
+)
+def test_a_sum_of_rows_divided_by_ranks_besides_and_factors_that_are_meant(loss, is_twice):
+    model = DataParallel(net())
+    generator = torch.Generator().manual_seed(world().rank)
+    with check(), findings() as texts:
+        for _ in range(3):
+            loss(model(torch.randn(6, 4, generator=generator))).backward()
+    assert len(texts) == (world().rank == 0 and is_twice)
+    assert all("averaged over 2 ranks already" in text for text in texts)
+
+
+@pytest.mark.ranks(2)
 def test_check_mode_names_a_learning_rate_that_a_scheduler_has_made_equal_again():
     model = DataParallel(net())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -193,6 +223,29 @@ def test_ours_and_ddp_around_each_other():
     outer = DistributedDataParallel(DataParallel(net()))
     with pytest.raises(LayoutError, match="wrap the module once"):
         outer(torch.randn(3, 4))
+
+
+@pytest.mark.ranks(2)
+def test_an_accumulation_that_is_divided_twice():
+    def step(model, optimizer, again):
+        x = torch.randn(6, 4)
+        with model.no_sync():
+            (model(x).square().mean() / 2).backward()
+        (model(x).square().mean() / 2).backward()
+        for p in model.parameters():
+            p.grad /= again
+        optimizer.step()
+        optimizer.zero_grad()
+
+    for again in (1, 2):
+        model = DataParallel(net())
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        torch.manual_seed(world().rank)
+        with check(), findings() as texts:
+            for _ in range(3):
+                step(model, optimizer, again)
+        assert len(texts) == (world().rank == 0 and again == 2)
+        assert all("divided by 4, not by 2" in text for text in texts)
 
 
 @pytest.mark.ranks(2)

@@ -333,6 +333,7 @@ class GradientEngine:
     def _begin_gradients(self) -> None:
         """Decide how the gradients of this backward count. Collective where ranks have weights."""
         self._got_any = True
+        self.replicas.backwards += 1
         self._syncing = self.require_sync
         if not self._syncing:
             return

@@ -72,6 +72,7 @@ class _Followed:
 
     def _end_backward(self) -> None:
         """Compare this rank with the others. Collective over DDP's ranks."""
+        self._replicas.backwards += 1
         ddp = self._ddp()
         if ddp is None or not ddp.require_backward_grad_sync:
             return

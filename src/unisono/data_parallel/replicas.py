@@ -24,6 +24,7 @@ from unisono.comm import Communicator
 from unisono.comm.call import call_site
 from unisono.comm.digest import digest_of, digests_of
 from unisono.comm.health import check
+from unisono.data_parallel.divisor import Divisor
 from unisono.errors import LayoutError, explain, name_ranks
 from unisono.launch.functional import SharedBatchNorm
 from unisono.operators.gradients import tensors_in
@@ -76,6 +77,10 @@ class _Record:
     """Digest of the random state at a forward with dropout; 0 for none."""
     buffers_changed: int = 0
     """Whether buffers have changed outside of a training forward."""
+    divisor: int = 1
+    """By what the loss and its gradients were divided."""
+    backwards: int = 1
+    """Backwards whose gradients this step adds up."""
 
 
 class ReplicaCheck:
@@ -96,12 +101,15 @@ class ReplicaCheck:
         self._batches: list[Tensor] = []
         self._forwards = 0
         self._rows = -1
+        self.backwards = 0
+        """Backwards that have added to the gradients of this step."""
         self._generator = 0
         self._buffers: list[int] | None = None
         self._buffers_changed = False
         self._waiting: tuple[int, _Record, list[Tensor], Any] | None = None
         self._equal_at = 0
         self._is_inspected = False
+        self._divisor: Divisor | None = None
 
     # -- what this rank sees ----------------------------------------------------------------------
 
@@ -117,6 +125,7 @@ class ReplicaCheck:
             first, *others = digests_of(tensors[:4], _WORDS)
             self._batches.append(sum((other.to(first.device) for other in others), first))
         if check.active:
+            self._divisor = self._divisor or Divisor()
             if not self._is_inspected and any(_drops(part) for part in self.module.modules()):
                 self._generator = _number(torch.get_rng_state().numpy().tobytes())
             before = self._buffers
@@ -143,6 +152,7 @@ class ReplicaCheck:
         Raises:
             LayoutError: on all ranks, where parameters have drifted apart.
         """
+        backwards, self.backwards = self.backwards, 0
         is_early = step <= EVERY and step & (step - 1) == 0 and step > 1
         if not (check.active or is_early or step % EVERY == 0):
             return
@@ -154,7 +164,11 @@ class ReplicaCheck:
             is_weighted=int(weighs),
             generator=self._generator,
             buffers_changed=int(self._buffers_changed),
+            divisor=1 if self._divisor is None else self._divisor.take(),
+            backwards=max(1, backwards),
         )
+        if self._divisor is not None:
+            self._divisor.remember(chosen)
         values, self._batches, self._buffers_changed = [*digests, *self._batches], [], False
         is_later = not check.active and any(is_accelerator(x.device) for x in values)
         due: tuple[int, _Record, list[Tensor], Any] | None = step, record, values, None
@@ -202,6 +216,7 @@ class ReplicaCheck:
             self._report_equal_batches(table, comm)
         if check.active:
             self._report_table(table, comm)
+            self._report_divided_twice(table, comm)
             if not is_inspected:
                 self._inspect_module(comm)
                 _inspect_samplers(comm)
@@ -256,6 +271,26 @@ class ReplicaCheck:
                 "train mode?",
                 "model.eval() around an evaluation, on all ranks or on none",
             )
+
+    def _report_divided_twice(self, table: Sequence[_Record], comm: Communicator) -> None:
+        count, divisor, size = table[0].backwards, table[0].divisor, comm.size
+        if any((row.divisor, row.backwards) != (divisor, count) for row in table):
+            return
+        if count > 1 and divisor == count * count:
+            problem = f"the loss and its gradient are divided by {count} each"
+            hint = f"loss / {count} in each backward, and nothing else"
+        elif divisor > count and divisor == count * size:
+            problem = f"gradients are averaged over {size} ranks already, and divided by them again"
+            hint = "leave the division by the number of ranks out"
+        else:
+            return
+        check.report(
+            f"the gradient of {self._wrapper} is divided twice",
+            problem,
+            hint,
+            arithmetic=f"{count} backwards a step, {size} ranks: divided by {divisor}, not by "
+            f"{count}",
+        )
 
     def _inspect_module(self, comm: Communicator) -> None:
         """Report layers whose result depends on the number of ranks. Local."""
