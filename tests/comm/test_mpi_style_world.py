@@ -119,21 +119,6 @@ def test_all_verbs_work_in_a_world_of_one_and_requests_are_complete():
     assert comm.Split().size == 1
 
 
-def test_a_rank_can_send_to_itself():
-    comm = MPICommunication().Dup()
-    out = np.zeros(3)
-    comm.Send(np.arange(3.0), 0, tag=4)
-    comm.send({"a": 1}, 0, tag=5)
-    assert comm.recv(source=0, tag=5) == {"a": 1}
-    comm.Recv(out, 0, 4)
-    assert out.tolist() == [0, 1, 2]
-    with pytest.raises(MeshError, match="from itself"):
-        comm.Recv(out, 0)
-    early = comm.irecv(source=0)
-    comm.send("late", 0)
-    assert early.wait() == "late"
-
-
 @pytest.mark.parametrize(
     ("call", "kind", "words"),
     [

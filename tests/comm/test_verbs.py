@@ -696,7 +696,7 @@ def test_what_a_verb_replaces_is_not_used_by_autograd_any_more():
 
 @pytest.mark.ranks(2, backend=BACKENDS)
 def test_a_verb_that_cuts_a_graph_says_so_once(monkeypatch):
-    monkeypatch.setattr(perform, "_warned_of_cut", False)
+    monkeypatch.setattr(perform, "_warned", set())
     comm, w = world(), torch.ones(2, requires_grad=True)
     with pytest.warns(UserWarning, match=r"all_reduce of a tensor that requires grad") as told:
         _ = [comm.all_reduce(w * 2) for _ in range(2)]
@@ -705,7 +705,7 @@ def test_a_verb_that_cuts_a_graph_says_so_once(monkeypatch):
     assert "unisono.operators" in str(told[0].message)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        monkeypatch.setattr(perform, "_warned_of_cut", False)
+        monkeypatch.setattr(perform, "_warned", set())
         comm.all_reduce((w * 2).detach())
         comm.all_reduce_(w.detach())
         with torch.no_grad():

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 import operator
-import os
 from collections.abc import Iterable, Sequence
 from numbers import Real
 
@@ -41,32 +40,26 @@ def check_tensor(x: object, device: torch.device, verb: str) -> Tensor:
 
 def _wrong_tensor(x: object, device: torch.device, verb: str) -> UnisonoError:
     if not isinstance(x, Tensor):
-        return UnisonoError.because(
-            f"{verb} of {type(x).__name__}", "a tensor is needed", None, f"{verb}(torch.tensor(x))"
-        )
-    if x.device.type == "meta":
+        request, problem = f"{verb} of {type(x).__name__}", "a tensor is needed"
+        hint = f"{verb}(torch.tensor(x))"
+    elif x.device.type == "meta":
         return _without_data(f"{verb} of a tensor on meta")
-    if x.device.type != device.type:
-        return UnisonoError.because(
+    elif x.device.type != device.type:
+        request, problem = (
             f"{verb} of a tensor on {x.device}",
             f"the communicator works on {device}",
-            None,
-            f"x.to({str(device)!r}), or comm.with_device({str(x.device)!r})",
         )
-    if x.layout is not torch.strided or x.is_quantized:
+        hint = f"x.to({str(device)!r}), or comm.with_device({str(x.device)!r})"
+    elif x.layout is not torch.strided or x.is_quantized:
         kind = "a quantised" if x.is_quantized else f"a sparse ({x.layout})"
+        request, problem = f"{verb} of {kind} tensor", "only dense tensors travel"
         hint = "x.dequantize()" if x.is_quantized else "x.to_dense()"
-        return UnisonoError.because(
-            f"{verb} of {kind} tensor", "only dense tensors travel", None, hint
-        )
-    if is_batchedtensor(x):
+    elif is_batchedtensor(x):
         return vmapped(verb, verb)
-    return UnisonoError.because(
-        f"{verb} of a tensor of {x.dtype}",
-        "torch has no kernels for this dtype, so it cannot travel as it is",
-        None,
-        f"{verb}(x.view(torch.uint8)), and .view({x.dtype}) of the result",
-    )
+    else:
+        request, problem = f"{verb} of a tensor of {x.dtype}", "torch has no kernels for this dtype"
+        hint = f"{verb}(x.view(torch.uint8)), and .view({x.dtype}) of the result"
+    return UnisonoError.because(request, problem, None, hint)
 
 
 def check_not_vmapped(x: Tensor, verb: str) -> None:
@@ -122,30 +115,20 @@ def check_target(x: object, device: torch.device, verb: str) -> Tensor:
 
 def check_writable(x: Tensor, verb: str) -> None:
     """Refuse to write to zeros without memory, and to one place several times (`expand`)."""
+    repeated = [d for d in range(x.dim()) if x.shape[d] > 1 and x.stride(d) == 0]
     if is_zero_tensor(x):
-        raise UnisonoError.because(
-            f"{verb} of a tensor of shape {list(x.shape)} that has no memory",
-            "torch stands for its zeros without storing them, so nothing can be written",
-            None,
-            f"x = x.clone(), or {verb.removesuffix('_')}(x), which returns a new tensor"
-            if verb.endswith("_")
-            else "x.clone() first",
+        request = f"{verb} of a tensor of shape {list(x.shape)} that has no memory"
+        problem = "torch stands for its zeros without storing them, so nothing can be written"
+    elif repeated and x.numel():
+        request = f"{verb} of an expanded tensor of shape {list(x.shape)}"
+        problem = (
+            f"strides {list(x.stride())}: along dim {repeated[0]} all {x.shape[repeated[0]]} "
+            "elements are one place in memory, which cannot hold different results"
         )
-    if x.is_contiguous():
+    else:
         return
-    repeated = [d for d, (n, stride) in enumerate(zip(x.shape, x.stride(), strict=True))
-                if n > 1 and stride == 0]  # fmt: skip
-    if repeated and x.numel():
-        dim = repeated[0]
-        raise UnisonoError.because(
-            f"{verb} of an expanded tensor of shape {list(x.shape)}",
-            f"strides {list(x.stride())}: along dim {dim} all {x.shape[dim]} elements are one "
-            "place in memory, which cannot hold different results",
-            None,
-            f"x = x.clone(), or {verb.removesuffix('_')}(x), which returns a new tensor"
-            if verb.endswith("_")
-            else "x.clone() first",
-        )
+    other = f", or {verb[:-1]}(x), which returns a new tensor" if verb.endswith("_") else " first"
+    raise UnisonoError.because(request, problem, None, f"x = x.clone(){other}")
 
 
 def _outside(value: object, least: int, below: int, *, problem: str) -> tuple[str, str]:
@@ -202,78 +185,40 @@ def check_sizes(
     sizes: Sequence[int], size: int, verb: str, *, total: int | None = None, what: str = "sizes"
 ) -> tuple[int, ...]:
     """Return `sizes` as a tuple of one entry per rank, none negative, adding up to `total`."""
-    values = whole_numbers(sizes)
+    values, arithmetic = whole_numbers(sizes), None
     if values is None:
-        raise PartitionError.because(
-            f"{verb}({what}={sizes!r})",
-            "not a list of integers",
-            None,
-            f"{what}=[...] with one entry for each of {size} ranks",
-        )
-    if len(values) == size and min(values) >= 0 and (total is None or sum(values) == total):
-        return values
-    if len(values) != size:
+        problem = "not a list of integers"
+    elif len(values) != size:
         problem, arithmetic = f"{len(values)} entries for {size} ranks", f"{len(values)} != {size}"
-        hint = f"{what} has one entry per rank"
     elif min(values) < 0:
-        problem, arithmetic = f"a negative size: {min(values)}", None
-        hint = "0 for a rank without a block"
+        problem = f"a negative size: {min(values)}"
+    elif total is None or sum(values) == total:
+        return values
     else:
         problem = f"{total} rows in the tensor"
         arithmetic = f"{' + '.join(map(str, values))} = {sum(values)} != {total}"
-        hint = f"{what} must add up to the rows of the tensor"
-    raise PartitionError.because(f"{verb}({what}={list(values)})", problem, arithmetic, hint)
+    raise PartitionError.because(
+        f"{verb}({what}={list(values) if values else sizes!r})",
+        problem,
+        arithmetic,
+        f"{what}=[...] with the rows of each of {size} ranks, 0 for one without a block",
+    )
 
 
 def check_ranks(ranks: object, size: int, request: str) -> tuple[int, ...]:
     """Return `ranks` as a tuple of ranks of a group of `size`: at least one, none twice."""
     listed = list(ranks) if isinstance(ranks, Iterable) else ranks
-    chosen = whole_numbers(listed)
-    if chosen is None:
-        raise MeshError.because(f"{request}({listed!r})", "not a list of ranks", None, "[0, 1]")
+    chosen = whole_numbers(listed) or ()
     bad = [r for r in chosen if not 0 <= r < size]
     twice = sorted({r for r in chosen if chosen.count(r) > 1})
     if bad or twice or not chosen:
         raise MeshError.because(
-            f"{request}({list(chosen)})",
+            f"{request}({listed!r})",
             f"a communicator of {size} ranks",
-            f"out of range: {bad}" if bad else f"more than once: {twice}" if twice else "empty",
-            f"ranks of this communicator are 0 to {size - 1}, each at most once",
+            f"out of range: {bad}" if bad else f"more than once: {twice}" if twice else "no ranks",
+            f"[0, 1]: ranks of this communicator are 0 to {size - 1}, each at most once",
         )
     return chosen
-
-
-def check_shape(shape: object, verb: str) -> tuple[int, ...]:
-    """Return a shape as a tuple of integers, none negative."""
-    sizes = whole_numbers(shape)
-    if sizes is None or min(sizes, default=0) < 0:
-        raise PartitionError.because(
-            f"{verb}({shape!r})",
-            "a shape is a list of integers, none of them negative",
-            None,
-            f"{verb}((1000, 20), torch.float32)",
-        )
-    return sizes
-
-
-def check_fits_memory(sizes: Sequence[int], dtype: torch.dtype, ranks: int, verb: str) -> None:
-    """Refuse what exceeds the memory of this host. The same on all its ranks."""
-    if dtype not in _MOVABLE:
-        raise UnisonoError.because(
-            f"{verb}({list(sizes)}, {dtype!r})", "no dtype that travels", None, "torch.float32"
-        )
-    nbytes = math.prod(sizes) * dtype.itemsize
-    try:
-        there = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    except (ValueError, OSError):
-        return
-    if nbytes * ranks > there:
-        raise UnisonoError.because(
-            f"{verb}({list(sizes)}) on {ranks} ranks",
-            f"this host has {there / 2**20:,.0f} MB of memory",
-            f"{nbytes / 2**20:,.0f} MB * {ranks} = {nbytes * ranks / 2**20:,.0f} MB",
-            "a smaller buffer, or one that is used in turns",
-        )
 
 
 def check_timeout(timeout_s: float) -> float:

@@ -2,24 +2,21 @@
 
 The process keeps its latest call here, so that another rank's report can tell where this one
 stands. Keeping it costs one assignment per call.
-Where in the user's program it was made is found by leaving frames of unisono, torch and Python
-aside.
+Where in the user's program it was made is found by leaving frames of installed packages aside.
 """
 
 from __future__ import annotations
 
-import os
+import functools
 import sys
-import sysconfig
 import threading
 import traceback
 from dataclasses import dataclass, field
-from pathlib import Path
 from types import FrameType
 
 import torch
 
-from unisono.frames import folded
+from unisono.frames import folded, is_user_file
 
 
 @dataclass(slots=True, eq=False)
@@ -60,8 +57,6 @@ class Call:
     """Ranks of the group of which a message is expected."""
     awaits: tuple[tuple[int, int, int], ...] = ()
     """World rank, tag and number of each of these messages, from 1 for every rank and tag."""
-    is_checked: bool = False
-    """Whether it was compared with the other ranks' calls (check mode)."""
     sent: int = 0
     """Bytes this rank hands to others."""
     received: int = 0
@@ -120,7 +115,6 @@ latest_call: Call | None = None
 """The latest call of this process."""
 waited_call: Call | None = None
 """The call that is waited for, where that is not the latest."""
-_blocked: tuple[Call, int] | None = None
 
 
 def waited() -> Call | None:
@@ -128,44 +122,6 @@ def waited() -> Call | None:
     if waited_call is not None:
         return waited_call
     return latest_call if latest_call is not None and not latest_call.done else None
-
-
-def set_blocked(call: Call | None) -> None:
-    """Remember that this thread is inside a backend until `call` has ended; None when it is out."""
-    global _blocked
-    _blocked = None if call is None else (call, threading.get_ident())
-
-
-def blocked() -> tuple[Call, int] | None:
-    """Return the call in which a thread cannot look around, and the thread's identity."""
-    return _blocked
-
-
-_PACKAGE = Path(__file__).resolve().parents[1]
-_LIBRARIES: tuple[str, ...] = (
-    f"{_PACKAGE}{os.sep}",
-    f"{Path(torch.__file__).parent}{os.sep}",
-    f"{Path(torch.__file__).resolve().parent}{os.sep}",
-    f"{Path(torch.__file__).parent}{os.sep}",  # an environment may consist of links
-    "<frozen ",
-)
-_PROGRAMS = (str(_PACKAGE / "cli" / "demo_digits.py"), f"{_PACKAGE / '_examples'}{os.sep}")
-"""What ships with us and is a user's program all the same."""
-_STDLIB = f"{sysconfig.get_path('stdlib')}{os.sep}"
-_INSTALLED = (f"{os.sep}site-packages{os.sep}", f"{os.sep}dist-packages{os.sep}")
-
-_is_library_file: dict[str, bool] = {}
-"""For each source file met so far, whether it belongs to a library."""
-
-
-def is_library(file: str) -> bool:
-    """Whether a source file is unisono's, torch's or Python's own."""
-    answer = _is_library_file.get(file)
-    if answer is None:
-        is_python = file.startswith(_STDLIB) and not any(word in file for word in _INSTALLED)
-        is_ours = file.startswith(_LIBRARIES) and not file.startswith(_PROGRAMS)
-        answer = _is_library_file[file] = is_python or is_ours
-    return answer
 
 
 def call_site(depth: int = 1) -> str:
@@ -181,15 +137,14 @@ def thread_site(ident: int) -> str:
     return _innermost(sys._current_frames().get(ident))
 
 
+_is_user_file = functools.cache(is_user_file)
+
+
 def _innermost(frame: FrameType | None) -> str:
     last = frame
     while frame is not None:
-        name = frame.f_code.co_filename
-        is_ours = _is_library_file.get(name)
-        if is_ours is None:
-            is_ours = is_library(name)
-        if not is_ours:
-            return f"{name}:{frame.f_lineno}"
+        if _is_user_file(frame.f_code.co_filename):
+            return f"{frame.f_code.co_filename}:{frame.f_lineno}"
         last, frame = frame, frame.f_back
     return f"{last.f_code.co_filename}:{last.f_lineno}" if last is not None else "?"
 
@@ -208,6 +163,6 @@ def thread_stacks() -> str:
         ]
         if ident == main:
             parts.append(folded(stack))
-        elif any(not is_library(file) for file, _, _ in stack):
+        elif any(_is_user_file(file) for file, _, _ in stack):
             parts.append(f"  in thread {names.get(ident, '?')}:\n{folded(stack)}")
     return "\n".join(parts)

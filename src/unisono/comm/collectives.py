@@ -1,7 +1,7 @@
 """The collectives of a communicator: what is added up, what is copied, and Python objects.
 
-Each verb prepares a `PreparedCall`. `Collectives` performs it and returns the result;
-`StartedCollectives` (`comm.start`) leaves it under way and returns a `Pending`.
+Each verb prepares a `PreparedCall`. `Collectives` performs it and returns the result; `comm.start`
+leaves it under way and returns a `Pending`.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 import hashlib
 import pickle
 from collections.abc import Sequence
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -34,7 +33,7 @@ from unisono.comm.arguments import (
     unpack_shape,
 )
 from unisono.comm.health.watchdog import seal_of
-from unisono.comm.perform import Performer, PreparedCall, started, verb
+from unisono.comm.perform import Performer, PreparedCall, verb
 from unisono.comm.reductions import check_op, decode, encode
 from unisono.errors import PartitionError, UnisonoError
 from unisono.torch_private import increment_version
@@ -182,14 +181,10 @@ class Collectives(Performer):
         Receivers pass a tensor of the same shape and dtype, or None with `like=(shape, dtype)`.
         """
         src = check_rank(src, self.size, "src", "broadcast")
-        if x is not None:
-            check_tensor(x, self.device, "broadcast")
+        if x is not None or self.rank == src:
+            x = self._at_source(x, src, "broadcast")
         if self.rank != src:
             out = self._empty(x if x is not None else like, "broadcast")
-        elif x is None:
-            raise UnisonoError.because(
-                "broadcast(None)", f"rank {src} is the source", None, "pass the tensor there"
-            )
         else:
             out = x.detach().clone(memory_format=torch.contiguous_format)
         return self._broadcast_into(out, out, x if self.rank == src else out, src, timeout_s)
@@ -312,11 +307,7 @@ class Collectives(Performer):
         lengths: tuple[int, ...] = (0,) * self.size
         if self.rank == src:
             try:
-                if x is None:
-                    raise UnisonoError.because(
-                        "scatter(None)", f"rank {src} is the source", None, "pass the tensor there"
-                    )
-                check_tensor(x, self.device, "scatter")
+                x = self._at_source(x, src, "scatter")
                 dim = check_dim(dim, x, "scatter")
                 rows = rows_first(x, dim)
                 lengths = self._block_sizes(sizes, rows.shape[0], "scatter")
@@ -341,23 +332,27 @@ class Collectives(Performer):
             # Shape, dtype, lengths and dim of what is scattered, and whether `src` refuses.
             whole = rows if rows is not None else torch.empty(0, device="cpu")
             record = [refused is not None, dim, *lengths, *pack_shape(whole.shape, whole.dtype)]
-            ints = self._engine.all_gather_ints
-            record = self._exchange("scatter", src, timeout_s, ints, record)[src]
-            if refused is not None:
-                raise refused
-            if record[0]:
-                raise PartitionError.because(
+            is_refused, dim, *rest = self._agree("scatter", record, timeout_s, root=src)[src]
+            if is_refused:
+                raise refused or PartitionError.because(
                     f"scatter from rank {src} of the group",
                     "the source refused its arguments; its own error says why",
                 )
-            dim, lengths = record[1], record[2 : 2 + self.size]
-            shape, dtype = unpack_shape(record[2 + self.size :])
+            lengths = tuple(rest[: self.size])
+            shape, dtype = unpack_shape(rest[self.size :])
         call = self._described("scatter", x, root=src, dim=dim, sizes=lengths)
         out = torch.empty((lengths[self.rank], *shape[1:]), dtype=dtype, device=self.device)
         call.received = out.nbytes
         ins = None if rows is None else rows.split_with_sizes(lengths)
         kernel = partial(self._engine.scatter, out, ins, src)
         return PreparedCall(call, kernel, lambda: rows_back(out, dim), timeout_s)
+
+    def _at_source(self, x: Tensor | None, src: int, verb: str) -> Tensor:
+        """Return the tensor that this rank, the source, sends."""
+        if x is None:
+            request, problem = f"{verb}(None)", f"rank {src} is the source"
+            raise UnisonoError.because(request, problem, None, "pass the tensor there")
+        return check_tensor(x, self.device, verb)
 
     @verb
     def all_to_all(
@@ -395,9 +390,7 @@ class Collectives(Performer):
             )
         sent = self._block_sizes(send_sizes, rows.shape[0], "all_to_all", what="send_sizes")
         if recv_sizes is None:
-            ints = self._engine.all_gather_ints
-            matrix = self._exchange("all_to_all", None, timeout_s, ints, sent)
-            got = tuple(row[self.rank] for row in matrix)
+            got = tuple(row[self.rank] for row in self._agree("all_to_all", sent, timeout_s))
         else:
             got = check_sizes(recv_sizes, self.size, "all_to_all", what="recv_sizes")
         out = rows.new_empty((sum(got), *rows.shape[1:]))
@@ -435,19 +428,6 @@ class Collectives(Performer):
         call = self._described("barrier", None)
         return PreparedCall(call, self._engine.barrier, lambda: None, timeout_s)
 
-    # -- small exchanges ------------------------------------------------------------------------
-
-    def _agree(
-        self, values: Sequence[int], timeout_s: float | None = None
-    ) -> list[tuple[int, ...]]:
-        """Do `all_gather_ints` by a transfer that can be left alone (`perform.meanwhile`)."""
-        return [tuple(row) for row in self._perform(self._gathered_row(values, timeout_s)).tolist()]
-
-    def _gathered_row(self, values: Sequence[int], timeout_s: float | None) -> PreparedCall[Tensor]:
-        """Prepare an exchange of integers, one row per rank; the host wants to know them."""
-        row = torch.tensor([list(values)], dtype=torch.int64, device="cpu")
-        return replace(self._joined(row, 0, [1] * self.size, timeout_s), is_quiet=True)
-
     def block_lengths(
         self, x: Tensor, dim: int = 0, *, timeout_s: float | None = None
     ) -> tuple[int, ...]:
@@ -466,14 +446,10 @@ class Collectives(Performer):
         shape = x.shape or (1,)
         rest = (*shape[:dim], *shape[dim + 1 :])
         record = (*pack_shape((shape[dim], *rest), x.dtype), dim)
-        engine = self._engine
-        records = self._exchange(verb, None, timeout_s, engine.all_gather_ints, record)
-        lengths: list[int] = []
-        for record in records:
-            if record[1:] != records[0][1:]:
-                raise do_not_fit(verb, self.ranks, records)
-            lengths.append(record[0])
-        return tuple(lengths)
+        records = self._agree(verb, record, timeout_s)
+        if any(other[1:] != records[0][1:] for other in records):
+            raise do_not_fit(verb, self.ranks, records)
+        return tuple(other[0] for other in records)
 
     def _lengths_or(
         self,
@@ -522,7 +498,7 @@ class Collectives(Performer):
     ) -> PreparedCall[list[Any]]:
         """Return the objects of all ranks, in rank order, on every rank. Collective."""
         pickled = self._pickled(obj)
-        sizes = self._byte_counts(pickled, timeout_s)
+        sizes = self._byte_counts("all_gather_object", pickled, timeout_s)
         gathered = self._joined(pickled, 0, sizes, timeout_s)
         return gathered.then(lambda raw: self._unpickled(raw, sizes))
 
@@ -533,7 +509,7 @@ class Collectives(Performer):
         """Return the objects of all ranks on rank `dst`, None on the others. Collective."""
         dst = check_rank(dst, self.size, "dst", "gather_object")
         pickled = self._pickled(obj)
-        sizes = self._byte_counts(pickled, timeout_s)
+        sizes = self._byte_counts("gather_object", pickled, timeout_s)
         gathered = self._joined_at(dst, pickled, 0, sizes, timeout_s)
         return gathered.then(lambda raw: None if raw is None else self._unpickled(raw, sizes))
 
@@ -543,13 +519,12 @@ class Collectives(Performer):
     ) -> PreparedCall[Any]:
         """Return the object of rank `src` on every rank; the others' is ignored. Collective."""
         src = check_rank(src, self.size, "src", "broadcast_object")
-        pickled = self._pickled(obj) if self.rank == src else None
-        count = self._byte_counts(pickled, timeout_s)[src]
-        raw = pickled
+        raw = self._pickled(obj) if self.rank == src else None
+        count = self._byte_counts("broadcast_object", raw, timeout_s)[src]
         if raw is None:
             raw = torch.empty(count, dtype=torch.uint8, device="cpu")
         sent = self._broadcast_into(raw, raw, raw, src, timeout_s)
-        return sent.then(lambda raw: self._unpickled(raw, [raw.numel()], src)[0])
+        return sent.then(lambda raw: self._unpickled(raw, [count], src)[0])
 
     @verb
     def all_equal(self, value: Any, *, timeout_s: float | None = None) -> PreparedCall[bool]:
@@ -558,8 +533,9 @@ class Collectives(Performer):
         Tensors are compared by dtype, shape and bits, dicts and sets in any order, other values by
         their pickled form; only a digest travels.
         """
-        transfer = self._gathered_row(_digest(value), timeout_s)
-        return transfer.then(lambda rows: bool((rows == rows[0]).all()))
+        digest = torch.tensor([_digest(value)], dtype=torch.int64, device="cpu")
+        gathered = self._joined(digest, 0, [1] * self.size, timeout_s)
+        return gathered.then(lambda rows: bool((rows == rows[0]).all()))
 
     def _pickled(self, obj: Any) -> Tensor:
         """Return an object as bytes, signed by this rank: nothing else is unpickled by others."""
@@ -583,37 +559,9 @@ class Collectives(Performer):
             objects.append(pickle.loads(data))
         return objects
 
-    def _byte_counts(self, pickled: Tensor | None, timeout_s: float | None) -> list[int]:
+    def _byte_counts(self, verb: str, pickled: Tensor | None, timeout_s: float | None) -> list[int]:
         count = 0 if pickled is None else pickled.numel()
-        return [n for (n,) in self._agree([count], timeout_s)]
-
-
-class StartedCollectives:
-    """The collectives of a communicator, left under way: `comm.start.all_reduce(x).wait()`.
-
-    Each has the arguments of the verb of that name and returns a `Pending`. The tensors involved
-    must not be changed before `wait()` has returned. Where lengths are not given they are agreed on
-    before the call returns.
-    """
-
-    def __init__(self, comm: Collectives) -> None:
-        self._comm = comm
-
-    all_reduce = started(Collectives.all_reduce)
-    all_reduce_ = started(Collectives.all_reduce_)
-    reduce = started(Collectives.reduce)
-    reduce_scatter = started(Collectives.reduce_scatter)
-    broadcast = started(Collectives.broadcast)
-    broadcast_ = started(Collectives.broadcast_)
-    all_gather = started(Collectives.all_gather)
-    gather = started(Collectives.gather)
-    scatter = started(Collectives.scatter)
-    all_to_all = started(Collectives.all_to_all)
-    barrier = started(Collectives.barrier)
-    all_gather_object = started(Collectives.all_gather_object)
-    gather_object = started(Collectives.gather_object)
-    broadcast_object = started(Collectives.broadcast_object)
-    all_equal = started(Collectives.all_equal)
+        return [n for (n,) in self._agree(verb, [count], timeout_s)]
 
 
 def all_reduce_together(

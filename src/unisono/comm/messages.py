@@ -3,27 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from unisono.comm.arguments import (
-    check_fits_memory,
     check_rank,
-    check_shape,
     check_tag,
     check_target,
     check_tensor,
     dense,
+    whole_numbers,
 )
-from unisono.comm.collectives import (
-    Collectives,
-    Like,
-    StartedCollectives,
-    leaves_graph,
-    replaced,
-)
+from unisono.comm.call import Call
+from unisono.comm.collectives import Collectives, Like, leaves_graph, replaced
 from unisono.comm.perform import EXCHANGE_TAG, PreparedCall, started, verb
+from unisono.comm.reductions import DTYPE_NUMBERS
 from unisono.errors import MeshError, PartitionError, UnisonoError
 from unisono.expect import expect
 
@@ -123,10 +119,17 @@ class MessageVerbs(Collectives):
         Collective over the communicator. A collective on the buffer, or on a contiguous view of
         it, moves no bytes; on other backends it is plain memory.
         """
-        sizes = check_shape(shape, "shared_buffer")
-        check_fits_memory(sizes, dtype, self.size, "shared_buffer")
-        make = self._engine.shared_buffer
-        buffer = self._exchange("shared_buffer", None, timeout_s, make, sizes, dtype)
+        sizes = whole_numbers(shape)
+        if sizes is None or min(sizes, default=0) < 0 or dtype not in DTYPE_NUMBERS:
+            raise UnisonoError.because(
+                f"shared_buffer({shape!r}, {dtype!r})",
+                "no list of sizes, or no dtype that travels",
+                None,
+                "shared_buffer((1000, 20), torch.float32)",
+            )
+        call = Call("shared_buffer", self._entry.name, self._entry.key)
+        kernel = partial(self._engine.shared_buffer, sizes, dtype)
+        buffer = self._perform(PreparedCall(call, kernel, None, timeout_s, is_quiet=True))
         return buffer if buffer.device.type == self.device.type else buffer.to(self.device)
 
     def _check_tag(self, tag: int, verb: str) -> int:
@@ -149,9 +152,32 @@ class MessageVerbs(Collectives):
         return peer
 
 
-class StartedVerbs(StartedCollectives):
-    """All verbs of a communicator, left under way; see `StartedCollectives`."""
+class StartedVerbs:
+    """The verbs of a communicator, left under way: `comm.start.all_reduce(x).wait()`.
 
+    Each has the arguments of the verb of that name and returns a `Pending`. The tensors involved
+    must not be changed before `wait()` has returned. Where lengths are not given they are agreed on
+    before the call returns.
+    """
+
+    def __init__(self, comm: MessageVerbs) -> None:
+        self._comm = comm
+
+    all_reduce = started(MessageVerbs.all_reduce)
+    all_reduce_ = started(MessageVerbs.all_reduce_)
+    reduce = started(MessageVerbs.reduce)
+    reduce_scatter = started(MessageVerbs.reduce_scatter)
+    broadcast = started(MessageVerbs.broadcast)
+    broadcast_ = started(MessageVerbs.broadcast_)
+    all_gather = started(MessageVerbs.all_gather)
+    gather = started(MessageVerbs.gather)
+    scatter = started(MessageVerbs.scatter)
+    all_to_all = started(MessageVerbs.all_to_all)
+    barrier = started(MessageVerbs.barrier)
+    all_gather_object = started(MessageVerbs.all_gather_object)
+    gather_object = started(MessageVerbs.gather_object)
+    broadcast_object = started(MessageVerbs.broadcast_object)
+    all_equal = started(MessageVerbs.all_equal)
     send = started(MessageVerbs.send)
     recv = started(MessageVerbs.recv)
     recv_ = started(MessageVerbs.recv_)

@@ -291,7 +291,6 @@ class Performer:
             if recorder.call_sites:
                 _ = call.site
         if check.active and call.number and self.size > 1:
-            call.is_checked = True
             exchange = self._engine.all_gather_ints
             check.verify(call, self.rank, self.ranks, deadline, exchange)
 
@@ -465,63 +464,53 @@ class Performer:
 
         All ranks bring equally many. The cheapest way to agree on sizes.
         """
-        engine = self._engine
-        return self._exchange("all_gather_ints", None, timeout_s, engine.all_gather_ints, values)
+        return self._agree("all_gather_ints", values, timeout_s)
 
-    def _exchange(
+    def _agree(
         self,
         op: str,
-        root: int | None,
-        timeout_s: float | None,
-        kernel: Callable[..., T],
-        *args: object,
-    ) -> T:
-        """Run a small blocking exchange, such as the one before `op`, and report it as one of `op`.
-
-        Args:
-            op: name of the verb.
-            root: its root, if it has one.
-            timeout_s: its deadline; None is the communicator's.
-            kernel: called with `args` and `timeout_s`.
-            *args: of the kernel.
-        """
+        values: Sequence[int],
+        timeout_s: float | None = None,
+        root: int | None = None,
+    ) -> list[tuple[int, ...]]:
+        """Do `all_gather_ints` before the verb `op`, as a part of it."""
         call = Call(op, self._entry.name, self._entry.key, root=root)
-        return self._perform(
-            PreparedCall(call, partial(kernel, *args), None, timeout_s, is_quiet=True)
-        )
+        if meanwhile is None:
+            kernel = partial(self._engine.all_gather_ints, values)
+            return self._perform(PreparedCall(call, kernel, None, timeout_s, is_quiet=True))
+        # What is done meanwhile needs a transfer that can be left under way.
+        row = torch.tensor([list(values)], dtype=torch.int64, device="cpu")
+        rows = row.new_empty((self.size, row.shape[1]))
+        engine = self._engine_for(row.device)
+        kernel = partial(engine.all_gather_rows, rows, [1] * self.size, row, alike=0)
+        prepared = PreparedCall(call, kernel, rows.tolist, timeout_s, is_quiet=True)
+        return [tuple(each) for each in self._perform(prepared)]
 
     def _unusable(self, op: str) -> UnisonoError:
         """Return the error of a call on a group that was closed or destroyed, or has failed."""
         entry = self._entry
         if entry.verdict is not None and not self._closed:
             return entry.verdict.with_traceback(None)
+        problem = f"the group is no longer usable: {entry.broken or 'it was destroyed'}"
+        hint = "start the ranks again; a group does not survive a failure"
         if self._closed:
-            return UnisonoError.because(
-                f"{op} on {entry.name}",
-                "this communicator was closed",
-                None,
-                "ask for a new one: Communicator.of(...) or comm.sub(ranks)",
-            )
-        return UnisonoError.because(
-            f"{op} on {entry.name}",
-            f"the group is no longer usable: {entry.broken or 'it was destroyed'}",
-            None,
-            "use the group in the parent, or start processes with 'spawn' or 'forkserver'"
-            if entry.is_forked
-            else "start the ranks again; a group does not survive a failure",
-        )
+            problem = "this communicator was closed"
+            hint = "ask for a new one: Communicator.of(...) or comm.sub(ranks)"
+        elif entry.is_forked:
+            hint = "use the group in the parent, or start processes with 'spawn' or 'forkserver'"
+        return UnisonoError.because(f"{op} on {entry.name}", problem, None, hint)
 
     def _second_thread(self, call: Call) -> UnisonoError:
         """Return the error of a collective while another thread is inside one of the same group.
 
         Which of two threads comes first differs from rank to rank: their sums would be mixed up.
         """
-        entry = self._entry
         names = {thread.ident: thread.name for thread in threading.enumerate()}
+        inside = self._entry.inside
         return UnisonoError.because(
-            f"{call.op} on {entry.name} in thread {threading.current_thread().name!r}",
-            f"thread {names.get(entry.inside, entry.inside)!r} of this rank is inside a collective "
-            "of the same group; ranks would not agree on which of the two is first",
+            f"{call.op} on {self._entry.name} in thread {threading.current_thread().name!r}",
+            f"thread {names.get(inside, inside)!r} of this rank is inside a collective of the same "
+            "group; ranks would not agree on which of the two is first",
             None,
             "a group of its own for the second thread, made before it starts: "
             "Communicator.of(torch.distributed.new_group())",
@@ -555,35 +544,31 @@ class Performer:
         return number
 
 
-_warned_of_cut = False
+_warned: set[str] = set()
+
+
+def _warn_once(subject: str, text: str) -> None:
+    if subject not in _warned:
+        _warned.add(subject)
+        file, _, line = call_site(3).rpartition(":")
+        warnings.warn_explicit(text, UserWarning, file or "?", int(line or 0))
 
 
 def _warn_of_cut(op: str) -> None:
     """Say once that a verb has no derivative, where a graph ends in it unnoticed."""
-    global _warned_of_cut
-    if _warned_of_cut:
-        return
-    _warned_of_cut = True
-    file, _, line = call_site(2).rpartition(":")
-    warnings.warn_explicit(
+    _warn_once(
+        "cut",
         f"{op} of a tensor that requires grad: verbs have no derivative, so gradients end here. "
         "x.detach() says that this is meant; unisono.operators has the same movements with "
         "derivatives (all_sum_reduce, all_gather, ...)",
-        UserWarning,
-        file or "?",
-        int(line or 0),
     )
 
 
-@functools.cache
 def _warn_of_staging(kind: str, backend: str) -> None:
     """Say once that tensors of a device take the long way, although no rank asked for it."""
-    file, _, line = call_site(2).rpartition(":")
-    warnings.warn_explicit(
+    _warn_once(
+        f"{kind} over {backend}",
         f"tensors on {kind} travel through host memory: this group has {backend} only, and the "
         f"host waits for each. unisono.run(..., on={kind!r}) starts ranks that have a backend for "
         "it, where there is one; comm.with_device(device) says that this is meant",
-        UserWarning,
-        file or "?",
-        int(line or 0),
     )

@@ -20,7 +20,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from unisono.comm import call as calls
 from unisono.comm.arguments import bytes_of
 from unisono.comm.engines.algorithms import MAX_PAIRWISE_RANKS, SMALL_BYTES, choose
 from unisono.comm.engines.base import Blocks, Engine, How, Messages, SourceTicket, Ticket
@@ -207,14 +206,10 @@ class GlooMessageTicket:
     def wait(self, timeout_s: float) -> None:
         """Wait for all messages; raise `TimeoutError` at the deadline."""
         self._is_attended = True
-        calls.set_blocked(calls.waited())
-        try:
-            if self._waiter is None:
-                _wait_for(self._works, timeout_s)
-            else:
-                self._waiter.result(timeout_s)
-        finally:
-            calls.set_blocked(None)
+        if self._waiter is None:
+            _wait_for(self._works, timeout_s)
+        else:
+            self._waiter.result(timeout_s)
         for arrival in self._arrivals:
             arrival.place()
 

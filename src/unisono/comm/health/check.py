@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib
+import itertools
 import json
 import operator
 import os
@@ -161,7 +162,7 @@ def verify(
         facts = tuple([tuple(x) if type(x) is list else x for x in _facts_of(call)])
         if _are_equal(exchange, call.number << 32 | _number_of(facts), timeout_s):
             return
-    fingerprint = _fingerprint(call)
+    fingerprint = _plain(dict(zip(_FACTS, _facts_of(call), strict=True)))
     fingerprint |= {"site": call.site, "text": call.describe()}
     prints = _share(call, "", fingerprint, rank, len(ranks), timeout_s)
     rule = disagreement(prints)
@@ -263,19 +264,15 @@ def disagreement(prints: list[Fingerprint]) -> _Rule | None:
         present = [value for value in map(rule.key, prints) if value is not None]
         if any(value != present[0] for value in present[1:]):
             return rule
-    if prints[0]["op"] == "all_to_all":
-        for sender, sender_print in enumerate(prints):
-            for receiver, receiver_print in enumerate(prints):
-                sizes, recv_sizes = sender_print["sizes"], receiver_print["recv_sizes"]
-                if sizes is None or recv_sizes is None:
-                    continue
-                if sizes[receiver] != recv_sizes[sender]:
-                    return _Rule(
-                        f"rank {sender} of the group sends {sizes[receiver]} rows to rank "
-                        f"{receiver}, which expects {recv_sizes[sender]}",
-                        lambda _: None,
-                        hint="recv_sizes[q] is what rank q sends here; None learns it",
-                    )
+    if prints[0]["op"] == "all_to_all" and None not in [p["recv_sizes"] for p in prints]:
+        for (sender, sent), (receiver, got) in itertools.product(enumerate(prints), repeat=2):
+            if (rows := sent["sizes"][receiver]) != (expected := got["recv_sizes"][sender]):
+                return _Rule(
+                    f"rank {sender} of the group sends {rows} rows to rank {receiver}, which "
+                    f"expects {expected}",
+                    lambda _: None,
+                    hint="recv_sizes[q] is what rank q sends here; None learns it",
+                )
     return None
 
 
@@ -288,10 +285,6 @@ def _comparable_shape(p: Fingerprint) -> list[int] | None:
         dim = p["dim"] or 0
         return [*shape[:dim], -1, *shape[dim + 1 :]] if shape else [-1]
     return list(shape)
-
-
-def _fingerprint(call: Call) -> Fingerprint:
-    return _plain(dict(zip(_FACTS, _facts_of(call), strict=True)))
 
 
 def _plain(facts: dict[str, Any]) -> Fingerprint:
@@ -315,9 +308,8 @@ def _share(
     while not store.check(keys):
         if time.monotonic() > deadline:
             raise TimeoutError(key)
-        if time.monotonic() > deadline - timeout_s + 0.01:
-            with contextlib.suppress(RuntimeError):  # not there yet: look at the deadline again
-                store.wait(keys, timedelta(seconds=min(0.25, timeout_s)))
+        with contextlib.suppress(RuntimeError):  # not there yet: look at the deadline again
+            store.wait(keys, timedelta(seconds=min(0.25, timeout_s)))
     prints = [json.loads(store.get(k)) for k in keys]
     if store.add(f"{key}/read", 1) == size:
         for k in [*keys, f"{key}/read"]:

@@ -4,24 +4,17 @@ A rank that has waited for long says in which call; one whose function has retur
 calls it has made and messages it has sent. So ranks in different calls, and a rank that makes none
 any more, are named long before the deadline. Asked in long waits only: a quick collective pays for
 counting, nothing else.
-
-A message and a collective have no numbers in common. So a rank that has waited for long for a
-message tells its sender what it has made so far, and a sender that waits in a collective finds that
-neither wait can end. Judged only where no other thread of the two ranks could still send the
-message or join the collective.
 """
 
 from __future__ import annotations
 
 import json
-import threading
 import time
 from collections.abc import Mapping, Sequence
-from types import ModuleType
 from typing import Any
 
 from unisono.comm import call as calls
-from unisono.comm.call import Call, sent_to, thread_site
+from unisono.comm.call import Call, sent_to
 from unisono.comm.health import watchdog
 from unisono.comm.health.watchdog import Watchdog
 from unisono.errors import CollectiveMismatch, UnisonoError, name_ranks
@@ -32,11 +25,9 @@ _COMPARED_IF_KNOWN = ("device", "signature")
 _ONE_DEVICE = "x.to(device) on all ranks: each kind of device has a backend of its own"
 _EXPLAIN_S = 1.0
 """Longest time to wait for the words of ranks that raise the same error at the same time."""
-_MOST_SENDERS = 64
-"""Senders that are informed: messages from very many ranks must cost the store little."""
+_MOST_RANKS = 64
+"""Larger groups do not ask every rank for its source line: that must cost the store little."""
 _NAP_S = 0.01
-_MAKES_NO_CALLS = ("unisono", "tqdm_monitor", "pytest_timeout")
-"""Starts of the names of threads that only look after things."""
 
 
 def obstacle_to(call: Call | None = None) -> UnisonoError | None:
@@ -54,16 +45,10 @@ def obstacle_to(call: Call | None = None) -> UnisonoError | None:
     try:
         if call is None or dog.has_returned:
             return dog.poll_failure()
-        if call.number == 0:
-            _tell_senders(call, dog, threading.get_ident(), call.site)
-            return (
-                _sender_in_collective(call, dog)
-                or dog.poll_failure()
-                or _missed_by_returned(call, dog)
-            )
         # A rank that fails of a mismatch posts that: all are to raise the mismatch itself. One that
         # returns early may do so because of a failure, which is then the better reason.
-        return _unlike_calls(call, dog) or dog.poll_failure() or _missed_by_returned(call, dog)
+        unlike = _unlike_calls(call, dog) if call.number else None
+        return unlike or dog.poll_failure() or _missed_by_returned(call, dog)
     except RuntimeError:
         return None
 
@@ -88,7 +73,25 @@ def _unlike_calls(call: Call, dog: Watchdog) -> CollectiveMismatch | None:
 
     One record per group, whatever the number of ranks: the latest call in which a rank waits.
     """
-    record = {
+    record = _record(call, dog)
+    for item in dog.news():
+        if (item.get("group"), item.get("number")) == (call.key, call.number):
+            return _mismatch([*item["calls"], record], call)
+    key = f"waits/{call.key}"
+    text = dog.find(key)
+    other = json.loads(text) if text is not None else None
+    if other is None or other["number"] < call.number:
+        dog.put(key, json.dumps(record))
+    elif other["number"] == call.number and _are_unlike(other, record):
+        pair = [other, record]
+        dog.publish({"group": call.key, "number": call.number, "calls": pair})
+        return _mismatch(pair, call)
+    return None
+
+
+def _record(call: Call, dog: Watchdog) -> dict[str, Any]:
+    """Return what other ranks need to know of a call of this one."""
+    return {
         "rank": dog.rank,
         "number": call.number,
         "op": call.op,
@@ -98,18 +101,6 @@ def _unlike_calls(call: Call, dog: Watchdog) -> CollectiveMismatch | None:
         "device": call.device,
         "signature": call.signature and list(call.signature),
     }
-    for item in dog.news():
-        if (item.get("group"), item.get("number")) == (call.key, call.number):
-            return _mismatch([*item["calls"], record], call)
-    key = f"waits/{call.key}"
-    text = dog.find(key)
-    theirs = json.loads(text) if text is not None else None
-    if theirs is None or theirs["number"] < call.number:
-        dog.put(key, json.dumps(record))
-    elif theirs["number"] == call.number and _are_unlike(theirs, record):
-        return _publish([theirs, record], call, dog)
-    receiver = _waiting_receiver(call, dog)
-    return None if receiver is None else _publish([receiver, record], call, dog)
 
 
 def _are_unlike(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
@@ -118,20 +109,18 @@ def _are_unlike(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
     )
 
 
-def _publish(pair: list[dict[str, Any]], call: Call, dog: Watchdog) -> CollectiveMismatch:
-    """Return the error for two calls that cannot end; let the other ranks raise it too."""
-    dog.publish({"group": call.key, "number": call.number, "calls": pair})
-    return _mismatch(pair, call)
-
-
-def _mismatch(said: list[dict[str, Any]], call: Call) -> CollectiveMismatch:
-    texts = {item["rank"]: item["text"] for item in said}
+def _mismatch(records: list[dict[str, Any]], call: Call) -> CollectiveMismatch:
+    texts = {record["rank"]: record["text"] for record in records}
     lines = [f"ranks of {call.group} wait for each other in different calls"]
     lines += [f"  rank {rank} | {text}" for rank, text in sorted(texts.items())]
     hint = "different numbers of batches? All ranks must make the same collectives, in order"
-    devices = {item.get("device") for item in said} - {None}
-    lines.append(f"  HINT: {_ONE_DEVICE if len(devices) > 1 else hint}")
+    lines.append(_hint(records, hint))
     return CollectiveMismatch("\n".join(lines), texts)
+
+
+def _hint(records: Sequence[Mapping[str, Any]], usual: str) -> str:
+    devices = {record["device"] for record in records} - {None}
+    return f"  HINT: {_ONE_DEVICE if len(devices) > 1 else usual}"
 
 
 def explained(error: CollectiveMismatch, call: Call, ranks: Sequence[int]) -> CollectiveMismatch:
@@ -141,101 +130,25 @@ def explained(error: CollectiveMismatch, call: Call, ranks: Sequence[int]) -> Co
     """
     dog = watchdog.of(call.key)
     is_full = not error.calls or call.describe() in str(error)  # a message, or told by a wait
-    if dog is None or is_full or len(ranks) > _MOST_SENDERS:
+    if dog is None or is_full or len(ranks) > _MOST_RANKS:
         return error
     key, deadline = f"unlike/{call.key}", time.monotonic() + _EXPLAIN_S
-    said = {dog.rank: {"text": f"{call.describe()} at {call.site}", "device": call.device}}
-    dog.put(f"{key}/{dog.rank}", json.dumps(said[dog.rank]))
-    while missing := [rank for rank in ranks if rank not in said]:
+    records = {dog.rank: _record(call, dog)}
+    dog.put(f"{key}/{dog.rank}", json.dumps(records[dog.rank]))
+    while missing := [rank for rank in ranks if rank not in records]:
         texts = {rank: dog.find(f"{key}/{rank}") for rank in missing}
-        said |= {rank: json.loads(text) for rank, text in texts.items() if text is not None}
+        records |= {rank: json.loads(text) for rank, text in texts.items() if text is not None}
         if time.monotonic() > deadline:
             break
         time.sleep(_NAP_S)
-    made = {rank: f" | {said[rank]['text']}" for rank in ranks if rank in said}
+    made = {rank: f" | {record['text']}" for rank, record in records.items()}
     lines = [str(error).partition("\n")[0]]
     lines += [f"  rank {rank}: {text}{made.get(rank, '')}" for rank, text in error.calls.items()]
-    devices = {item["device"] for item in said.values()} - {None}
     hint = str(error).partition("HINT: ")[2]
     if not hint or "adds the source line" in hint:  # which is there already
         hint = "all ranks must make the same collectives in the same order"
-    lines.append(f"  HINT: {_ONE_DEVICE if len(devices) > 1 else hint}")
+    lines.append(_hint(list(records.values()), hint))
     return CollectiveMismatch("\n".join(lines), error.calls)
-
-
-# -- a message against a collective ---------------------------------------------------------------
-
-
-def _tell_senders(call: Call, dog: Watchdog, ident: int, site: str) -> None:
-    """Tell the ranks whose messages `call` awaits that thread `ident` of this rank waits for them.
-
-    Said again at every look: two ranks that wait for the same one have one place for it.
-    """
-    if not call.awaits or not _is_alone(ident):
-        return
-    record = {
-        "rank": dog.rank,
-        "text": f"{call.describe()} at {site}",
-        "key": call.key,
-        "awaits": call.awaits,
-        "made": _groups().collectives_begun(),
-    }
-    text = json.dumps(record)
-    for sender, _, _ in call.awaits[:_MOST_SENDERS]:
-        dog.put(f"wanted/{sender}", text)
-
-
-def _waiting_receiver(call: Call, dog: Watchdog) -> dict[str, Any] | None:
-    """Return what a rank said that `call`, a collective, needs and that waits for this rank."""
-    can_leave_early = call.root is not None or call.op == "all_to_all" or 0 in (call.sizes or ())
-    if can_leave_early or not _is_alone(threading.get_ident()):
-        return None
-    text = dog.find(f"wanted/{dog.rank}")
-    said = json.loads(text) if text is not None else None
-    if said is None or said["made"].get(call.key, call.number) >= call.number:
-        return None  # not a member, or already in the collective
-    sent = _groups().accounts().get(said["key"], {})
-    never_sent = any(
-        sender == dog.rank and sent.get(sent_to(said["rank"], tag), 0) < number
-        for sender, tag, number in said["awaits"]
-    )
-    return said if never_sent else None
-
-
-def _sender_in_collective(call: Call, dog: Watchdog) -> CollectiveMismatch | None:
-    """Look whether a rank that this message should come from waits in a collective for this one."""
-    awaited = [dog.rank, call.key, [list(words) for words in call.awaits]]
-    for item in dog.news():
-        for said in item.get("calls", ()):
-            if [said["rank"], said.get("key"), said.get("awaits")] == awaited:
-                return _mismatch(item["calls"], call)
-    return None
-
-
-def _is_alone(ident: int) -> bool:
-    """Whether thread `ident` is the only one of this process that may make calls of its own."""
-    return all(
-        thread.ident == ident or thread.name.startswith(_MAKES_NO_CALLS)
-        for thread in threading.enumerate()
-    )
-
-
-def _groups() -> ModuleType:
-    from unisono.comm import groups  # which imports the engines, whose waits ask here
-
-    return groups
-
-
-def _look(dog: Watchdog) -> None:
-    """Speak for a thread that cannot: one blocked in a message inside a backend."""
-    blocked = calls.blocked()
-    if blocked is not None:
-        call, ident = blocked
-        if dog is watchdog.of(call.key):
-            _tell_senders(call, dog, ident, thread_site(ident))
-
-
-watchdog.looks.append(_look)
 
 
 # -- ranks that have returned ---------------------------------------------------------------------

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import enum
 import re
 import time
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch.distributed as dist
@@ -36,6 +37,8 @@ _SILENT = {
 }
 """Why a rank has not said where it is, by the condition of its process."""
 
+Answers = dict[int, dict[str, Any]]
+"""What ranks have said of themselves (`watchdog.describe_self`)."""
 NEW_GROUP = "new_group"
 """Operation of the call that stands for making a group."""
 
@@ -60,11 +63,10 @@ def posted_failure(key: str = "") -> RankFailed | None:
         key: key of the group whose ranks are meant, where it has a store of its own.
     """
     dog = watchdog.of(key)
-    try:
+    with contextlib.suppress(RuntimeError):
         failure = dog.poll_failure() if dog is not None else None
-    except RuntimeError:
-        return None
-    return None if failure is None else mark_as_news(failure)
+        return None if failure is None else mark_as_news(failure)
+    return None
 
 
 class Meaning(enum.Enum):
@@ -107,13 +109,10 @@ def connection_lost(call: Call, backend_words: str) -> RankFailed:
     A peer that raised posts its failure at about the time its connections close, so wait a moment.
     """
     give_up = time.monotonic() + _POSTED_WAIT_S
-    while True:
-        failure = posted_failure(call.key)
-        if failure is not None:
-            return failure
-        if time.monotonic() > give_up:
-            break
+    while (failure := posted_failure(call.key)) is None and time.monotonic() < give_up:
         time.sleep(0.05)
+    if failure is not None:
+        return failure
     dog = watchdog.of(call.key)
     others = () if dog is None else (rank for rank in dog.ranks if rank != dog.rank)
     dead = next((rank for rank in others if dog and dog.condition(rank) == "dead"), None)
@@ -141,39 +140,36 @@ def timed_out(
     if isinstance(cause, RankTimeout) and cause.stacks:
         return cause
     dog = watchdog.serving(call.key)
-    answers: dict[int, dict[str, Any]] = {}
+    answers: Answers = {}
     if dog is not None:
-        try:
-            answers = {r: a for r, a in dog.ask_stacks().items() if r in ranks}
-        except RuntimeError:
-            answers = {}
+        with contextlib.suppress(RuntimeError):
+            answers = {r: answer for r, answer in dog.ask_stacks().items() if r in ranks}
     others = [r for r in ranks if dog is None or r != dog.rank]
     missing = _missing(call, ranks, others, answers, cause)
-    lines = [_headline(call, ranks, missing, answers, timeout_s)]
-    cause_text = "" if cause is None else str(cause).partition("\n")[0]
-    if isinstance(cause, RankTimeout) and "timed out after" not in cause_text:
-        absence = f"{_absence(call, missing)}: " if missing else ""
-        lines = [f"{absence}{call.describe()} at {call.site} was given up", f"  {cause_text}"]
-    under_way = f"latest collective {call.describe()} (under way)"
-    states = {} if dog is None else {dog.rank: under_way}
+    states: dict[int, str] = {}
     last: dict[int, str] = {}
     for rank in others:
-        if rank not in answers:
+        answer = answers.get(rank)
+        if answer is None:
             states[rank] = _SILENT["unknown" if dog is None else dog.condition(rank)]
-            continue
-        answer = answers[rank]
-        state = "done" if answer["done"] else "under way"
-        last[rank] = f"{answer['call']} ({state})" if answer["call"] else "none yet"
-        states[rank] = f"latest collective {last[rank]}"
-        if not answer["call"]:
+        elif not answer["call"]:
+            last[rank] = "none yet"
             states[rank] = f"alive, has made no call yet; it is at {answer['site']}"
-    states = {rank: states[rank] for rank in sorted(states, key=lambda r: (r not in missing, r))}
-    lines += [f"  {name_ranks(r)}: {state}" for state, r in ranks_by_text(states).items()]
+        else:
+            last[rank] = f"{answer['call']} ({'done' if answer['done'] else 'under way'})"
+            states[rank] = f"latest collective {last[rank]}"
     stacks = {rank: answer["stacks"] for rank, answer in answers.items()}
-    if stacks:
-        here = {} if dog is None else {dog.rank: thread_stacks()}
-        lines.append(grouped_stacks({**stacks, **here}, missing))
-    lines.append(f"HINT: {_hint(call, ranks, others, answers)}")
+    shown = dict(stacks)
+    if dog is not None:
+        states[dog.rank] = f"latest collective {call.describe()} (under way)"
+        shown[dog.rank] = thread_stacks()
+    states = {rank: states[rank] for rank in sorted(states, key=lambda r: (r not in missing, r))}
+    lines = [
+        _headline(call, ranks, missing, answers, timeout_s, cause),
+        *(f"  {name_ranks(r)}: {state}" for state, r in ranks_by_text(states).items()),
+        *([grouped_stacks(shown, missing)] if stacks else []),
+        f"HINT: {_hint(call, ranks, others, answers)}",
+    ]
     late = RankTimeout(
         "\n".join(lines),
         stacks=stacks,
@@ -189,41 +185,41 @@ def _headline(
     call: Call,
     ranks: Sequence[int],
     missing: Sequence[int],
-    answers: Mapping[int, Mapping[str, Any]],
+    answers: Answers,
     timeout_s: float,
+    cause: BaseException | None,
 ) -> str:
     """Say who is late, for what, and who waits for them."""
-    deadline = f"{call.describe()} timed out after {timeout_s:g} s at {call.site}"
-    if not missing:
-        return deadline
+    absence = f"{_absence(call, missing)}: " if missing else ""
+    reason = "" if cause is None else str(cause).partition("\n")[0]
+    if isinstance(cause, RankTimeout) and "timed out after" not in reason:
+        return f"{absence}{call.describe()} at {call.site} was given up\n  {reason}"
+    deadline = f"{absence}{call.describe()} timed out after {timeout_s:g} s at {call.site}"
     elsewhere = [r for r in answers if answers[r]["done"] or answers[r]["group"] != call.key]
     waiting = [r for r in ranks if r not in missing and r not in elsewhere]
-    if not waiting:
-        return f"{_absence(call, missing)}: {deadline}"
+    if not missing or not waiting:
+        return deadline
     verb, whom = "waits" if len(waiting) == 1 else "wait", "it" if len(missing) == 1 else "them"
-    return f"{_absence(call, missing)}: {deadline}; {name_ranks(waiting)} {verb} for {whom}"
+    return f"{deadline}; {name_ranks(waiting)} {verb} for {whom}"
 
 
 def _missing(
     call: Call,
     ranks: Sequence[int],
     others: Sequence[int],
-    answers: Mapping[int, Mapping[str, Any]],
+    answers: Answers,
     cause: BaseException | None,
 ) -> list[int]:
     """Return the world ranks that `call` waited for: whom the transport names, else who is late."""
     if isinstance(cause, RankTimeout) and cause.missing:
         return list(cause.missing)
-    peers = {*call.sends_to, *call.receives_from}
-    if peers:
+    if peers := {*call.sends_to, *call.receives_from}:
         return sorted(ranks[peer] for peer in peers)
+    silent = [rank for rank in others if rank not in answers]
     if call.number == 0:  # a group that is being made
-        return [r for r in others if r not in answers or answers[r]["group"] != call.key]
-    return [
-        rank
-        for rank in others
-        if rank not in answers or answers[rank]["begun"].get(call.key, 0) < call.number
-    ]
+        return sorted([*silent, *(r for r, a in answers.items() if a["group"] != call.key)])
+    behind = [r for r, a in answers.items() if a["begun"].get(call.key, 0) < call.number]
+    return sorted([*silent, *behind])
 
 
 def _absence(call: Call, missing: Sequence[int]) -> str:
@@ -236,47 +232,26 @@ def _absence(call: Call, missing: Sequence[int]) -> str:
     return f"{late} {has} not arrived"
 
 
-def _hint(
-    call: Call,
-    ranks: Sequence[int],
-    others: Sequence[int],
-    answers: Mapping[int, Mapping[str, Any]],
-) -> str:
+def _hint(call: Call, ranks: Sequence[int], others: Sequence[int], answers: Answers) -> str:
     """Return the advice that fits best what the other ranks are doing."""
-    busy = {r: answers[r] for r in others if r in answers and not answers[r]["done"]}
-    same_group = {r: answer for r, answer in busy.items() if answer["group"] == call.key}
+    busy = {rank: answer for rank, answer in answers.items() if not answer["done"]}
     if call.op == NEW_GROUP:
-        rivals = [r for r, answer in busy.items() if answer["op"] == NEW_GROUP]
-        if any(busy[r]["group"] != call.key for r in rivals):
+        is_rival = any(a["op"] == NEW_GROUP and a["group"] != call.key for a in busy.values())
+        return (
+            f"{'ranks are making different groups: ' if is_rival else ''}all members of a new "
+            "group call sub() or split(), with the same ranks in the same order; several groups "
+            "in the same order on all ranks"
+        )
+    here = next((place for place, rank in enumerate(ranks) if rank not in others), -1)
+    for place in set(call.receives_from) - set(call.sends_to):
+        answer = busy.get(ranks[place])
+        if answer is None or answer["group"] != call.key:
+            continue
+        if here in answer["receives_from"] and here not in answer["sends_to"]:
             return (
-                "ranks are making different groups: all members must call sub() with the same "
-                "ranks in the same order, and several groups in the same order on all ranks"
+                f"this rank and {name_ranks([ranks[place]])} wait for a message of each other: "
+                "let one send first, or both call comm.exchange(sends, recvs)"
             )
-        return (
-            "sub() and split() must be called by all members of the new group, "
-            "with the same ranks in the same order"
-        )
-    unlike = [r for r, answer in same_group.items() if answer["is_checked"] != call.is_checked]
-    if unlike and call.op not in ("send", "recv", "exchange"):
-        here, there = ("'on'", "'off'") if call.is_checked else ("'off'", "'on'")
-        return (
-            f"check mode is {here} here and {there} on {name_ranks(unlike)}: "
-            "UNISONO_CHECK=1 for all ranks, or check() at the same place on all of them"
-        )
-    me = next((place for place, rank in enumerate(ranks) if rank not in others), -1)
-    mutual = [
-        r
-        for r, answer in same_group.items()
-        if me in answer["receives_from"]
-        and me not in answer["sends_to"]
-        and ranks.index(r) in call.receives_from
-        and ranks.index(r) not in call.sends_to
-    ]
-    if mutual:
-        return (
-            f"this rank and {name_ranks(mutual)} wait for a message of each other: "
-            "let one send first, or both call comm.exchange(sends, recvs)"
-        )
     return (
         "UNISONO_CHECK=1 names the first call in which ranks disagree; "
         "comm.with_timeout(seconds), UNISONO_TIMEOUT_S or the timeout of init_process_group sets "

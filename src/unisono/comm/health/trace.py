@@ -12,13 +12,12 @@ from __future__ import annotations
 
 import atexit
 import itertools
-import json
 import os
 import statistics
 import time
 import warnings
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -174,10 +173,7 @@ def _save_own_part() -> None:
 
     Gathering them would need the other ranks, which may be gone.
     """
-    events = _end_whole_run()
-    if events is not None:
-        path = _path_of_rank(os.environ.get("UNISONO_TRACE", "trace.json"), events)
-        warn(_not_written(path, _write(path, [asdict(e) for e in events])))
+    warn(_save_whole_run(_write_own_part))
 
 
 def save_whole_run() -> str:
@@ -186,18 +182,17 @@ def save_whole_run() -> str:
     Returns:
         Why it could not be written, the same on all ranks; empty if it was.
     """
-    events = _end_whole_run()
-    path = os.environ.get("UNISONO_TRACE", "trace.json")
-    return "" if events is None else _not_written(path, _gather_and_write(path, events))
+    return _save_whole_run(_gather_and_write)
 
 
-def _end_whole_run() -> list[Event] | None:
+def _save_whole_run(save: Callable[[str, list[Event]], str]) -> str:
     global _whole_run
     whole, _whole_run = _whole_run, None
     if whole is None:
-        return None
+        return ""
     whole.__exit__(None, None, None)
-    return whole.events
+    path = os.environ.get("UNISONO_TRACE", "trace.json")
+    return _not_written(path, save(path, whole.events))
 
 
 # -- the file: problems are returned as text, "" without one -------------------------------------
@@ -207,36 +202,32 @@ _PINGS = 16
 
 def _gather_and_write(path: str | os.PathLike[str], events: list[Event]) -> str:
     """Bring all events to rank 0, which writes; returns what is in the way, the same everywhere."""
-    records = [asdict(e) for e in events]
     if not dist.is_initialized() or dist.get_world_size() == 1:
         # Ranks that have groups, but no world to gather over, write a file each.
-        return _write(_path_of_rank(path, events) if standing() else path, records)
-    store = PrefixStore("unisono/trace", default_store())
-    rank, size = dist.get_rank(), dist.get_world_size()
-    store = PrefixStore(str((store.add("round", 1) - 1) // size), store)
-    offset = clock_offset_ns(store, rank, size)
-    for event in records:
-        event["t_start"] += offset
-        event["t_end"] += offset
-    if rank != 0:
-        store.set(f"events/{rank}", json.dumps(records))
-        return store.get("written").decode()
-    everybody, problem = list(records), "rank 0 did not get the events of all ranks"
-    try:
-        for other in range(1, size):
-            everybody += json.loads(store.get(f"events/{other}"))
-            store.delete_key(f"events/{other}")
-        problem = _write(path, everybody)
-    finally:
-        store.set("written", problem)  # the others wait for it, whatever happened here
-    return problem
+        return _write_own_part(path, events) if standing() else _write(path, _plain(events))
+    from unisono.comm.communicator import world  # whose verbs are recorded here
+
+    comm, offset = world(), 0
+    if detect().nodes > 1:  # ranks of one host share the counter
+        store = PrefixStore("unisono/trace", default_store())
+        offset = clock_offset_ns(store, comm.rank, comm.size)
+    gathered = comm.gather_object(_plain(events, offset))
+    problem = None if gathered is None else _write(path, list(itertools.chain(*gathered)))
+    return comm.broadcast_object(problem)
 
 
-def _path_of_rank(path: str | os.PathLike[str], events: list[Event]) -> str:
-    """Return where a rank writes that cannot gather: `path`, or `path.rank3` beside others."""
+def _write_own_part(path: str | os.PathLike[str], events: list[Event]) -> str:
+    """Write the events of this rank to `path`, or to `path.rank3` if there are other ranks."""
     ranks = {event.rank for event in events}
     is_alone = not dist.is_initialized() and ranks <= {0} and not standing()
-    return str(path) if is_alone else f"{path}.rank{min(ranks, default=0)}"
+    own_path = path if is_alone else f"{os.fspath(path)}.rank{min(ranks, default=0)}"
+    return _write(own_path, _plain(events))
+
+
+def _plain(events: list[Event], offset: int = 0) -> list[dict[str, Any]]:
+    """Return events as they are written, by a clock that is so much ahead."""
+    moved = (replace(e, t_start=e.t_start + offset, t_end=e.t_end + offset) for e in events)
+    return [asdict(event) for event in moved]
 
 
 def _write(path: str | os.PathLike[str], events: Sequence[dict[str, Any]]) -> str:
@@ -252,10 +243,8 @@ def _obstacle(path: str | os.PathLike[str]) -> str:
     target = Path(path).absolute()
     if target.is_dir():
         return "this is a folder"
-    if not target.parent.is_dir():
-        return f"there is no folder {str(target.parent)!r}"
     place = target if target.exists() else target.parent
-    return "" if os.access(place, os.W_OK) else f"no permission to write to {str(place)!r}"
+    return "" if os.access(place, os.W_OK) else f"{str(place)!r} is no place to write to"
 
 
 def _not_written(path: str | os.PathLike[str], problem: str) -> str:
@@ -270,6 +259,7 @@ def _refuse(path: str | os.PathLike[str], problem: str) -> None:
 
 def clock_offset_ns(store: PrefixStore, rank: int, size: int) -> int:
     """Return what to add to this rank's clock to get rank 0's: median over some ping-pongs."""
+    store = PrefixStore(str((store.add("clock", 1) - 1) // size), store)
     if rank == 0:
         for other in range(1, size):
             for i in range(_PINGS):

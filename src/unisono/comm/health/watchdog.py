@@ -36,7 +36,7 @@ ANSWER_S = 3.0
 looks: list[Callable[[Watchdog], None]] = []
 """What other parts look for in the store, at every look of the watchdog."""
 
-_TOLD = ("done", "op", "sends_to", "receives_from", "is_checked")
+_TOLD = ("done", "op", "sends_to", "receives_from")
 """Fields of the latest call that other ranks may ask for."""
 _NAME = "unisono-watchdog"
 _PREFIX = "unisono/watch"

@@ -16,7 +16,7 @@ from unisono.comm.mpi_style.communication import (
     sanitize_comm,
     use_comm,
 )
-from unisono.comm.mpi_style.requests import Request, Status
+from unisono.comm.mpi_style.messages import Request, Status
 
 __all__ = [
     "MPI",

@@ -6,7 +6,6 @@ import itertools
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from functools import partial
 from typing import Any
 
 import torch.distributed as dist
@@ -17,12 +16,7 @@ from unisono.comm.groups import GroupEntry, has_world
 from unisono.comm.lifecycle import leave_at_exit, start_world
 from unisono.comm.mpi_style import buffers
 from unisono.comm.mpi_style.constants import is_undefined
-from unisono.comm.mpi_style.messages import (
-    Messages,
-    PlainMessages,
-    drop_messages,
-    messages_of,
-)
+from unisono.comm.mpi_style.messages import Messages, PlainMessages
 from unisono.comm.mpi_style.verbs import Verbs
 from unisono.environment import detect
 from unisono.errors import MeshError, an, explain
@@ -64,13 +58,11 @@ class MPICommunication(Verbs, Communication):
     """
 
     def __init__(self, handle: object = None) -> None:
-        is_known = (
-            handle is None
-            or isinstance(handle, (Communicator, dist.ProcessGroup))
+        if not (
+            isinstance(handle, (Communicator, dist.ProcessGroup, type(None)))
             or hasattr(handle, "__unisono_communicator__")
             or transports.mpi.is_communicator(handle)
-        )
-        if not is_known:
+        ):
             raise TypeError(
                 explain(
                     f"MPICommunication({handle!r})",
@@ -83,6 +75,7 @@ class MPICommunication(Verbs, Communication):
         self._context = 0
         self._wire: Any = None
         """Communicator of mpi4py for the messages; None: they go as those of torch do."""
+        self._made_messages: Messages | None = None
         self._is_null = False
         self._resolved: Communicator | None = None
         self._resolved_world: dist.ProcessGroup | None = None
@@ -104,8 +97,10 @@ class MPICommunication(Verbs, Communication):
 
     @property
     def _messages(self) -> Messages:
-        comm = self._comm
-        return messages_of(comm, self._context, partial(self._make_messages, comm))
+        comm, made = self._comm, self._made_messages
+        if made is None or made.comm is not comm:
+            made = self._made_messages = self._make_messages(comm)
+        return made
 
     def _make_messages(self, comm: Communicator) -> Messages:
         if self._wire is None or comm.size == 1:
@@ -124,7 +119,7 @@ class MPICommunication(Verbs, Communication):
 
     def _forget(self) -> None:
         """Let go of a world that has ended; the next use looks again."""
-        self._resolved = self._resolved_world = None
+        self._resolved = self._resolved_world = self._made_messages = None
 
     def __unisono_communicator__(self, axis: str | int | None = None) -> Communicator:
         """Return the `Communicator` underneath: `Communicator.of(comm)` asks for it."""
@@ -218,7 +213,6 @@ class MPICommunication(Verbs, Communication):
             raise MeshError.because("Free() of the world", None, None, "free what Split returned")
         if not self._is_null:
             comm, self._is_null, self._resolved = self._comm, True, None
-            drop_messages(comm, self._context)
             if isinstance(self._handle, Communicator) and self._context:
                 comm.close()
 
@@ -249,9 +243,8 @@ class SelfCommunication(MPICommunication):
     """This rank alone."""
 
     def _find(self) -> Communicator:
-        everybody = world_from_environment()
-        alone = everybody.sub([everybody.rank])
-        return everybody if alone is None else alone
+        everyone = world_from_environment()
+        return everyone.sub([everyone.rank]) or everyone
 
     def __reduce__(self) -> tuple[object, ...]:
         return SelfCommunication, ()

@@ -152,6 +152,6 @@ _ELSEWHERE = {
     "COMM_WORLD": "communication:MPI_WORLD",
     "COMM_SELF": "communication:MPI_SELF",
     "Comm": "communication:MPICommunication",
-    "Request": "requests:Request",
-    "Status": "requests:Status",
+    "Request": "messages:Request",
+    "Status": "messages:Status",
 }

@@ -1,4 +1,4 @@
-"""Messages between pairs of ranks, with MPI's verbs.
+"""Messages of MPI's style: their `Request` and `Status`, and how they travel without MPI.
 
 Ranks that MPI joins use MPI itself (`mpi_messages.py`). Elsewhere messages are those of the
 `Communicator`, which name their source and tag and have the length that the receiver expects.
@@ -6,21 +6,15 @@ Ranks that MPI joins use MPI itself (`mpi_messages.py`). Elsewhere messages are 
 
 from __future__ import annotations
 
-import atexit
-import sys
-import weakref
 from abc import ABC, abstractmethod
-from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from unisono.comm import groups
 from unisono.comm.communicator import Communicator
-from unisono.comm.groups import GroupEntry
-from unisono.comm.mpi_style.requests import Request, Status, drive
+from unisono.comm.mpi_style.constants import ANY_SOURCE, ANY_TAG
 from unisono.comm.perform import Pending
 from unisono.errors import MeshError, UnisonoError
 
@@ -28,51 +22,117 @@ _FIRST_TAG = 1 << 21
 _TAGS = 1 << 16
 _CONTEXTS = 1 << 12
 """Tags of the communicator from `_FIRST_TAG` on belong to these messages: `_TAGS` in a context."""
-_LEAVE_S = 5.0
+_ON_MPI = "with MPI, under mpiexec: MPICommunication(mpi4py.MPI.COMM_WORLD)"
+
+
+class Status:
+    """What is known of a received message: filled by `Recv`, `recv`, and waits of their requests.
+
+    Attributes:
+        source: rank that sent the message.
+        tag: its tag.
+        count: its number of elements (of bytes, for a Python object).
+    """
+
+    def __init__(self) -> None:
+        self.source = ANY_SOURCE
+        self.tag = ANY_TAG
+        self.count = 0
+
+    def Get_source(self) -> int:
+        """Return the rank that sent the message."""
+        return self.source
+
+    def Get_tag(self) -> int:
+        """Return the tag of the message."""
+        return self.tag
+
+    def Get_count(self) -> int:
+        """Return the number of elements of the message."""
+        return self.count
+
+    def __repr__(self) -> str:
+        return f"Status(source={self.source}, tag={self.tag}, count={self.count})"
+
+
+class Request:
+    """A verb under way; every way to complete it writes the result into the caller's buffer.
+
+    Args:
+        is_ready: whether `finish` would not block.
+        finish: waits for the end and returns what `Wait` returns; called until it has.
+        describe: fills the status of a receive.
+    """
+
+    def __init__(
+        self,
+        is_ready: Callable[[], bool],
+        finish: Callable[[], Any] | None,
+        describe: Callable[[Status], None] = lambda _: None,
+    ) -> None:
+        self._is_ready = is_ready
+        self._finish = finish
+        self._describe = describe
+        self._value: Any = None
+
+    @classmethod
+    def done(cls) -> Request:
+        """Return a request that is complete."""
+        return cls(lambda: True, None)
+
+    def Wait(self, status: Status | None = None) -> Any:
+        """Return when the verb is complete; a request of `irecv` returns the object."""
+        if self._finish is not None:
+            self._value = self._finish()
+            self._finish = None  # unless it has raised, as it then does again
+        if status is not None:
+            self._describe(status)
+        return self._value
+
+    def Test(self, status: Status | None = None) -> bool:
+        """Return whether the verb is complete, without waiting."""
+        if self._finish is not None and not self._is_ready():
+            return False
+        self.Wait(status)
+        return True
+
+    @staticmethod
+    def Waitall(requests: Iterable[Request]) -> list[Any]:
+        """Wait for all `requests`; returns what each of them returns."""
+        return [request.Wait() for request in requests]
+
+    wait = Wait
+    test = Test
+    waitall = Waitall
 
 
 class Messages(ABC):
-    """Messages of this rank in one communicator and one context (`Dup` and `Split` make new ones).
-
-    Args:
-        comm: the group.
-    """
+    """Messages of this rank in one context of a communicator (`Dup` and `Split` make new ones)."""
 
     def __init__(self, comm: Communicator) -> None:
-        self._comm = comm
+        self.comm = comm
 
     @abstractmethod
-    def send(
-        self, x: Tensor, dst: int, tag: int, *, is_sync: bool, is_copied: bool, timeout_s: float
-    ) -> Request:
-        """Send a contiguous tensor to `dst`.
+    def send(self, x: Tensor, dst: int, tag: int, *, is_sync: bool = False) -> Request:
+        """Send a contiguous tensor, which must not change before the request is complete.
 
         Args:
             x: the values, on the device of the communicator.
-            dst: rank of the communicator, possibly this one.
+            dst: rank of the communicator.
             tag: the user's tag.
             is_sync: complete when the message has been received.
-            is_copied: whether the caller may change `x` at once.
-            timeout_s: deadline of waits.
         """
 
     @abstractmethod
-    def send_object(self, obj: Any, dst: int, tag: int, *, timeout_s: float) -> None:
+    def send_object(self, obj: Any, dst: int, tag: int) -> None:
         """Send a picklable object to `dst`."""
 
     @abstractmethod
-    def receive(
-        self, buffer: Tensor | None, source: int | None, tag: int | None, *, timeout_s: float
-    ) -> Request:
-        """Receive the next message into `buffer`; None: a Python object, or any source or tag."""
+    def receive(self, buffer: Tensor | None, source: int | None, tag: int | None) -> Request:
+        """Receive the next message into `buffer`; None: a Python object.
 
-    def refuse_any_tag(self, verb: str) -> None:  # noqa: B027
-        """Raise where messages are received with a tag that is named."""
-
-    @property
-    @abstractmethod
-    def has_unsent(self) -> bool:
-        """Whether something that was sent may not have arrived yet."""
+        A `source` of None is any; a `tag` of None was left out, `ANY_TAG` is any.
+        """
 
 
 class PlainMessages(Messages):
@@ -86,182 +146,79 @@ class PlainMessages(Messages):
     def __init__(self, comm: Communicator, context: int) -> None:
         super().__init__(comm)
         self._first_tag = _FIRST_TAG + context % _CONTEXTS * _TAGS
-        self._unsent: deque[Pending[None]] = deque()
-        self._to_itself: dict[int, deque[Any]] = {}
 
-    @property
-    def has_unsent(self) -> bool:
-        """See `Messages`."""
-        while self._unsent and self._unsent[0].done():
-            self._unsent.popleft()
-        return bool(self._unsent)
-
-    def send(
-        self, x: Tensor, dst: int, tag: int, *, is_sync: bool, is_copied: bool, timeout_s: float
-    ) -> Request:
+    def send(self, x: Tensor, dst: int, tag: int, *, is_sync: bool = False) -> Request:
         """See `Messages`."""
         if is_sync:
             raise MeshError.because(
-                f"a synchronous send to rank {dst} over {self._comm.backend}",
+                f"a synchronous send to rank {dst} over {self.comm.backend}",
                 "torch.distributed does not tell when a message has been received",
                 None,
                 f"Send, or an answer of rank {dst}; {_ON_MPI}",
             )
-        if is_copied or dst == self._comm.rank:
-            x = x.clone()
-        if dst == self._comm.rank:
-            self._to_itself.setdefault(tag, deque()).append(x)
-            return Request.done()
-        pending = self._start(x, dst, tag, timeout_s)
-        return Request.done() if is_copied else Request(pending.done, pending.wait)
+        pending = self.comm.start.send(x, dst, self._wire_tag(tag))
+        return Request(pending.done, pending.wait)
 
-    def send_object(self, obj: Any, dst: int, tag: int, *, timeout_s: float) -> None:
+    def send_object(self, obj: Any, dst: int, tag: int) -> None:
+        """See `Messages`; the length goes first."""
+        start, wire_tag = self.comm.start, self._wire_tag(tag)
+        raw = self.comm._pickled(obj).to(self.comm.device)
+        start.send(torch.tensor([raw.numel()], device=raw.device), dst, wire_tag)
+        start.send(raw, dst, wire_tag)
+
+    def receive(self, buffer: Tensor | None, source: int | None, tag: int | None) -> Request:
         """See `Messages`."""
-        raw = self._comm._pickled(obj)
-        if dst == self._comm.rank:
-            self._to_itself.setdefault(tag, deque()).append(raw)
-            return
-        self._start(torch.tensor([raw.numel()]), dst, tag, timeout_s)
-        self._start(raw, dst, tag, timeout_s)
-
-    def _start(self, x: Tensor, dst: int, tag: int, timeout_s: float) -> Pending[None]:
-        x = x.to(self._comm.device)
-        pending = self._comm.start.send(x, dst, self._wire_tag(tag), timeout_s=timeout_s)
-        if not self.has_unsent or not pending.done():
-            self._unsent.append(pending)
-        return pending
-
-    def receive(
-        self, buffer: Tensor | None, source: int | None, tag: int | None, *, timeout_s: float
-    ) -> Request:
-        """See `Messages`."""
-        comm = self._comm
-        if source is None:
+        if source is None or tag == ANY_TAG:
             raise MeshError.because(
-                f"a receive from any source over {comm.backend}",
-                "a message of torch.distributed is received from a rank that is named",
+                f"a receive from any source or with any tag over {self.comm.backend}",
+                "torch.distributed receives what a named rank has sent with a named tag",
                 None,
-                f"Recv(buf, source=0); {_ON_MPI}",
+                f"Recv(buf, source=0, tag=0); {_ON_MPI}",
             )
-        tag = 0 if tag is None else tag
-        if source == comm.rank:
-            return self._receive_own(buffer, tag)
+        tag = tag or 0
+        if buffer is None:
+            return self._receive_object(source, tag)
+        work = buffer
+        if buffer.device.type != self.comm.device.type:
+            work = torch.empty_like(buffer, device=self.comm.device)
+        pending = self.comm.start.recv_(work, source, self._wire_tag(tag))
+
+        def finish() -> None:
+            pending.wait()
+            if work is not buffer:
+                buffer.copy_(work)
 
         def describe(status: Status) -> None:
-            status.source, status.tag = source, tag
-            status.count = -1 if buffer is None else buffer.numel()
+            status.source, status.tag, status.count = source, tag, buffer.numel()
 
-        wire_tag, device = self._wire_tag(tag), comm.device
-        if buffer is not None:
-            work = buffer
-            if buffer.device.type != device.type:
-                work = torch.empty(buffer.shape, dtype=buffer.dtype, device=device)
-            pending = comm.start.recv_(work, source, wire_tag, timeout_s=timeout_s)
+        return Request(pending.done, finish, describe)
 
-            def fill() -> None:
-                pending.wait()
-                if work is not buffer:
-                    buffer.copy_(work)
+    def _receive_object(self, source: int, tag: int) -> Request:
+        comm, wire_tag = self.comm, self._wire_tag(tag)
+        length = comm.start.recv(((1,), torch.int64), source, wire_tag)
+        body: list[Pending[Tensor]] = []
 
-            return Request(pending.done, fill, describe)
-        steps = _ObjectReceive(comm, source, wire_tag, timeout_s)
-        return Request(steps.is_ready, steps.finish, describe)
-
-    def refuse_any_tag(self, verb: str) -> None:
-        """See `Messages`."""
-        raise MeshError.because(
-            f"{verb} with any tag over {self._comm.backend}",
-            "a message of torch.distributed is received with the tag with which it was sent",
-            None,
-            f"{verb}(..., tag=0); {_ON_MPI}",
-        )
-
-    def _receive_own(self, buffer: Tensor | None, tag: int) -> Request:
-        box = self._to_itself.setdefault(tag, deque())
+        def start() -> Pending[Tensor]:
+            if not body:
+                like = ((int(length.wait()),), torch.uint8)
+                body.append(comm.start.recv(like, source, wire_tag))
+            return body[0]
 
         def finish() -> Any:
-            if not box:
-                raise MeshError.because(
-                    f"a receive of rank {self._comm.rank} from itself",
-                    "nothing was sent, and while it waits nothing will be",
-                    None,
-                    "send first, or Irecv, send, Wait",
-                )
-            x = box.popleft()
-            if buffer is None:
-                return self._comm._unpickled(x, [x.numel()], self._comm.rank)[0]
-            buffer.copy_(x.view(buffer.shape))
-            return None
+            raw = start().wait().cpu()
+            return comm._unpickled(raw, [raw.numel()], source)[0]
 
-        return Request(lambda: bool(box), finish)
+        def describe(status: Status) -> None:
+            status.source, status.tag, status.count = source, tag, int(length.wait())
+
+        return Request(lambda: length.done() and start().done(), finish, describe)
 
     def _wire_tag(self, tag: int) -> int:
         if tag >= _TAGS:
             raise UnisonoError.because(
-                f"a message with tag {tag} over {self._comm.backend}",
+                f"a message with tag {tag} over {self.comm.backend}",
                 f"messages have tags 0 to {_TAGS - 1}",
                 f"{tag} > {_TAGS - 1}",
                 "a smaller tag",
             )
         return self._first_tag + tag
-
-
-class _ObjectReceive:
-    """A Python object under way: its length comes first."""
-
-    def __init__(self, comm: Communicator, source: int, tag: int, timeout_s: float) -> None:
-        self._comm, self._source, self._tag, self._timeout_s = comm, source, tag, timeout_s
-        self._length = comm.start.recv(((1,), torch.int64), source, tag, timeout_s=timeout_s)
-        self._body: Pending[Tensor] | None = None
-
-    def is_ready(self) -> bool:
-        """Whether all of it has come."""
-        return self._length.done() and self._bytes().done()
-
-    def finish(self) -> Any:
-        """Wait for the object and return it."""
-        raw = self._bytes().wait().cpu()
-        return self._comm._unpickled(raw, [raw.numel()], self._source)[0]
-
-    def _bytes(self) -> Pending[Tensor]:
-        if self._body is None:
-            like = ((int(self._length.wait()),), torch.uint8)
-            start = self._comm.start.recv
-            self._body = start(like, self._source, self._tag, timeout_s=self._timeout_s)
-        return self._body
-
-
-_ON_MPI = "with MPI, under mpiexec: MPICommunication(mpi4py.MPI.COMM_WORLD)"
-
-_boxes: weakref.WeakKeyDictionary[GroupEntry, dict[int, Messages]] = weakref.WeakKeyDictionary()
-
-
-def messages_of(comm: Communicator, context: int, make: Callable[[], Messages]) -> Messages:
-    """Return this rank's messages in one context of a communicator, made when first asked for."""
-    if not _boxes:
-        # Registered when the world is up, so that it runs before the world is closed.
-        atexit.unregister(_flush)
-        atexit.register(_flush)
-    boxes = _boxes.setdefault(comm._entry, {})
-    if context not in boxes:
-        boxes[context] = make()
-    return boxes[context]
-
-
-def drop_messages(comm: Communicator, context: int) -> None:
-    """Let go of a context; what was sent in it still arrives."""
-    _boxes.get(comm._entry, {}).pop(context, None)
-
-
-@groups.when_forgotten
-def _drop_ended() -> None:
-    """Let go of messages of groups that have ended: each holds the group it is kept for."""
-    for entry in [entry for entry in _boxes if not entry.is_alive()]:
-        _boxes.pop(entry)
-
-
-def _flush() -> None:
-    """Let what was sent arrive before this process ends, unless it ends with an exception."""
-    if getattr(sys, "last_value", None) is None:
-        boxes = [box for made in _boxes.values() for box in made.values()]
-        drive(lambda: not any(box.has_unsent for box in boxes), _LEAVE_S)

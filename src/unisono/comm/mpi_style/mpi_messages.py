@@ -1,13 +1,16 @@
-"""Messages over MPI itself: any source, any tag, and lengths that the receiver need not know.
+"""Messages that are MPI's own: any source, any tag, and lengths that the receiver need not know.
 
-MPI is never asked to block: every wait is a loop with a deadline, and a rank that waits for
-anything moves its messages on. Each message begins with its tag, dtype and length, so that tags
-above MPI's limit can be folded and a buffer of the wrong kind is refused.
+MPI is never asked to block: every wait is a loop with a deadline. There is no thread either. MPI
+moves data only inside its calls, so a rank that waits in any verb tests its messages meanwhile, and
+a receive that was posted before a barrier completes inside the barrier.
 """
 
 from __future__ import annotations
 
-import struct
+import atexit
+import os
+import sys
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -15,115 +18,120 @@ import torch
 from torch import Tensor
 
 from unisono.comm import call as calls
+from unisono.comm import perform
 from unisono.comm.arguments import bytes_of, is_dense
 from unisono.comm.call import Call
 from unisono.comm.communicator import Communicator
 from unisono.comm.engines.mpi.library import Threads, load
 from unisono.comm.health import failures
-from unisono.comm.mpi_style.messages import Messages
-from unisono.comm.mpi_style.requests import Request, Status, drive, look_after
-from unisono.comm.reductions import DTYPE_NUMBERS, DTYPES
-from unisono.errors import PartitionError, UnisonoError
+from unisono.comm.health.failures import posted_failure
+from unisono.comm.mpi_style.constants import is_any_tag
+from unisono.comm.mpi_style.messages import Messages, Request, Status
+from unisono.errors import UnisonoError
 
-_HEAD = struct.Struct("<3q")
-_OBJECT = -1
-_CHUNK_BYTES = 1 << 28
-"""Longest stretch of memory that one part of a datatype describes; MPI counts in 32 bits."""
+_KINDS = {1: "BYTE", 2: "INT16_T", 4: "INT32_T", 8: "INT64_T", 16: "C_DOUBLE_COMPLEX"}
+"""MPI's names for elements of so many bytes; it counts elements in 32 bits."""
+_YIELD_S = 2e-3
+"""A wait gives its core away so long before it sleeps."""
+_FIRST_NAP_S = 20e-6
+_LAST_NAP_S = 200e-6
+_LOOK_S = 0.5
+"""Seconds between two looks for failures of other ranks."""
+_LEAVE_S = 5.0
+"""Longest time that a process waits at its end for what it has sent."""
 
 
-class Receive:
-    """A receive of this rank: what it takes, and what came.
+class Transfer:
+    """A message under way, with the memory that it needs."""
 
-    Args:
-        source: rank it takes messages from; None for any.
-        tag: tag it takes; None for any.
-        buffer: tensor of any strides that is filled from its start; None for a Python object.
-    """
-
-    def __init__(self, source: int | None, tag: int | None, buffer: Tensor | None) -> None:
-        self.source, self.tag, self.buffer = source, tag, buffer
-        self.request: Any = None
-        """MPI's, once a message has been found for it."""
+    def __init__(self, mpi: Any, request: Any, values: Tensor) -> None:
+        self.request = request
+        self.values = values
+        self.status = mpi.Status()
         self.is_done = False
-        self.values: Tensor | None = None
-        """The bytes of the message."""
-        self.head = bytearray(_HEAD.size)
-        self.sender = -1
+        self.error: Exception | None = None
+        self._mpi = mpi
 
-    def room(self, nbytes: int) -> Tensor:
-        """Return memory for the values: the buffer itself, where they fit into it as they are."""
-        x = self.buffer
-        if x is not None and x.device.type == "cpu" and is_dense(x) and nbytes <= x.nbytes:
-            return bytes_of(x)[:nbytes]
-        return torch.empty(nbytes, dtype=torch.uint8, device="cpu")
+    def test(self) -> None:
+        """Note whether the message has arrived, or why it cannot."""
+        try:
+            self.is_done = self.request.Test(self.status)
+        except self._mpi.Exception as error:
+            self.is_done, self.error = True, error
 
-    def describe(self, status: Status) -> None:
-        """Write into `status` what came."""
-        if self.is_done:
-            tag, number, nbytes = _HEAD.unpack(self.head)
-            size = 1 if number == _OBJECT else DTYPES[number].itemsize
-            status.source, status.tag, status.count = self.sender, tag, nbytes // size
-
-    def delivered(self, comm: Communicator) -> Any:
-        """Return the object received, None for a buffer; raise if the message does not fit."""
-        values = self.values
-        if (error := self._refusal()) is not None or values is None:
-            raise error or UnisonoError("this message has been delivered already")
-        if self.buffer is None:
-            return comm._unpickled(values, [values.numel()], self.sender)[0]
-        if values.numel() and values.data_ptr() != self.buffer.data_ptr():
-            _fill(self.buffer, values)
-        return None
-
-    def _refusal(self) -> UnisonoError | None:
-        tag, number, nbytes = _HEAD.unpack(self.head)
-        message = f"a message of rank {self.sender} with tag {tag}"
-        if self.tag not in (None, tag):
-            return PartitionError.because(
-                f"a receive with tag {self.tag}",
-                f"{message}, which this MPI cannot tell from it: larger tags are folded",
-                None,
-                "tags below mpi4py.MPI.COMM_WORLD.Get_attr(mpi4py.MPI.TAG_UB)",
-            )
-        is_object = number == _OBJECT
-        if (self.buffer is None) != is_object:
-            right, wrong = ("recv()", "Recv") if is_object else ("Recv(buf)", "recv")
-            return PartitionError.because(
-                f"{wrong} of {message}",
-                "a Python object was sent" if is_object else "a buffer was sent",
-                None,
-                f"{right}: send belongs to recv, Send to Recv",
-            )
-        if self.buffer is None:
-            return None
-        if DTYPES[number] != self.buffer.dtype:
-            return PartitionError.because(
-                f"Recv of {message}",
-                f"{DTYPES[number]} was sent, the buffer holds {self.buffer.dtype}",
-                None,
-                "one dtype",
-            )
-        length, room = nbytes // self.buffer.itemsize, self.buffer.numel()
-        if length > room:
-            return PartitionError.because(
-                f"Recv of {message}",
-                f"{length} elements were sent, the buffer holds {room}",
-                f"{length} > {room}",
-                "a larger buffer; Status.Get_count() tells how much came",
-            )
-        return None
+    def cancel(self) -> None:
+        """Take no message any more."""
+        if self.request is not None:
+            self.request.Cancel()
+            self.request.Free()
 
 
-def _fill(buffer: Tensor, values: Tensor) -> None:
-    """Write values, given as bytes, to the first elements of `buffer`."""
-    typed = values.to(buffer.device).view(buffer.dtype)
-    if typed.numel() == buffer.numel():
-        buffer.copy_(typed.view(buffer.shape))
-        return
-    whole = buffer.reshape(-1)
-    whole[: typed.numel()] = typed
-    if whole.data_ptr() != buffer.data_ptr():
-        buffer.copy_(whole.view(buffer.shape))
+class ObjectReceive(Transfer):
+    """A receive of bytes whose number is known once the message is there."""
+
+    def __init__(self, mpi: Any, wire: Any, source: int, tag: int) -> None:
+        super().__init__(mpi, None, torch.empty(0, dtype=torch.uint8, device="cpu"))
+        self._wire, self._source, self._tag = wire, source, tag
+
+    def test(self) -> None:
+        """See `Transfer`."""
+        if self.request is None:
+            message = self._wire.Improbe(self._source, self._tag, self.status)
+            if message is None:
+                return
+            count = self.status.Get_count(self._mpi.BYTE)
+            self.values = torch.empty(count, dtype=torch.uint8, device="cpu")
+            self.request = message.Irecv([self.values.numpy(), self._mpi.BYTE])
+        super().test()
+
+
+_under_way: list[Transfer] = []
+
+
+def _step(lock: Any) -> bool:
+    """Test all messages under way; return whether one has arrived."""
+    with lock:
+        for transfer in _under_way:
+            transfer.test()
+        left = [transfer for transfer in _under_way if not transfer.is_done]
+        has_moved = len(left) < len(_under_way)
+        _under_way[:] = left
+    perform.meanwhile = _move if left else None
+    return has_moved
+
+
+def _move(is_ready: Callable[[], bool], timeout_s: float) -> None:
+    """Move messages on until `is_ready`, none is left, or the deadline has passed.
+
+    Raises:
+        RankFailed: another rank has told that it failed.
+    """
+    lock, now = Threads(load()).lock, time.monotonic()
+    give_up, next_look = now + timeout_s, now + _LOOK_S
+    sleep_from, nap_s = now + _YIELD_S, _FIRST_NAP_S
+    while _under_way and not is_ready():
+        has_moved, now = _step(lock), time.monotonic()
+        if has_moved:
+            sleep_from, nap_s = now + _YIELD_S, _FIRST_NAP_S
+            continue
+        if now > give_up:
+            return
+        if now > next_look:
+            next_look = now + _LOOK_S
+            failure = posted_failure()
+            if failure is not None:
+                raise failure
+        if now < sleep_from:
+            os.sched_yield()
+        else:
+            time.sleep(nap_s)
+            nap_s = min(nap_s * 1.5, _LAST_NAP_S)
+
+
+def _flush() -> None:
+    """Let what was sent arrive before this process ends, unless it ends with an exception."""
+    if getattr(sys, "last_value", None) is None:
+        _move(lambda: False, _LEAVE_S)
 
 
 class MpiMessages(Messages):
@@ -139,123 +147,119 @@ class MpiMessages(Messages):
         self._mpi = load()
         self._lock = Threads(self._mpi).lock
         self._wire = wire
-        self._tags = int(self._mpi.COMM_WORLD.Get_attr(self._mpi.TAG_UB)) + 1
-        self._sent: list[tuple[Any, object]] = []
-        """Requests of MPI, each with the memory that it needs."""
-        self._expected: list[Receive] = []
-        """Receives without a message, in the order of their calls."""
-        self._coming: list[Receive] = []
+        # Registered when the world is up, so that it runs before the world is closed.
+        atexit.unregister(_flush)
+        atexit.register(_flush)
 
-    @property
-    def has_unsent(self) -> bool:
+    def send(self, x: Tensor, dst: int, tag: int, *, is_sync: bool = False) -> Request:
         """See `Messages`."""
-        return bool(self._sent)
+        transfer = self._start(x.cpu(), dst, tag, is_sync=is_sync)
+        call = Call("send", self.comm.name, str(self.comm.group_name), sends_to=(dst,))
+        return self._request(transfer, call, lambda: None)
 
-    def send(
-        self, x: Tensor, dst: int, tag: int, *, is_sync: bool, is_copied: bool, timeout_s: float
-    ) -> Request:
+    def send_object(self, obj: Any, dst: int, tag: int) -> None:
         """See `Messages`."""
-        on_host = x.cpu()
-        if is_copied and on_host is x:
-            on_host = x.clone()
-        number = DTYPE_NUMBERS[x.dtype]
-        request = self._start(bytes_of(on_host), number, dst, tag, is_sync=is_sync)
-        if is_copied and not is_sync:
-            return Request.done()
+        self._start(self.comm._pickled(obj), dst, tag)
 
-        def is_sent() -> bool:
-            return all(other is not request for other, _ in self._sent)
-
-        call = Call("send", self._comm.name, str(self._comm.group_name), sends_to=(dst,))
-        return Request(is_sent, lambda: self._until(is_sent, call, timeout_s))
-
-    def send_object(self, obj: Any, dst: int, tag: int, *, timeout_s: float) -> None:  # noqa: ARG002
-        """See `Messages`."""
-        self._start(self._comm._pickled(obj), _OBJECT, dst, tag, is_sync=False)
-
-    def _start(self, values: Tensor, number: int, dst: int, tag: int, *, is_sync: bool) -> Any:
-        head = bytearray(_HEAD.pack(tag, number, values.numel()))
+    def _start(self, x: Tensor, dst: int, tag: int, *, is_sync: bool = False) -> Transfer:
         start = self._wire.Issend if is_sync else self._wire.Isend
         with self._lock:
-            kind = self._kind(head, values)
-            request = start([self._mpi.BOTTOM, 1, kind], dst, tag % self._tags)
-            kind.Free()  # MPI keeps it until the message has gone
-        self._sent.append((request, (head, values)))
-        self.step()
-        return request
+            request = start(self._described(x), dst, tag)
+        return self._track(Transfer(self._mpi, request, x))
 
-    def receive(
-        self, buffer: Tensor | None, source: int | None, tag: int | None, *, timeout_s: float
-    ) -> Request:
+    def receive(self, buffer: Tensor | None, source: int | None, tag: int | None) -> Request:
         """See `Messages`."""
-        comm, receive = self._comm, Receive(source, tag, buffer)
-        self._expected.append(receive)
-        self.step()
+        comm, mpi = self.comm, self._mpi
         others = tuple(r for r in range(comm.size) if r != comm.rank and source in (None, r))
         call = Call("recv", comm.name, str(comm.group_name), receives_from=others)
+        from_rank = mpi.ANY_SOURCE if source is None else source
+        with_tag = mpi.ANY_TAG if tag is None or is_any_tag(tag) else tag
+        if buffer is None:
+            transfer = ObjectReceive(mpi, self._wire, from_rank, with_tag)
+        else:
+            room = buffer
+            if buffer.device.type != "cpu" or not is_dense(buffer):
+                room = torch.empty(buffer.shape, dtype=buffer.dtype, device="cpu")
+            with self._lock:
+                request = self._wire.Irecv(self._described(room), from_rank, with_tag)
+            transfer = Transfer(mpi, request, room)
+        self._track(transfer)
+
+        def count() -> int:
+            return transfer.status.Get_count(self._kind(1 if buffer is None else buffer.itemsize))
+
+        def deliver() -> Any:
+            if buffer is None:
+                sender = transfer.status.Get_source()
+                return comm._unpickled(transfer.values, [transfer.values.numel()], sender)[0]
+            if transfer.values is not buffer:
+                _fill(buffer, transfer.values, count())
+            return None
+
+        def describe(status: Status) -> None:
+            if transfer.is_done:
+                status.source, status.tag = transfer.status.Get_source(), transfer.status.Get_tag()
+                status.count = count()
+
+        return self._request(transfer, call, deliver, describe)
+
+    def _request(
+        self,
+        transfer: Transfer,
+        call: Call,
+        deliver: Callable[[], Any],
+        describe: Callable[[Status], None] = lambda _: None,
+    ) -> Request:
+        def is_ready() -> bool:
+            _step(self._lock)
+            return transfer.is_done
 
         def finish() -> Any:
-            try:
-                self._until(lambda: receive.is_done, call, timeout_s)
-            finally:
-                if receive in self._expected:
-                    self._expected.remove(receive)  # given up: it must not take a later message
-            return receive.delivered(comm)
+            if not transfer.is_done:
+                self._wait(transfer, call)
+            if transfer.error is not None:
+                raise UnisonoError.because(
+                    f"{call.describe()}, a message over MPI",
+                    str(transfer.error),
+                    None,
+                    "a buffer for the whole message; Status.Get_count() tells how much came",
+                )
+            return deliver()
 
-        return Request(lambda: receive.is_done, finish, receive.describe)
+        return Request(is_ready, finish, describe)
 
-    def step(self) -> bool:
-        """Move messages on; return whether one has moved."""
-        before = len(self._sent) + len(self._expected) + len(self._coming)
-        with self._lock:
-            self._sent = [pair for pair in self._sent if not pair[0].Test()]
-            for receive in list(self._expected):
-                if receive in self._expected:
-                    self._match(receive)
-            for receive in self._coming:
-                receive.is_done = receive.request.Test()
-        self._coming = [receive for receive in self._coming if not receive.is_done]
-        after = len(self._sent) + len(self._expected) + len(self._coming)
-        look_after(self, after > 0)
-        return after != before
-
-    def _match(self, receive: Receive) -> None:
-        """Begin to receive a message that `receive` takes, if there is one."""
-        mpi, status = self._mpi, self._mpi.Status()
-        source = mpi.ANY_SOURCE if receive.source is None else receive.source
-        tag = mpi.ANY_TAG if receive.tag is None else receive.tag % self._tags
-        message = self._wire.Improbe(source, tag, status)
-        if message is None:
-            return
-        sender, sent_tag = status.Get_source(), status.Get_tag()
-        # An earlier receive that takes it, too, has looked before the message was there.
-        first = next(
-            other
-            for other in self._expected
-            if other.source in (None, sender)
-            and (other.tag is None or other.tag % self._tags == sent_tag)
-        )
-        first.sender = sender
-        first.values = first.room(status.Get_elements(mpi.BYTE) - _HEAD.size)
-        kind = self._kind(first.head, first.values)
-        first.request = message.Irecv([mpi.BOTTOM, 1, kind])
-        kind.Free()
-        self._expected.remove(first)
-        self._coming.append(first)
-
-    def _kind(self, head: bytearray, values: Tensor) -> Any:
-        """Return a datatype of MPI that holds the addresses of a head and its values."""
-        lengths, places = [_HEAD.size], [self._mpi.Get_address(head)]
-        for begin in range(0, values.numel(), _CHUNK_BYTES):
-            lengths.append(min(_CHUNK_BYTES, values.numel() - begin))
-            places.append(values.data_ptr() + begin)
-        return self._mpi.BYTE.Create_hindexed(lengths, places).Commit()
-
-    def _until(self, is_ready: Callable[[], bool], call: Call, timeout_s: float) -> None:
-        if is_ready():
-            return
+    def _wait(self, transfer: Transfer, call: Call) -> None:
         calls.latest_call = call
-        drive(is_ready, timeout_s)
-        if not is_ready():
-            raise failures.timed_out(call, self._comm.ranks, timeout_s)
-        call.done = True
+        try:
+            _move(lambda: transfer.is_done, self.comm.timeout_s)
+            if not transfer.is_done:
+                raise failures.timed_out(call, self.comm.ranks, self.comm.timeout_s)
+        finally:
+            call.done = True
+            if transfer in _under_way and call.receives_from:  # it must not take a later message
+                with self._lock:
+                    _under_way.remove(transfer)
+                    transfer.cancel()
+
+    def _track(self, transfer: Transfer) -> Transfer:
+        _under_way.append(transfer)
+        _step(self._lock)
+        return transfer
+
+    def _kind(self, itemsize: int) -> Any:
+        return getattr(self._mpi, _KINDS[itemsize])
+
+    def _described(self, x: Tensor) -> list[Any]:
+        """Return a dense tensor as mpi4py takes buffers."""
+        return [bytes_of(x.detach()).numpy(), x.numel(), self._kind(x.itemsize)]
+
+
+def _fill(buffer: Tensor, values: Tensor, count: int) -> None:
+    """Write the first `count` of some values to the first elements of `buffer`."""
+    if count == buffer.numel():
+        buffer.copy_(values)
+        return
+    whole = buffer.reshape(-1)
+    whole[:count] = values.reshape(-1)[:count]
+    if whole.data_ptr() != buffer.data_ptr():
+        buffer.copy_(whole.view(buffer.shape))

@@ -37,8 +37,7 @@ from unisono.comm.mpi_style.buffers import (
     unpack_counts,
 )
 from unisono.comm.mpi_style.constants import SUM, InPlace, Op, as_op
-from unisono.comm.mpi_style.messages import Messages
-from unisono.comm.mpi_style.requests import Request, Status
+from unisono.comm.mpi_style.messages import Messages, Request, Status
 from unisono.comm.perform import Pending
 from unisono.comm.reductions import decode, encode, reduce_in_rank_order
 from unisono.errors import PartitionError, explain
@@ -224,7 +223,7 @@ class Verbs(ABC):
         send = recv if is_in_place else _rows(as_tensor(sendbuf, verb, "sendbuf"))
         axis = check_axis(recv_axis, send.dim(), verb, "recv_axis")
         if counts is None and not is_in_place and verb == "Allgatherv":
-            counts = [n for (n,) in self._comm._agree([send.shape[axis]])]
+            counts = [n for (n,) in self._comm.all_gather_ints([send.shape[axis]])]
         if counts is not None:
             blocks = cut(recv, axis, counts, displs, size, verb, "recvbuf")
             send = blocks.block(rank) if is_in_place else send
@@ -376,7 +375,7 @@ class Verbs(ABC):
         size = self._comm.size
         if not verb.endswith("v"):
             return (rows_here,) * size
-        rows = self._comm._agree([rows_here, *(blocks.counts if blocks else [-1] * size)])
+        rows = self._comm.all_gather_ints([rows_here, *(blocks.counts if blocks else [-1] * size)])
         lengths, counts = tuple(row[0] for row in rows), rows[root][1:]
         if counts != lengths and any(n >= 0 for n in counts):
             wrong = next(r for r, (a, b) in enumerate(zip(counts, lengths, strict=True)) if a != b)
@@ -417,7 +416,7 @@ class Verbs(ABC):
         outgoing = cut(send, cut_axis, send_counts, send_displs, size, verb, "sendbuf")
         target = recv
         if recv_counts is None:
-            lengths = [n for (n,) in self._comm._agree([send.shape[join_axis]])]
+            lengths = [n for (n,) in self._comm.all_gather_ints([send.shape[join_axis]])]
             if cut_axis == join_axis:
                 lengths = [counts_displs(n, size)[0][rank] for n in lengths]
             recv_counts = lengths
@@ -486,7 +485,7 @@ class Verbs(ABC):
         if rank == root and sendobj is not None:
             parts = [self._comm._pickled(obj) for obj in sendobj]
         lengths = [part.numel() for part in parts] + [0] * size
-        count, *sizes = self._comm._agree([len(parts), *lengths[:size]])[root]
+        count, *sizes = self._comm.all_gather_ints([len(parts), *lengths[:size]])[root]
         if count != size:
             raise PartitionError.because(
                 f"scatter of {count} objects from rank {root}",
@@ -512,27 +511,29 @@ class Verbs(ABC):
 
     def Send(self, buf: Buffer, dest: int, tag: int = 0) -> None:
         """Send a copy of `buf` to rank `dest`; returns at once, `buf` may be changed."""
-        self._send(buf, dest, tag, "Send")
+        self._send(as_tensor(buf, "Send", "sendbuf").clone(), dest, tag, "Send")
 
     Bsend = Rsend = Send  # which has a copy in any case
 
     def Ssend(self, buf: Buffer, dest: int, tag: int = 0) -> None:
         """Send `buf` and return when rank `dest` has received it."""
-        self._send(buf, dest, tag, "Ssend", is_sync=True, is_copied=False).Wait()
+        self.Issend(buf, dest, tag).Wait()
 
     def Isend(self, buf: Buffer, dest: int, tag: int = 0) -> Request:
         """Start to send `buf`, which must not change before the request is complete."""
-        return self._send(buf, dest, tag, "Isend", is_copied=False)
+        return self._send(as_tensor(buf, "Isend", "sendbuf"), dest, tag, "Isend")
 
     Irsend = Isend
 
     def Ibsend(self, buf: Buffer, dest: int, tag: int = 0) -> Request:
         """Send a copy of `buf`; the request is complete."""
-        return self._send(buf, dest, tag, "Ibsend")
+        self.Send(buf, dest, tag)
+        return Request.done()
 
     def Issend(self, buf: Buffer, dest: int, tag: int = 0) -> Request:
         """Start `Ssend`: complete when rank `dest` has received the message."""
-        return self._send(buf, dest, tag, "Issend", is_sync=True, is_copied=False)
+        x = as_tensor(buf, "Issend", "sendbuf")
+        return self._send(x, dest, tag, "Issend", is_sync=True)
 
     def Recv(
         self,
@@ -555,11 +556,13 @@ class Verbs(ABC):
 
     def send(self, obj: Any, dest: int, tag: int = 0) -> None:
         """Send a picklable object to rank `dest`; returns at once."""
-        self._send_object(obj, dest, tag, "send")
+        expect_int("tag", tag, 0)
+        if self._is_peer(dest, "send", "dest"):
+            self._messages.send_object(obj, dest, tag)
 
     def isend(self, obj: Any, dest: int, tag: int = 0) -> Request:
         """Send a picklable object; it was copied, so the request is complete."""
-        self._send_object(obj, dest, tag, "isend")
+        self.send(obj, dest, tag)
         return Request.done()
 
     def recv(
@@ -570,8 +573,7 @@ class Verbs(ABC):
         status: Status | None = None,
     ) -> Any:
         """Return the next object of that source and tag; `buf`, room in mpi4py, is not needed."""
-        _check_room(buf, "recv")
-        return self._receive(None, source, tag, "recv").Wait(status)
+        return self.irecv(buf, source, tag).Wait(status)
 
     def irecv(
         self,
@@ -580,50 +582,34 @@ class Verbs(ABC):
         tag: int | None = None,
     ) -> Request:
         """Start `recv`; `Wait` returns the object."""
-        _check_room(buf, "irecv")
-        return self._receive(None, source, tag, "irecv")
+        if buf is not None and not isinstance(buf, bytearray | memoryview):  # mpi4py's first one
+            expect("buf", buf, (bytearray, type(None)), f"recv(source={buf!r}), or recv(None, ...)")
+        return self._receive(None, source, tag, "recv")
 
-    def _send(
-        self,
-        buf: Buffer,
-        dest: int,
-        tag: int,
-        verb: str,
-        *,
-        is_sync: bool = False,
-        is_copied: bool = True,
-    ) -> Request:
+    def _send(self, x: Tensor, dest: int, tag: int, verb: str, *, is_sync: bool = False) -> Request:
         expect_int("tag", tag, 0)
         if not self._is_peer(dest, verb, "dest"):
             return Request.done()
-        x = dense(self._staged(as_tensor(buf, verb, "sendbuf")))
-        how = {"is_sync": is_sync, "is_copied": is_copied, "timeout_s": self._comm.timeout_s}
-        return self._messages.send(x, dest, tag, **how)
-
-    def _send_object(self, obj: Any, dest: int, tag: int, verb: str) -> None:
-        expect_int("tag", tag, 0)
-        if self._is_peer(dest, verb, "dest"):
-            self._messages.send_object(obj, dest, tag, timeout_s=self._comm.timeout_s)
+        return self._messages.send(dense(self._staged(x)), dest, tag, is_sync=is_sync)
 
     def _receive(
         self, buffer: Tensor | None, source: int | None, tag: int | None, verb: str
     ) -> Request:
+        if tag is not None and constants.is_any_tag(tag):
+            tag = constants.ANY_TAG
+        elif tag is not None:
+            expect_int("tag", tag, 0)
         if source is not None and constants.is_any_source(source):
             source = None
         elif source is not None and not self._is_peer(source, verb, "source"):
             return Request.done()
-        if tag is not None and constants.is_any_tag(tag):
-            self._messages.refuse_any_tag(verb)
-            tag = None
-        elif tag is not None:
-            expect_int("tag", tag, 0)
-        return self._messages.receive(buffer, source, tag, timeout_s=self._comm.timeout_s)
+        return self._messages.receive(buffer, source, tag)
 
     def _is_peer(self, rank: int, verb: str, what: str) -> bool:
         """Check the other rank; False for `PROC_NULL`."""
         if is_integer(rank) and constants.is_proc_null(rank):
             return False
-        rank = check_rank(rank, self._comm.size, what, verb)
+        check_rank(rank, self._comm.size, what, verb)
         return True
 
 
@@ -653,9 +639,3 @@ def _in_front(x: Tensor, axis: int, verb: str, what: str = "axis") -> Tensor:
     """Return `x` with `axis` as its first one; a tensor without dims counts as one row."""
     x = _rows(x)
     return x.swapaxes(0, check_axis(axis, x.dim(), verb, what))
-
-
-def _check_room(buf: object, verb: str) -> None:
-    """Refuse a source where mpi4py has a buffer: it would be taken for any source."""
-    if buf is not None and not isinstance(buf, bytearray | memoryview):
-        expect("buf", buf, (bytearray, type(None)), f"{verb}(source={buf!r}), or {verb}(None, ...)")
