@@ -445,7 +445,7 @@ def test_every_verb_also_runs_async():
     assert results[9] == list(range(comm.size))
     assert results[10] == (results[9] if comm.rank == 0 else None)
     assert results[11:] == [[0], True, comm.size == 1]
-    assert pending[0].result is results[0]
+    assert pending[0].wait() is results[0]
 
 
 @pytest.mark.ranks(RANKS, backend=BACKENDS)

@@ -181,13 +181,14 @@ class Collectives(Performer):
         Receivers pass a tensor of the same shape and dtype, or None with `like=(shape, dtype)`.
         """
         src = check_rank(src, self.size, "src", "broadcast")
-        if x is not None or self.rank == src:
+        if self.rank == src:
             x = self._at_source(x, src, "broadcast")
-        if self.rank != src:
-            out = self._empty(x if x is not None else like, "broadcast")
-        else:
             out = x.detach().clone(memory_format=torch.contiguous_format)
-        return self._broadcast_into(out, out, x if self.rank == src else out, src, timeout_s)
+            return self._broadcast_into(out, out, x, src, timeout_s)
+        if x is not None:
+            check_tensor(x, self.device, "broadcast")
+        out = self._empty(x if x is not None else like, "broadcast")
+        return self._broadcast_into(out, out, out, src, timeout_s)
 
     @verb
     def broadcast_(

@@ -235,23 +235,22 @@ class Communicator(MessageVerbs):
         def __getattr__(self, name: str) -> NoReturn:
             raise removed_name(f"unisono.Communicator.{name}")
 
-    def __copy__(self) -> Communicator:
+    def __deepcopy__(self, memo: dict[int, object] | None = None) -> Communicator:
         return self
 
-    def __deepcopy__(self, memo: dict[int, object]) -> Communicator:
-        return self
+    __copy__ = __deepcopy__
 
     def __reduce__(self) -> tuple[object, ...]:
         if self._entry.maker is not None:
-            return _restore_standing, (self._entry.key, str(self.device), self._own_timeout_s)
+            raise MeshError.because(
+                f"a copy of {self.name} in another process",
+                "the group was made of an mpi4py communicator, and belongs to this process",
+                None,
+                "make it where it is used: Communicator.of(mpi4py_communicator)",
+            )
         backend = None if self.group is None else str(dist.get_backend(self.group))
-        return _restore, (
-            self.ranks,
-            backend,
-            str(self.device),
-            self._own_timeout_s,
-            _world_size(),
-        )
+        where = self.ranks, backend, str(self.device), self._own_timeout_s, _world_size()
+        return _restore, where
 
 
 def world(*, timeout_s: float | None = None) -> Communicator:
@@ -337,17 +336,4 @@ def _restore(
             "ask for it where it is used: comm = unisono.world() inside the function",
         )
     entry = groups.entry_for(ranks, backend=backend)
-    return Communicator(entry, device=torch.device(device), timeout_s=timeout_s)
-
-
-def _restore_standing(key: str, device: str, timeout_s: float | None) -> Communicator:
-    """Unpickle a communicator that stands on its own, in the process that has made it."""
-    entry = groups.standing(key)
-    if entry is None:
-        raise MeshError.because(
-            f"a pickled Communicator of the group {key}",
-            "this process has no such group: it was closed, or made by another process",
-            None,
-            "make it where it is used: Communicator.of(mpi4py_communicator)",
-        )
     return Communicator(entry, device=torch.device(device), timeout_s=timeout_s)

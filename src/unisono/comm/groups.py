@@ -1,4 +1,4 @@
-"""The one place where process groups are made: a cache by rank tuple, backend and deadline.
+"""The one place where process groups are made: a cache by rank tuple and backend.
 
 Asking twice for the same ranks gives the same group. Only members take part in making one, and its
 name follows from its ranks, so ranks may make groups in any order that two of them share.
@@ -36,8 +36,6 @@ if TYPE_CHECKING:
 DEFAULT_TIMEOUT_S = 600.0
 """Deadline of a wait where nothing else is said."""
 _CPU = torch.device("cpu")
-
-
 _BESIDE = "gloo"
 """Backend of the CPU group beside a group that serves an accelerator only."""
 
@@ -120,8 +118,7 @@ class GroupEntry:
         if self._timeout_s is not None:
             return self._timeout_s
         backend = self.group._get_backend(torch.device(next(iter(self._devices()), "cpu")))
-        options = getattr(backend, "options", None)
-        timeout = getattr(options, "_timeout", None)
+        timeout = getattr(getattr(backend, "options", None), "_timeout", None)
         return timeout.total_seconds() if isinstance(timeout, timedelta) else DEFAULT_TIMEOUT_S
 
     def _devices(self) -> list[str]:
@@ -172,11 +169,9 @@ class GroupEntry:
         collective over the group.
         """
         key = self.backend(device), device.type
-        engine = self._engines.get(key)
-        if engine is None:
-            engine = self._make_engine(key[0], device)
-            self._engines[key] = engine
-        return engine
+        if key not in self._engines:
+            self._engines[key] = self._make_engine(key[0], device)
+        return self._engines[key]
 
     def _make_engine(self, backend: str, device: torch.device) -> Engine:
         if self.group is None or len(self.ranks) == 1:
@@ -250,7 +245,7 @@ def _after_fork() -> None:
 
 os.register_at_fork(after_in_child=_after_fork)
 
-_made: dict[tuple[tuple[int, ...], str, float | None], GroupEntry] = {}
+_made: dict[tuple[tuple[int, ...], str], GroupEntry] = {}
 _wrapped: dict[str, GroupEntry] = {}
 _standing: dict[str, GroupEntry] = {}
 """Groups that stand on their own, by their keys; they outlive worlds."""
@@ -281,11 +276,7 @@ def world_entry() -> GroupEntry:
 
 
 def entry_for(
-    ranks: tuple[int, ...],
-    *,
-    backend: str | None = None,
-    timeout_s: float | None = None,
-    wait_s: float | None = None,
+    ranks: tuple[int, ...], *, backend: str | None = None, wait_s: float | None = None
 ) -> GroupEntry:
     """Return the group of these world ranks, made if it is not there yet.
 
@@ -294,8 +285,7 @@ def entry_for(
     Args:
         ranks: world ranks, in the order they have in the group.
         backend: name of the backend; default: that of the world.
-        timeout_s: deadline of the group's calls; default: that of the world.
-        wait_s: how long to wait for the others to come; default: `timeout_s`.
+        wait_s: how long to wait for the others to come; default: the deadline of the world.
     """
     forget_ended()
     if len(ranks) == 1:
@@ -310,19 +300,13 @@ def entry_for(
         )
     world_backend = str(dist.get_backend(world))
     backend = backend or world_backend
-    if (
-        ranks == tuple(range(world.size()))
-        and backend == world_backend
-        and timeout_s in (None, world_entry().timeout_s)
-    ):
+    if ranks == tuple(range(world.size())) and backend == world_backend:
         return world_entry()
-    key = (ranks, backend, timeout_s)
-    entry = _made.get(key)
+    entry = _made.get((ranks, backend))
     if entry is None:
-        deadline = timeout_s or world_entry().timeout_s
+        deadline = world_entry().timeout_s
         group = _new_group(ranks, backend, deadline, wait_s or deadline)
-        entry = GroupEntry(group, ranks, made_by_us=True)
-        _made[key] = entry
+        entry = _made[ranks, backend] = GroupEntry(group, ranks, made_by_us=True)
         _wrapped[str(group.group_name)] = entry
     return entry
 
@@ -343,20 +327,14 @@ def part_of(whole: GroupEntry, ranks: tuple[int, ...], *, wait_s: float) -> Grou
     return entry_for(ranks, backend=backend, wait_s=wait_s)
 
 
-def standing(key: str) -> GroupEntry | None:
-    """Return the group that stands on its own under `key` in this process, if there is one."""
-    return _standing.get(key)
-
-
 def alone(rank: int) -> GroupEntry:
     """Return the entry of a group of this one rank; needs no process group."""
     if rank == 0 and not dist.is_initialized():
         return _alone
-    key = ((rank,), "self", None)
-    entry = _made.get(key)
-    if entry is None:
-        entry = _made[key] = GroupEntry(None, (rank,), made_by_us=False)
-    return entry
+    key = (rank,), "self"
+    if key not in _made:
+        _made[key] = GroupEntry(None, (rank,), made_by_us=False)
+    return _made[key]
 
 
 def process_group_of(entry: GroupEntry) -> dist.ProcessGroup:
@@ -414,10 +392,9 @@ def forget_ended() -> None:
             forget()
         _world_seen = None if world is None else weakref.ref(world)
         return
-    for key in [key for key, entry in _made.items() if not entry.is_alive()]:
-        del _made[key]
-    for name in [name for name, entry in _wrapped.items() if not entry.is_alive()]:
-        del _wrapped[name]
+    for cache in (_made, _wrapped):
+        for key in [key for key, entry in cache.items() if not entry.is_alive()]:
+            del cache[key]
 
 
 def when_forgotten(forget: Callable[[], None]) -> Callable[[], None]:
@@ -437,32 +414,27 @@ def accounts() -> dict[str, dict[str, int]]:
         # of a group of ours: torch's own calls on it
         if (made := getattr(group, "unisono_calls", None)) is not None
     }
-    return counts | {
-        key: {
-            "collectives": entry.collectives,
-            **entry.counted,
-            **{calls.sent_to(*to): number for to, number in entry.sent.items()},
-        }
-        for key, entry in _entries().items()
-        if entry.is_alive()
-    }
+    for key, entry in _entries().items():
+        sent = {calls.sent_to(*to): number for to, number in entry.sent.items()}
+        counts[key] = {"collectives": entry.collectives, **entry.counted, **sent}
+    return counts
 
 
 def collectives_begun() -> dict[str, int]:
     """Return how many collectives of each group this rank has begun. Local, from any thread."""
-    return {key: entry.collectives for key, entry in _entries().items() if entry.is_alive()}
+    return {key: entry.collectives for key, entry in _entries().items()}
 
 
 def _entries() -> dict[str, GroupEntry]:
-    return {**_wrapped, **_standing}
+    known = {**_wrapped, **_standing}
+    return {key: entry for key, entry in known.items() if entry.is_alive()}
 
 
 def is_broken() -> bool:
     """Whether a group of this rank has failed, so that ranks may not meet any more. Local."""
     return any(
         entry.broken is not None or getattr(entry.group, "failure", None) is not None
-        for entry in (*_entries().values(), *_made.values())
-        if entry.is_alive()
+        for entry in _entries().values()
     )
 
 

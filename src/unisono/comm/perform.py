@@ -69,16 +69,33 @@ class Pending(Generic[T]):
     """The result of a collective that may still be under way.
 
     The tensors involved must not be changed before `wait` has returned.
+
+    Args:
+        performer: whose transfer it is.
+        transfer: the transfer; None if there is none, and the result is `value`.
+        ticket: what the engine gave for it; None if it is complete.
+        deadline: seconds that a wait may last.
+        value: a result that is there already.
     """
 
-    __slots__ = ("_complete", "_is_ready", "_value")
+    __slots__ = (
+        *("_deadline", "_finishing", "_is_inference", "_performer", "_ticket", "_transfer"),
+        "_value",
+    )
 
     def __init__(
-        self, complete: Callable[[float | None], T], is_ready: Callable[[], bool] | None
+        self,
+        performer: Performer,
+        transfer: PreparedCall[T] | None,
+        ticket: Ticket | None,
+        deadline: float,
+        value: T | None = None,
     ) -> None:
-        self._complete: Callable[[float | None], T] | None = complete
-        self._is_ready = is_ready
-        self._value: T | None = None
+        self._performer, self._ticket, self._deadline = performer, ticket, deadline
+        self._transfer = transfer
+        self._value = value
+        self._finishing = threading.Lock()  # a callback of torch may wait in another thread
+        self._is_inference = torch.is_inference_mode_enabled()
 
     def wait(self, timeout_s: float | None = None) -> T:
         """Block until the result is there and return it; `timeout_s` None is the verb's deadline.
@@ -87,49 +104,6 @@ class Pending(Generic[T]):
             RankTimeout: the deadline passed.
             RankFailed: another rank failed.
         """
-        if self._complete is not None:
-            if timeout_s is not None:
-                check_timeout(timeout_s)
-            self._value = self._complete(timeout_s)
-            self._complete = self._is_ready = None
-        return self._value  # type: ignore[return-value]
-
-    def done(self) -> bool:
-        """Whether `wait` would return at once."""
-        return self._is_ready is None or self._is_ready()
-
-    @property
-    def result(self) -> T:
-        """The result; waits for it."""
-        return self.wait()
-
-
-class Started(Pending[T]):
-    """A transfer under way.
-
-    Args:
-        performer: whose transfer it is.
-        transfer: the transfer.
-        ticket: what the engine gave for it; None if it is complete.
-        deadline: seconds that a wait may last.
-    """
-
-    __slots__ = ("_deadline", "_finishing", "_is_inference", "_performer", "_ticket", "_transfer")
-
-    def __init__(
-        self,
-        performer: Performer,
-        transfer: PreparedCall[T],
-        ticket: Ticket | None,
-        deadline: float,
-    ) -> None:
-        self._performer, self._ticket, self._deadline = performer, ticket, deadline
-        self._transfer: PreparedCall[T] | None = transfer
-        self._finishing = threading.Lock()  # a callback of torch may wait in another thread
-        self._is_inference = torch.is_inference_mode_enabled()
-
-    def wait(self, timeout_s: float | None = None) -> T:
-        """See `Pending`."""
         if self._is_inference and not torch.is_inference_mode_enabled():
             with torch.inference_mode():  # outside, what was made inside cannot be written
                 return self.wait(timeout_s)
@@ -256,7 +230,7 @@ class Performer:
                 is_async = started or (meanwhile is not None and transfer.is_collective)
                 ticket = transfer.kernel(async_op=is_async, timeout_s=deadline)
                 if started:
-                    return Started(self, transfer, ticket, deadline)
+                    return Pending(self, transfer, ticket, deadline)
                 if ticket is not None:
                     began = time.perf_counter_ns()
                     if meanwhile is not None and is_async:
@@ -416,7 +390,7 @@ class Performer:
             recvs: a tensor to fill for each source, or a slice of one; the result.
         """
         if not sends and not recvs:
-            return Pending(lambda _: recvs, None)
+            return Pending(self, None, None, self.timeout_s, recvs)
         return self._perform(self._planned(sends, recvs), True)
 
     def _move(self, sends: Mapping[int, Tensor], recvs: dict[int, Tensor]) -> None:

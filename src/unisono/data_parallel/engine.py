@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from unisono.comm import Communicator
-from unisono.comm.health.trace import AveragingCosts, announce
+from unisono.comm.health.trace import AveragingCosts, all_costs
 from unisono.data_parallel.averaging import (
     PendingBucket,
     SparseParameters,
@@ -171,7 +171,7 @@ class GradientEngine:
         self._late: set[int] = set()
         self.attach()
         if comm.size > 1:
-            announce(self._costs)
+            all_costs.append(self._costs)
 
     # -- set-up ---------------------------------------------------------------------------------
 

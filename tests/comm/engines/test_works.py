@@ -7,6 +7,7 @@ import threading
 import time
 import weakref
 from datetime import timedelta
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,7 +15,6 @@ import torch.distributed as dist
 import torch.distributed._functional_collectives as funcol
 from tests.waiting import scaled_by_load
 
-from unisono.comm import Pending
 from unisono.comm.engines.mpi.queue import Job, JobQueue
 from unisono.comm.torch.work import TransportWork
 
@@ -33,7 +33,7 @@ def failing():
 def posted(jobs, call, outputs=()):
     job = Job(jobs, call)
     jobs.post(job)
-    pending = Pending(lambda timeout_s: job.wait(timeout_s or 60.0), job.done)
+    pending = SimpleNamespace(wait=lambda timeout_s: job.wait(timeout_s or 60.0), done=job.done)
     return TransportWork(pending, job, outputs)
 
 

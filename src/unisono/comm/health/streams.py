@@ -21,7 +21,7 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from unisono.comm import call as calls
 from unisono.comm.call import Call
@@ -30,6 +30,9 @@ from unisono.comm.health.deadlock import obstacle_to
 from unisono.comm.health.watchdog import Watchdog
 from unisono.comm.machine import is_card_dead
 from unisono.errors import CollectiveMismatch, UnisonoError
+
+if TYPE_CHECKING:
+    from unisono.comm.engines.stream import StreamTicket
 
 TICK_S = 0.1
 """Seconds between two looks at the oldest transfers."""
@@ -42,20 +45,6 @@ _MOST_QUEUED = 64
 _NAP_S = 1e-3
 _GRACE_S = 10.0
 _NAME = "unisono-streams"
-
-
-class Queued(Protocol):
-    """A transfer on a stream."""
-
-    call: Call
-    began: float
-    """`time.monotonic` of the call."""
-    deadline: float
-    timeout_s: float
-
-    def is_complete(self) -> bool:
-        """Whether the device has carried it out."""
-        ...
 
 
 class Lane:
@@ -81,13 +70,13 @@ class Lane:
         self.ranks = tuple(ranks)
         self._abort = abort
         self._report = report
-        self._transfers: deque[Queued] = deque()
+        self._transfers: deque[StreamTicket] = deque()
         self._lock = threading.Lock()
         self._next_question = 0.0
         self._cards: dict[int, list[str | int]] = {}
         _all_lanes.add(self)
 
-    def add(self, transfer: Queued) -> None:
+    def add(self, transfer: StreamTicket) -> None:
         """Look after a transfer until it is complete."""
         self._transfers.append(transfer)
         if len(self._transfers) > _MOST_QUEUED:

@@ -4,8 +4,7 @@ Off, it costs one `is None` test per call. `with trace() as t:` records; `t.tabl
 `t.save(path)` brings the events of all ranks together on one clock, in a file that chrome://tracing
 and Perfetto show, one lane per rank.
 
-What averaging gradients has cost is counted here, too (`AveragingCosts`): each wrapper adds to its
-own, and an open `CostLedger` keeps the numbers after a module has gone. Neither keeps the module.
+What averaging gradients has cost is counted here, too: each wrapper adds to its `AveragingCosts`.
 """
 
 from __future__ import annotations
@@ -21,7 +20,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
-from weakref import WeakValueDictionary
 
 import torch.distributed as dist
 from torch.distributed import PrefixStore
@@ -294,34 +292,22 @@ class AveragingCosts:
     wait_forward_s: float = 0.0
 
 
+all_costs: list[AveragingCosts] = []
+"""Those of all modules of this process, oldest first; they outlive their modules."""
+
+
 class CostLedger:
-    """The costs of all modules that live while it is open, from its opening on."""
+    """The costs of all modules from its opening on."""
 
     def __init__(self) -> None:
-        self._before = [(costs, replace(costs)) for costs in _living.values()]
-
-    def add(self, costs: AveragingCosts) -> None:
-        """Hold these as well; they begin now."""
-        self._before.append((costs, replace(costs)))
+        self._before = {id(one): replace(one) for one in all_costs}
 
     def rows(self) -> list[dict[str, Any]]:
         """Return the costs since the opening, one row per module that had any, oldest first."""
-        since = [
-            (now, {name: getattr(now, name) - getattr(before, name) for name in _ADDED_UP})
-            for now, before in self._before
-        ]
-        return [asdict(now) | costs for now, costs in since if any(costs.values())]
-
-
-ledger: CostLedger | None = None
-"""The ledger of the record that is open; None when nothing is recorded."""
-_living: WeakValueDictionary[int, AveragingCosts] = WeakValueDictionary()
-_numbers = itertools.count()
-
-
-def announce(costs: AveragingCosts) -> AveragingCosts:
-    """Make costs known to the record that is open and to those opened later; return them."""
-    _living[next(_numbers)] = costs
-    if ledger is not None:
-        ledger.add(costs)
-    return costs
+        rows: list[dict[str, Any]] = []
+        for now in all_costs:
+            before = self._before.get(id(now), AveragingCosts(now.module, now.ranks))
+            since = {name: getattr(now, name) - getattr(before, name) for name in _ADDED_UP}
+            if any(since.values()):
+                rows.append(asdict(now) | since)
+        return rows

@@ -42,7 +42,7 @@ from unisono.comm.call import Call
 from unisono.comm.engines.base import Blocks, Engine, How, Ticket
 from unisono.comm.groups import GroupEntry
 from unisono.comm.health import trace, watchdog
-from unisono.comm.perform import Pending, Performer, PreparedCall, Started
+from unisono.comm.perform import Pending, Performer, PreparedCall
 from unisono.comm.reductions import PLAIN_DTYPES, check_op
 from unisono.comm.torch import sparse, staging
 from unisono.comm.torch.entry import entry, message
@@ -316,7 +316,7 @@ class TransportProcessGroup(dist.ProcessGroup):
         calls.latest_call = call
         transfer = PreparedCall(call, kernel, targets.deliver)
         return _as_work(
-            Started(performer, transfer, kernel(), self._timeout_s(None)), targets, None
+            Pending(performer, transfer, kernel(), self._timeout_s(None)), targets, None
         )
 
     def _introduce(self) -> Performer:
@@ -653,7 +653,7 @@ class _Calls(Performer):
 
 def _as_work(pending: Pending[Any], targets: Targets, dropped: deque[TransportWork] | None) -> Work:
     """Return a call that was started as torch.distributed sees it."""
-    ticket = pending._ticket if isinstance(pending, Started) else None
+    ticket = pending._ticket
     if ticket is None:
         pending.wait()
         return DoneWork(targets.originals, dropped)

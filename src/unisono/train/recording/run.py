@@ -482,7 +482,7 @@ def opened(directory: Path, started_ns: int) -> Iterator[Run]:
     """Let everything inside be written down by a `Run`, which is closed however it ends."""
     global _active
     run = _active = Run(directory, started_ns, tracing.recorder)
-    tracing.recorder, tracing.ledger = run.recorder, run.costs
+    tracing.recorder = run.recorder
     trouble = None
     try:
         yield run
@@ -495,5 +495,4 @@ def opened(directory: Path, started_ns: int) -> Iterator[Run]:
         _active = None
         if tracing.recorder is run.recorder:
             tracing.recorder = run.recorder.before
-        tracing.ledger = None
         run.close(trouble)

@@ -8,7 +8,6 @@ Each rank says what it saw in lines `SEEN <rank> <words>`.
 from __future__ import annotations
 
 import os
-import pickle
 import sys
 import time
 
@@ -140,7 +139,6 @@ def case_everything_works():
         assert (inner.size, inner.ranks) == (1, (RANK,))
     halves = comm.split(RANK % 2, key=-RANK)
     use(halves, [2, 0] if RANK % 2 == 0 else [3, 1])
-    assert pickle.loads(pickle.dumps(comm)) == comm
     assert len(comm.hosts) == 4
     buffer = comm.shared_buffer((3,), torch.float32)
     buffer += RANK
