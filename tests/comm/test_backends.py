@@ -15,49 +15,29 @@ from unisono.errors import MissingExtra, PlatformError
 ALL = {"gloo": "ok", "shm": "ok", "mpi": "ok"}
 
 
-@pytest.mark.parametrize(
-    ("device", "nodes", "expected"),
-    [
-        ("cpu", 1, "shm"),
-        ("cpu", 3, "shm"),
-        ("cuda", 2, "cpu:shm,cuda:nccl"),
-        ("mps", 1, "shm"),
-    ],
-)
-def test_nothing_asked_gives_the_fastest_that_works(device, nodes, expected):
-    choice = choose_backend(None, device=device, nodes=nodes, available=ALL, environ={})
-    assert choice.name == expected
-    assert choice.reason
+def choose(requested=None, device="cpu", nodes=1, available=ALL, **environ):
+    return choose_backend(
+        requested, device=device, nodes=nodes, available=available, environ=environ
+    )
 
 
-def test_the_environment_is_heard_unless_the_caller_says_otherwise():
-    environ = {"UNISONO_BACKEND": "gloo"}
-    choice = choose_backend(None, device="cpu", nodes=1, available=ALL, environ=environ)
-    assert (choice.name, choice.reason) == ("gloo", "asked for by UNISONO_BACKEND=gloo")
-    choice = choose_backend("mpi", device="cpu", nodes=1, available=ALL, environ=environ)
-    assert choice.name == "mpi4py"
-
-
-def test_a_backend_of_another_accelerator_is_chosen_by_device_and_taken_by_name():
-    for asked, expected in ((None, "cpu:shm,xpu:xccl"), ("xccl", "xccl")):
-        choice = choose_backend(asked, device="xpu", nodes=1, available=ALL, environ={})
-        assert choice.name == expected
-
-
-def test_without_shared_memory_gloo_is_taken_and_the_reason_told():
-    available = {"shm": "/dev/shm is not writable"}
-    choice = choose_backend(None, device="cpu", nodes=1, available=available, environ={})
-    assert choice.name == "gloo"
-    assert "/dev/shm is not writable" in choice.reason
+def test_the_fastest_that_works_is_chosen_unless_one_is_named():
+    assert choose() == choose(nodes=3) == choose(device="mps") == "shm"
+    assert choose(available={"shm": "/dev/shm is not writable"}) == "gloo"
+    assert choose(device="cuda", nodes=2) == "cpu:shm,cuda:nccl"
+    assert choose(device="xpu") == "cpu:shm,xpu:xccl"
+    assert choose("xccl", device="xpu") == "xccl"
+    assert choose(UNISONO_BACKEND="gloo") == "gloo"
+    assert choose("mpi", UNISONO_BACKEND="gloo") == "mpi4py"
 
 
 def test_a_misspelt_or_missing_backend_is_refused():
     with pytest.raises(PlatformError, match="HINT: backend='gloo'"):
-        choose_backend("glooo", device="cpu", nodes=1, available=ALL, environ={})
+        choose("glooo")
     with pytest.raises(MissingExtra, match=r'pip install "unisono\[mpi\]"'):
-        choose_backend("mpi", device="cpu", nodes=1, available={"mpi": "no mpi4py"}, environ={})
+        choose("mpi", available={"mpi": "no mpi4py"})
     with pytest.raises(PlatformError, match="no memory"):
-        choose_backend("shm", device="cpu", nodes=1, available={"shm": "no memory"}, environ={})
+        choose("shm", available={"shm": "no memory"})
 
 
 def test_torchcomms_that_makes_all_groups_leaves_none_to_us(tmp_path, monkeypatch):
@@ -67,9 +47,8 @@ def test_torchcomms_that_makes_all_groups_leaves_none_to_us(tmp_path, monkeypatc
     with config.patch(use_torchcomms=True):
         found = backends.available()
     with pytest.raises(PlatformError, match="TORCH_DISTRIBUTED_USE_TORCHCOMMS=1"):
-        choose_backend("shm", device="cpu", nodes=1, available=found, environ={})
-    choice = choose_backend(None, device="cpu", nodes=1, available=found, environ={})
-    assert choice.name == "gloo"
+        choose("shm", available=found)
+    assert choose(available=found) == "gloo"
 
 
 NEVER_IMPORTS_US = """

@@ -9,7 +9,6 @@ from __future__ import annotations
 import difflib
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from importlib.util import find_spec
@@ -34,16 +33,6 @@ _TORCH_NAME = {"mpi": "mpi4py"}
 """Names torch.distributed uses where they differ; it keeps "mpi" for a backend of its own."""
 
 
-@dataclass(frozen=True)
-class BackendChoice:
-    """A backend and why it was taken."""
-
-    name: str
-    """As `torch.distributed.init_process_group` wants it."""
-    reason: str
-    """One sentence for people."""
-
-
 def choose_backend(
     requested: str | None,
     *,
@@ -52,43 +41,32 @@ def choose_backend(
     available: Mapping[str, str],
     environ: Mapping[str, str] = os.environ,
     is_mpi_job: bool = False,
-) -> BackendChoice:
-    """Return the backend for a world.
+) -> str:
+    """Return the backend for a world, as `torch.distributed.init_process_group` wants it.
 
     Args:
         requested: the platform's `backend`, None for a choice.
         device: kind of device the tensors live on.
         nodes: number of hosts.
         available: for each backend "ok" or why it does not work here.
-        environ: `UNISONO_BACKEND` in it goes before our choice, not before `asked`.
+        environ: `UNISONO_BACKEND` in it goes before our choice, not before `requested`.
         is_mpi_job: whether MPI joins the ranks.
 
-    >>> choose_backend(None, device="cpu", nodes=1, available={"shm": "ok"}, environ={}).name
+    >>> choose_backend(None, device="cpu", nodes=1, available={"shm": "ok"}, environ={})
     'shm'
     """
-    name, source = requested, f"backend={requested!r}"
-    if name is None and environ.get("UNISONO_BACKEND"):
-        name = environ["UNISONO_BACKEND"]
-        source = f"UNISONO_BACKEND={name}"
-    if name is not None:
-        return BackendChoice(_checked(name, source, available), f"asked for by {source}")
-    name, reason = "shm", "CPU tensors through shared memory"
+    if requested is not None:
+        return _checked(requested, f"backend={requested!r}", available)
+    if name := environ.get("UNISONO_BACKEND"):
+        return _checked(name, f"UNISONO_BACKEND={name}", available)
     if nodes > 1 and is_mpi_job:
-        name = "mpi4py"
-        reason = f"{nodes} hosts of an MPI job: MPI between hosts, shared memory inside one"
-    elif available.get("shm") == "ok":
-        where = "one host" if nodes == 1 else f"{nodes} hosts: gloo for groups of several hosts"
-        reason = f"{reason} ({where})"
+        on_cpu = "mpi4py"  # MPI between hosts, shared memory inside one
     else:
-        name, reason = "gloo", f"no shared memory here: {available.get('shm', 'not there')}"
-    if device == "cpu":
-        return BackendChoice(name, reason)
+        on_cpu = "shm" if available.get("shm") == "ok" else "gloo"
     default = dist.Backend.default_device_backend_map.get(device, "gloo")
-    if default == "gloo":
-        return BackendChoice(name, f"{reason}; tensors on {device} travel through CPU memory")
-    return BackendChoice(
-        f"cpu:{name},{device}:{default}", f"{reason}; tensors on {device} by {default}"
-    )
+    if device == "cpu" or default == "gloo":  # tensors of the device travel through CPU memory
+        return on_cpu
+    return f"cpu:{on_cpu},{device}:{default}"
 
 
 def _checked(name: str, source: str, available: Mapping[str, str]) -> str:

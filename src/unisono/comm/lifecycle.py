@@ -95,9 +95,8 @@ def open_store(
 def _names_unasked(addr: str) -> contextlib.AbstractContextManager[None]:
     """Connect to a numeric `addr` without a name server; not where torch would warn of that."""
     is_quiet = os.environ.get("TORCH_CPP_LOG_LEVEL", "") in _QUIET_LEVELS
-    if is_quiet and (not addr or machine.is_numeric(addr)):
-        return machine.without_name_server()
-    return contextlib.nullcontext()
+    is_numeric = not addr or ":" in addr or addr.replace(".", "").isdigit()
+    return machine.without_name_server() if is_quiet and is_numeric else contextlib.nullcontext()
 
 
 def _torchrun_store(environment: Environment, deadline: timedelta) -> dist.Store:
@@ -115,12 +114,8 @@ def _check_master(environment: Environment, host: str, port: int) -> None:
     try:
         addresses = machine.resolve(host)
     except OSError as error:
-        raise PlatformError.because(
-            request,
-            f"{host} does not resolve on {socket.gethostname()}: {error.strerror}",
-            None,
-            hint,
-        ) from None
+        problem = f"{host} does not resolve on {socket.gethostname()}: {error.strerror}"
+        raise PlatformError.because(request, problem, None, hint) from None
     # Who sets the variables by hand may leave LOCAL_WORLD_SIZE out: then nodes is only a guess.
     is_counted = environment.nodes > 1 and "LOCAL_WORLD_SIZE" in os.environ
     if is_counted and all(map(machine.is_loopback, addresses)):
@@ -189,11 +184,9 @@ def start_world(
         torch.accelerator.set_device_index(place)
     if not dist.is_initialized() and environment.is_world:
         through_mpi = None if store is not None else _store_through_mpi(environment, timeout_s)
-        store = store or through_mpi
-        if store is None:
-            store = open_store(environment, timeout_s=timeout_s)
+        store = store or through_mpi or open_store(environment, timeout_s=timeout_s)
         choose_interface(environment, store)
-        choice = backends.choose_backend(
+        backend = backends.choose_backend(
             backend,
             device=place.type,
             nodes=environment.nodes,
@@ -201,7 +194,7 @@ def start_world(
             is_mpi_job=through_mpi is not None,
         )
         dist.init_process_group(
-            choice.name,
+            backend,
             store=dist.PrefixStore(f"unisono/{name}", store),
             rank=environment.rank,
             world_size=environment.size,
@@ -294,18 +287,16 @@ def close_world(*, timeout_s: float = LEAVE_S) -> None:
         trace.warn(trace.save_whole_run())
         return
     rank, size = dist.get_rank(), dist.get_world_size()
-    untraced = ""
-    if size > 1:
-        say_returned()
-        is_well = False
-        with contextlib.suppress(RuntimeError):  # a rank or the store is gone: just leave
+    is_well, untraced = size == 1, ""
+    with contextlib.suppress(RuntimeError):  # a rank or the store is gone: just leave
+        if size > 1:
+            say_returned()
             is_well = _meet_all(timeout_s)
-            if is_well:
-                untraced = trace.save_whole_run()
+        if is_well:
+            untraced = trace.save_whole_run()
+    if size > 1:
         watchdog.stop()
         _say_goodbye(timeout_s if is_well else min(timeout_s, BROKEN_S))
-    else:
-        untraced = trace.save_whole_run()
     dist.destroy_process_group()
     groups.forget_ended()
     if rank == 0:
@@ -389,22 +380,19 @@ def _await(
     """
     began = time.monotonic()
     look = began + _PEERS_S / 2
-    missing = dict(keys)
-    dead: set[int] = set()
+    missing, has_dead = dict(keys), False
     while missing and not store.check(list(missing)):
         now = time.monotonic()
-        if now > began + timeout_s or (not even_broken and _is_broken()):
+        if now > began + timeout_s or (not even_broken and (has_dead or _is_broken())):
             return False
         if now > look:
             look = now + _PEERS_S
             missing = {key: rank for key, rank in missing.items() if not store.check([key])}
-            dead |= {rank for rank in missing.values() if watchdog.is_process_dead(rank)}
-            missing = {key: rank for key, rank in missing.items() if rank not in dead}
-            if dead and not even_broken:
-                return False
+            alive = {k: rank for k, rank in missing.items() if not watchdog.is_process_dead(rank)}
+            missing, has_dead = alive, has_dead or len(alive) < len(missing)
         # Long waits are looked at less often: many ranks may be waiting.
         time.sleep(min(_LONGEST_NAP_S, 1e-3 + (now - began) / 10))
-    return not dead
+    return not has_dead
 
 
 def _is_broken() -> bool:

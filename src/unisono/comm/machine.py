@@ -74,15 +74,6 @@ def is_loopback(address: str) -> bool:
     return ipaddress.ip_address(address.partition("%")[0]).is_loopback
 
 
-def is_numeric(host: str) -> bool:
-    """Whether `host` is an address, and no name of one."""
-    try:
-        ipaddress.ip_address(host.partition("%")[0])
-    except ValueError:
-        return False
-    return True
-
-
 class _ResolverState(ctypes.Structure):
     """How the first fields of glibc's `struct __res_state` lie."""
 

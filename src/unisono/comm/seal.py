@@ -12,11 +12,13 @@ made with a secret of the world, which never travels through the store:
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import hmac
 import os
 import secrets
 import stat
+import tempfile
 import time
 import warnings
 import weakref
@@ -84,14 +86,14 @@ class Seal:
 
         `ranks` are world ranks whose group exists, so that all have said which key they hold.
         """
-        who = tuple(ranks)
-        if who in self._alike:
+        members = tuple(ranks)
+        if members in self._alike:
             return
-        keys = [self._proof_key(rank) for rank in who]
+        keys = {rank: self._proof_key(rank) for rank in members}
         end = time.monotonic() + timeout_s
-        while not self._store.check(keys):
+        while not self._store.check(list(keys.values())):
             if time.monotonic() > end:
-                late = [r for r, key in zip(who, keys, strict=True) if not self._store.check([key])]
+                late = [rank for rank, key in keys.items() if not self._store.check([key])]
                 error = RankTimeout(
                     f"rank {compress_ranks(late)} did not say within {timeout_s:g} s which key it "
                     "holds, without which no object is accepted from it",
@@ -101,7 +103,7 @@ class Seal:
             time.sleep(_POLL_S)
         strange = [
             rank
-            for rank, key in zip(who, keys, strict=True)
+            for rank, key in keys.items()
             if not hmac.compare_digest(bytes(self._store.get(key)), self._proof(key))
         ]
         if strange:
@@ -113,7 +115,7 @@ class Seal:
                 f"{VARIABLE}=FILE for all ranks, a file of mode 0600 with the same content on all "
                 "hosts: openssl rand -hex 32",
             )
-        self._alike.add(who)
+        self._alike.add(members)
 
     def _code(self, data: bytes, place: str) -> bytes:
         text = place.encode()
@@ -126,38 +128,24 @@ class Seal:
         return self._code(b"", key).hex().encode()
 
 
-_current: tuple[weakref.ref[dist.ProcessGroup], Seal] | None = None
-"""Known weakly: a world that has ended is not kept alive, nor is its store."""
+_seals: weakref.WeakKeyDictionary[dist.ProcessGroup, Seal] = weakref.WeakKeyDictionary()
+"""That of the world, known weakly: one that has ended is not kept alive, nor is its store."""
 
 
 def of_world() -> Seal:
     """Return the seal of the default process group. Local."""
-    global _current
     world = dist.group.WORLD
     if world is None:
         raise UnisonoError("there is no world whose ranks could sign anything")
-    if _current is not None and _current[0]() is world:
-        return _current[1]
-    seal = Seal(private.default_store(), world.rank())
-    _current = weakref.ref(world, _forget), seal
-    return seal
-
-
-def _forget(ended: weakref.ref[dist.ProcessGroup]) -> None:
-    global _current
-    if _current is not None and _current[0] is ended:
-        _current = None
+    if world not in _seals:
+        _seals[world] = Seal(private.default_store(), world.rank())
+    return _seals[world]
 
 
 def give_secret(secret: bytes) -> None:
     """Have this process use a secret that its launcher has brought by a private way."""
     global _override
     _override = secret
-
-
-def has_secret() -> bool:
-    """Whether a launcher has brought one."""
-    return _override is not None
 
 
 def prove(text: str) -> str:
@@ -194,16 +182,12 @@ def _own_file() -> Path:
     path = Path(state, "unisono", "key")
     if not path.exists():
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        draft = path.with_name(f".key.{secrets.token_hex(4)}")
-        fd = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-        try:
-            with open(fd, "wb") as file:  # noqa: PTH123
-                file.write(secrets.token_hex(32).encode() + b"\n")
+        fd, draft = tempfile.mkstemp(dir=path.parent)  # of mode 0600
+        os.write(fd, secrets.token_hex(32).encode() + b"\n")
+        os.close(fd)
+        with contextlib.suppress(FileExistsError):
             path.hardlink_to(draft)  # appears whole, and the first of several ranks wins
-        except FileExistsError:
-            pass
-        finally:
-            draft.unlink()
+        Path(draft).unlink()
     return path
 
 
@@ -212,14 +196,13 @@ def _private(path: Path, request: str) -> bytes:
     hint = f"openssl rand -hex 32 > {path}; chmod 600 {path}"
     try:
         with path.open("rb") as file:
-            status = os.fstat(file.fileno())
-            mode = stat.S_IMODE(status.st_mode)
-            if status.st_uid != os.getuid() or mode & 0o077:
-                problem = f"mode {mode:04o}, owner {status.st_uid} (this user is {os.getuid()})"
-                raise PlatformError.because(request, problem, None, f"chmod 600 {path}")
-            data = file.read().strip()
+            status, data = os.fstat(file.fileno()), file.read().strip()
     except OSError as error:
         raise PlatformError.because(request, f"{error.strerror}", None, hint) from None
+    mode = stat.S_IMODE(status.st_mode)
+    if status.st_uid != os.getuid() or mode & 0o077:
+        problem = f"mode {mode:04o}, owner {status.st_uid} (this user is {os.getuid()})"
+        raise PlatformError.because(request, problem, None, f"chmod 600 {path}")
     if len(data) < _LEAST_BYTES:
         arithmetic = f"{len(data)} bytes < {_LEAST_BYTES}"
         raise PlatformError.because(request, "too short for a secret", arithmetic, hint)

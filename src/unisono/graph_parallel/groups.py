@@ -85,7 +85,7 @@ def _group(whole: Communicator, ranks: tuple[int, ...], backend: str | None) -> 
         if backend not in here and not dist.is_backend_available(backend):
             here[backend] = f"this torch was built without {backend}"
         device = whole.device.type
-        chosen = choose_backend(backend, device=device, nodes=1, available=here).name
+        chosen = choose_backend(backend, device=device, nodes=1, available=here)
     entry = cache.entry_for(tuple(whole.ranks[rank] for rank in ranks), backend=chosen)
     return Communicator(entry, device=whole.device, timeout_s=whole.timeout_s)
 
