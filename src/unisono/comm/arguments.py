@@ -215,7 +215,11 @@ def check_ranks(ranks: object, size: int, request: str) -> tuple[int, ...]:
         raise MeshError.because(
             f"{request}({listed!r})",
             f"a communicator of {size} ranks",
-            f"out of range: {bad}" if bad else f"more than once: {twice}" if twice else "no ranks",
+            f"out of range: {bad}"
+            if bad
+            else f"more than once: {twice}"
+            if twice
+            else "empty, or not a list of ranks",
             f"[0, 1]: ranks of this communicator are 0 to {size - 1}, each at most once",
         )
     return chosen
