@@ -8,6 +8,7 @@ Also the arithmetic of shares: every rank has `n // size` rows, the first `n % s
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
@@ -78,40 +79,29 @@ def _displacements(counts: Sequence[int]) -> tuple[int, ...]:
 
 def as_tensor(buffer: object, verb: str, what: str) -> Tensor:
     """Return a buffer as a detached tensor over the same memory."""
-    if isinstance(buffer, Tensor):
-        if buffer.layout is not torch.strided or buffer.is_quantized:
-            raise TypeError(
-                explain(f"{verb}: {what}", "a sparse or quantised tensor", None, "x.to_dense()")
-            )
+    if isinstance(buffer, Tensor) and buffer.layout is torch.strided and not buffer.is_quantized:
         return buffer.detach() if buffer.requires_grad else buffer
+    hint = "numbers or bool"
     if isinstance(buffer, np.ndarray):
-        return _from_numpy(buffer, verb, what)
-    raise TypeError(
-        explain(
-            f"{verb}: {what}",
-            an(type(buffer).__name__),
-            None,
-            f"a tensor or a numpy array ({verb.lower()} takes Python objects)",
-        )
-    )
-
-
-def _from_numpy(array: np.ndarray, verb: str, what: str) -> Tensor:
-    if any(step < 0 for step in array.strides) or not array.flags.writeable:
-        if what != "sendbuf":
-            raise PartitionError.because(
-                f"{verb}: {what}",
-                "a numpy array that is read-only or runs backwards",
-                f"strides {array.strides}, writeable {array.flags.writeable}",
-                "np.empty_like(a), and assign it afterwards",
-            )
-        array = array.copy()
-    try:
-        return torch.from_numpy(array)
-    except TypeError:
-        raise TypeError(
-            explain(f"{verb}: {what}", f"a numpy array of {array.dtype}", None, "numbers or bool")
-        ) from None
+        is_backwards = any(step < 0 for step in buffer.strides)
+        if is_backwards or not buffer.flags.writeable:
+            if what != "sendbuf":
+                raise PartitionError.because(
+                    f"{verb}: {what}",
+                    "a numpy array that is read-only or runs backwards",
+                    f"strides {buffer.strides}, writeable {buffer.flags.writeable}",
+                    "np.empty_like(a), and assign it afterwards",
+                )
+            buffer = buffer.copy()
+        with contextlib.suppress(TypeError):
+            return torch.from_numpy(buffer)
+        problem = f"a numpy array of {buffer.dtype}"
+    elif isinstance(buffer, Tensor):
+        problem, hint = "a sparse or quantised tensor", "x.to_dense()"
+    else:
+        problem = an(type(buffer).__name__)
+        hint = f"a tensor or a numpy array ({verb.lower()} takes Python objects)"
+    raise TypeError(explain(f"{verb}: {what}", problem, None, hint))
 
 
 @dataclass(frozen=True)
@@ -149,11 +139,10 @@ def unpack_counts(
         raise TypeError(
             explain(f"{verb}: {what}", f"{len(buffer)} parts", None, "(buffer, counts, displs)")
         )
-    counts: Any = buffer[1]
-    displs = buffer[2] if len(buffer) == 3 else None
+    x, counts, displs = (*buffer, None)[:3]
     if len(buffer) == 2 and len(counts) == 2 and isinstance(counts[0], (tuple, list)):
         counts, displs = counts
-    return as_tensor(buffer[0], verb, what), counts, displs
+    return as_tensor(x, verb, what), counts, displs
 
 
 def cut(
@@ -168,21 +157,14 @@ def cut(
     """Return `x` cut into blocks that lie within it."""
     lengths = check_sizes(counts, size, verb, what=f"{what} counts")
     begins = _displacements(lengths) if displs is None else tuple(int(n) for n in displs)
-    rows = x.shape[axis]
-    if len(begins) != size:
+    ends = [begin + length for begin, length in zip(begins, lengths, strict=False)]
+    if len(begins) != size or min(begins) < 0 or max(ends) > x.shape[axis]:
         raise PartitionError.because(
-            f"{verb}: {what} displs={list(begins)}",
-            f"{len(begins)} entries for {size} ranks",
-            f"{len(begins)} != {size}",
+            f"{verb}: {what} counts={list(lengths)}, displs={list(begins)}",
+            f"{x.shape[axis]} rows along axis {axis} for the blocks of {size} ranks",
+            f"blocks end at {ends}: {max(ends)} > {x.shape[axis]}, or begin before 0",
+            "counts, displs, _ = comm.counts_displs_shape(shape, axis)",
         )
-    for rank, (begin, length) in enumerate(zip(begins, lengths, strict=True)):
-        if begin < 0 or begin + length > rows:
-            raise PartitionError.because(
-                f"{verb}: {what} counts={list(lengths)}, displs={list(begins)}",
-                f"{rows} rows along axis {axis}, and the block of rank {rank} does not lie in them",
-                f"{begin} + {length} = {begin + length} > {rows}" if begin >= 0 else f"{begin} < 0",
-                "counts, displs, _ = comm.counts_displs_shape(shape, axis)",
-            )
     return Blocks(x, axis, lengths, begins)
 
 
@@ -199,36 +181,27 @@ def equal_share(x: Tensor, axis: int, size: int, verb: str) -> int:
     return rows // size
 
 
-def check_alike(send: Tensor, recv: Tensor, verb: str, times: int = 1) -> None:
-    """Refuse buffers of which one cannot hold `times` the other."""
-    check_dtypes(send, recv, verb)
-    if send.numel() * times != recv.numel():
+def check_alike(send: Tensor, recv: Tensor, verb: str, times: int | None = 1) -> None:
+    """Refuse buffers of unlike dtypes, or of which one cannot hold `times` the other."""
+    request = f"{verb} of {list(send.shape)} ({send.dtype}) into {list(recv.shape)} ({recv.dtype})"
+    if send.dtype != recv.dtype:
+        raise PartitionError.because(request, "the buffers differ in dtype", None, "one dtype")
+    if times is not None and send.numel() * times != recv.numel():
         factor = f"{times} * {send.numel()} = {times * send.numel()}" if times > 1 else send.numel()
         raise PartitionError.because(
-            f"{verb} of {list(send.shape)} into {list(recv.shape)}",
+            request,
             f"the receive buffer has {recv.numel()} elements",
             f"{factor} != {recv.numel()}",
             "a receive buffer for what all ranks send" if times > 1 else "buffers of one size",
         )
 
 
-def check_dtypes(send: Tensor, recv: Tensor, verb: str) -> None:
-    """Refuse buffers of different dtypes."""
-    if send.dtype != recv.dtype:
-        raise PartitionError.because(
-            f"{verb} of {send.dtype} into {recv.dtype}",
-            "the buffers differ in dtype",
-            None,
-            f"torch.empty(..., dtype={send.dtype})",
-        )
-
-
-def check_shape(recv: Tensor, expected: Sequence[int], request: str, why: str) -> None:
+def check_shape(recv: Tensor, expected: Sequence[int], request: str) -> None:
     """Refuse a receive buffer that does not have the shape of what comes."""
     if list(recv.shape) != list(expected):
         raise PartitionError.because(
             f"{request} into {list(recv.shape)}",
-            why,
+            f"{list(expected)} comes",
             f"{list(recv.shape)} != {list(expected)}",
             f"torch.empty({list(expected)})",
         )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any
 
@@ -24,23 +23,8 @@ from unisono.errors import MeshError, an, explain
 _contexts: weakref.WeakKeyDictionary[GroupEntry, itertools.count[int]] = weakref.WeakKeyDictionary()
 
 
-class Communication(ABC):
-    """What every kind of communication can do: say how an array is shared out."""
-
-    @abstractmethod
-    def is_distributed(self) -> bool:
-        """Whether more than one rank takes part."""
-
-    @abstractmethod
-    def chunk(
-        self,
-        shape: Sequence[int],
-        split: int | None,
-        rank: int | None = None,
-        w_size: int | None = None,
-        sparse: bool = False,
-    ) -> tuple[Any, ...]:
-        """Return which part of an array a rank holds."""
+class Communication:
+    """What every communicator of this style is an instance of, as in HeAT."""
 
 
 class MPICommunication(Verbs, Communication):

@@ -29,7 +29,6 @@ from unisono.comm.mpi_style.buffers import (
     assign,
     check_alike,
     check_axis,
-    check_dtypes,
     check_shape,
     counts_displs,
     cut,
@@ -237,8 +236,7 @@ class Verbs(ABC):
             shape = [*send.shape]
             shape[axis] *= size
             if axis:  # in front, another form of the shape is the same memory
-                request = f"{verb} of {list(send.shape)} along axis {axis}"
-                check_shape(recv, shape, request, f"{size} blocks, joined along axis {axis}")
+                check_shape(recv, shape, f"{verb} of {list(send.shape)} along axis {axis}")
             sizes, deliver = [send.shape[axis]] * size, functools.partial(assign, recv)
         work = self._staged(send)
         return Plan(lambda verbs: verbs.all_gather(work, axis, sizes), deliver)
@@ -410,7 +408,7 @@ class Verbs(ABC):
         cut_axis = check_axis(send_axis, send.dim(), verb, "send_axis")
         join_axis = cut_axis if recv_axis is None else recv_axis
         join_axis = check_axis(join_axis, recv.dim(), verb, "recv_axis")
-        check_dtypes(send, recv, verb)
+        check_alike(send, recv, verb, None)
         if send_counts is None:
             send_counts, send_displs = counts_displs(send.shape[cut_axis], size)
         outgoing = cut(send, cut_axis, send_counts, send_displs, size, verb, "sendbuf")
@@ -426,10 +424,8 @@ class Verbs(ABC):
             is_alike = cut_axis == join_axis == 0 and recv.numel() == math.prod(shape)
             if is_alike and list(recv.shape) != shape:
                 target = recv.reshape(shape)
-            request = (
-                f"{verb} of {list(send.shape)}, cut along {cut_axis}, joined along {join_axis},"
-            )
-            check_shape(target, shape, request, f"rank {rank} gets {shape}")
+            axes = f"cut along {cut_axis}, joined along {join_axis}"
+            check_shape(target, shape, f"{verb} of {list(send.shape)}, {axes},")
         incoming = cut(target, join_axis, recv_counts, recv_displs, size, verb, "recvbuf")
         flat = torch.cat([outgoing.block(other).reshape(-1) for other in range(size)])
         work, send_sizes, recv_sizes = self._staged(flat), outgoing.numels(), incoming.numels()
@@ -450,13 +446,9 @@ class Verbs(ABC):
 
     def Alltoallw(self, *_: object, **__: object) -> NoReturn:
         """Refuse: blocks of different datatypes are not offered."""
+        hint = "Alltoallv for blocks of one dtype, Communicator.all_to_all([tensor, ...])"
         raise NotImplementedError(
-            explain(
-                "Alltoallw",
-                "one datatype per block is not offered",
-                None,
-                "Alltoallv for blocks of one dtype, Communicator.all_to_all([tensor, ...])",
-            )
+            explain("Alltoallw", "one datatype per block is not offered", None, hint)
         )
 
     Ialltoallw = Alltoallw
