@@ -16,7 +16,7 @@ from tests.accelerator.ranks import BOTH, device_ranks, own_device
 from tests.waiting import scaled_by_load
 
 from unisono.comm import Communicator, check, world
-from unisono.comm.health import streams
+from unisono.comm.health import watchdog
 from unisono.errors import CollectiveMismatch, RankFailed, RankTimeout, UnisonoError
 
 DEADLINE_S = 1.0
@@ -124,25 +124,19 @@ def test_a_message_that_never_comes_names_its_sender():
 
 
 @device_ranks(2)
-def test_the_thread_costs_nothing_when_nothing_is_under_way_and_dies_in_a_fork():
-    def names():
-        return [thread.name for thread in threading.enumerate()]
-
+def test_the_watchdog_looks_after_transfers_and_dies_in_a_fork():
     comm = on_device()
     comm.all_reduce(torch.ones(3, device=comm.device)).tolist()
-    assert "unisono-streams" in names()
+    (lane,) = watchdog.lanes
     began = time.monotonic()
-    child = os.fork()
-    if child == 0:
-        os._exit(int(streams._thread is not None or "unisono-streams" in names()))
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
-    while "unisono-streams" in names():
+    while lane.is_busy:
         assert time.monotonic() - began < scaled_by_load(5.0)
         time.sleep(0.05)
+    child = os.fork()
+    if child == 0:
+        os._exit(int("unisono-watchdog" in [thread.name for thread in threading.enumerate()]))
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
     assert comm.all_reduce(torch.ones(3, device=comm.device)).tolist() == [2.0] * 3
-    assert "unisono-streams" in names()
-    streams.stop()
-    assert "unisono-streams" not in names()
 
 
 MORTAL = """

@@ -387,7 +387,7 @@ def forget_ended() -> None:
         _wrapped.clear()
         _generation.clear()
         calls.latest_call = None
-        streams.stop()
+        streams.forget()
         for forget in _forgetting:
             forget()
         _world_seen = None if world is None else weakref.ref(world)

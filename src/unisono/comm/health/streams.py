@@ -1,24 +1,20 @@
-"""Deadlines of what runs on streams: one thread looks after the transfers that are under way.
+"""Deadlines of what runs on streams: the watchdog looks after the transfers that are under way.
 
-The host does not wait for such a transfer, so no wait of it can run out. The thread polls whether
-the oldest transfer of each group is complete. One that has a dead, failed or missing peer, or whose
-deadline has passed, ends its group: the error names the rank and its line, is raised in the main
-thread where it stands, and by every later call; then the backend is aborted. What the aborted
-transfers leave in memory is not seen by the program. The thread starts with the first transfer and
-ends when none is left, or with the world.
+The host does not wait for such a transfer, so no wait of it can run out. The thread of the watchdog
+polls whether the oldest transfer of each group is complete. One that has a dead, failed or missing
+peer, or whose deadline has passed, ends its group: the error names the rank and its line, is raised
+in the main thread where it stands, and by every later call; then the backend is aborted. What the
+aborted transfers leave in memory is not seen by the program.
 """
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import ctypes
-import json
 import os
 import socket
 import threading
 import time
-import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
@@ -28,23 +24,17 @@ from unisono.comm.call import Call
 from unisono.comm.health import failures, mark_as_news, watchdog
 from unisono.comm.health.deadlock import obstacle_to
 from unisono.comm.health.watchdog import Watchdog
-from unisono.comm.machine import is_card_dead
 from unisono.errors import CollectiveMismatch, UnisonoError
 
 if TYPE_CHECKING:
     from unisono.comm.engines.stream import StreamTicket
 
-TICK_S = 0.1
-"""Seconds between two looks at the oldest transfers."""
 PATIENCE_S = 0.5
 """A transfer of this age is compared with what other ranks have said, this often."""
-_LINGER_S = 1.0
-"""The thread ends when nothing was under way for so long."""
 _MOST_QUEUED = 64
 """Above this number the caller removes completed transfers itself."""
 _NAP_S = 1e-3
 _GRACE_S = 10.0
-_NAME = "unisono-streams"
 
 
 class Lane:
@@ -73,15 +63,15 @@ class Lane:
         self._transfers: deque[StreamTicket] = deque()
         self._lock = threading.Lock()
         self._next_question = 0.0
-        self._cards: dict[int, list[str | int]] = {}
-        _all_lanes.add(self)
+        watchdog.lanes.add(self)
 
     def add(self, transfer: StreamTicket) -> None:
         """Look after a transfer until it is complete."""
         self._transfers.append(transfer)
         if len(self._transfers) > _MOST_QUEUED:
             self._remove_complete()
-        _start(self)
+        elif len(self._transfers) == 1 and (dog := watchdog.serving(self.key)) is not None:
+            dog.wake()
 
     def settle(self) -> None:
         """Wait until the device has carried out all transfers, or the group was given up."""
@@ -100,13 +90,13 @@ class Lane:
         """Whether a transfer is under way, as far as it is known."""
         return bool(self._transfers)
 
-    def look(self) -> bool:
-        """Remove complete transfers, end the group if one cannot complete; whether any is left."""
+    def look(self) -> None:
+        """Remove complete transfers; end the group if one cannot complete."""
         self._remove_complete()
         with self._lock:
             transfers = list(self._transfers)
         if not transfers:
-            return False
+            return
         now, oldest = time.monotonic(), transfers[0]
         error: UnisonoError | None = None
         if now - oldest.began > PATIENCE_S and now >= self._next_question:
@@ -119,7 +109,6 @@ class Lane:
             if not isinstance(error, CollectiveMismatch) or error.returned:
                 self._announce(error)  # of unlike calls all ranks learn in the same words
             self.end(error)
-        return True
 
     def end(self, error: UnisonoError) -> None:
         """Give the group up because of `error`, unless that was done before."""
@@ -160,17 +149,12 @@ class Lane:
     def _dead_peer(self, call: Call, dog: Watchdog) -> UnisonoError | None:
         returned = {item.get("returned") for item in dog.news()}
         for rank in self.ranks:
-            if rank == dog.rank or rank in returned:
+            if rank == dog.rank or rank in returned or dog.condition(rank) != "dead":
                 continue
-            if rank not in self._cards and (text := dog.find(f"process/{rank}")) is not None:
-                self._cards[rank] = json.loads(text)
-            card = self._cards.get(rank)
-            if card is not None and is_card_dead(card):
-                # A rank that raised an exception has posted it just before its end.
-                host, doing = socket.gethostname(), f"{call.describe()} at {call.site}"
-                return dog.poll_failure() or failures.peer_died(
-                    doing, dog.rank, rank, int(card[1]), host
-                )
+            # A rank that raised an exception has posted it just before its end.
+            host, doing = socket.gethostname(), f"{call.describe()} at {call.site}"
+            pid = int((dog.card(rank) or [0, 0])[1])
+            return dog.poll_failure() or failures.peer_died(doing, dog.rank, rank, pid, host)
         return None
 
     def _announce(self, error: UnisonoError) -> None:
@@ -183,7 +167,7 @@ class Lane:
 
     def hear(self, dog: Watchdog) -> None:
         """End the group if another rank has given it up, also where nothing is under way here."""
-        if self.cause is not None or dog is not watchdog.of(self.key):
+        if self.cause is not None:
             return
         for item in dog.news():
             if item.get("gave_up") == self.key and item["rank"] != dog.rank:
@@ -200,66 +184,12 @@ class Lane:
         self._transfers.clear()
 
 
-_all_lanes: weakref.WeakSet[Lane] = weakref.WeakSet()
-"""All lanes of this process."""
-_lanes: weakref.WeakSet[Lane] = weakref.WeakSet()
-"""Those that the thread looks at."""
-_lock = threading.Lock()
-_stop = threading.Event()
-_thread: threading.Thread | None = None
-
-
-def _start(lane: Lane) -> None:
-    """Have the thread look at `lane`."""
-    global _stop, _thread
-    if _thread is not None and lane in _lanes:
-        return
-    with _lock:
-        _lanes.add(lane)
-        if _thread is None:
-            _stop = threading.Event()
-            _thread = threading.Thread(target=_run, args=(_stop,), name=_NAME, daemon=True)
-            _thread.start()
-
-
-def _look(lane: Lane) -> bool:
-    try:
-        return lane.look()
-    except (RuntimeError, OSError):
-        return True  # the store is gone, or the backend: calls of this rank will say so
-
-
-def _run(stopped: threading.Event) -> None:
-    global _thread
-    last_busy = time.monotonic()
-    while not stopped.wait(TICK_S):
-        with _lock:
-            lanes = list(_lanes)
-        if sum(_look(lane) for lane in lanes):
-            last_busy = time.monotonic()
-        elif time.monotonic() - last_busy > _LINGER_S:
-            with _lock:
-                _thread = None  # a transfer that is added from here on starts another one
-                if not any(lane.is_busy for lane in _lanes):
-                    _lanes.clear()
-                    return
-                _thread = threading.current_thread()
-
-
-def _hear(dog: Watchdog) -> None:
-    for lane in list(_all_lanes):
-        lane.hear(dog)
-
-
-watchdog.looks.append(_hear)
-
-
 def settle() -> None:
     """Wait until devices have carried out what this rank has begun; raise why they could not.
 
     Local. Without it a function could return although its last transfer never completed.
     """
-    for lane in list(_all_lanes):
+    for lane in list(watchdog.lanes):
         lane.settle()
 
 
@@ -279,26 +209,10 @@ def _raise_in_main_thread(error: UnisonoError) -> None:
     )
 
 
-def stop() -> None:
-    """Drop all transfers and end the thread. Local, safe to repeat."""
-    global _thread
-    with _lock:
-        thread, _thread = _thread, None
-        for lane in _lanes:
-            lane.forget()
-        _lanes.clear()
-        _stop.set()
-    if thread is not None and thread is not threading.current_thread():
-        thread.join(timeout=10.0)
-
-
-def _forget_after_fork() -> None:
-    global _lock, _stop, _thread
-    for lane in list(_lanes):
+def forget() -> None:
+    """Drop all transfers: at the end of the world, and in a process that was forked. Local."""
+    for lane in list(watchdog.lanes):
         lane.forget()
-    _lanes.clear()
-    _lock, _stop, _thread = threading.Lock(), threading.Event(), None
 
 
-atexit.register(stop)
-os.register_at_fork(after_in_child=_forget_after_fork)
+os.register_at_fork(after_in_child=forget)

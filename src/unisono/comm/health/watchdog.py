@@ -1,8 +1,9 @@
 """One daemon thread per process that lets ranks learn about each other while they are blocked.
 
 Through the world's store it answers other ranks' requests for stacks and notices a failure that a
-rank has posted. It starts with the first group of more than one rank and ends with the world.
-All that it leaves in the store is signed (`seal.py`), and what is not signed is not there for it.
+rank has posted; it also looks after transfers on streams (`streams.py`). It starts with the first
+group of more than one rank and ends with the world. All that it leaves in the store is signed
+(`seal.py`), and what is not signed is not there for it.
 """
 
 from __future__ import annotations
@@ -15,8 +16,9 @@ import socket
 import threading
 import time
 import traceback
+import weakref
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 from torch.distributed import PrefixStore, Store, TCPStore
@@ -28,13 +30,19 @@ from unisono.comm.machine import condition_of, is_card_dead, own_card
 from unisono.errors import RankFailed
 from unisono.torch_private import default_store
 
+if TYPE_CHECKING:
+    from unisono.comm.health.streams import Lane
+
 POLL_S = 1.0
 """Seconds between two looks at the store."""
 ANSWER_S = 3.0
 """Longest time to wait for other ranks' answers."""
 
-looks: list[Callable[[Watchdog], None]] = []
-"""What other parts look for in the store, at every look of the watchdog."""
+TICK_S = 0.1
+"""Seconds between two looks at transfers under way on streams."""
+
+lanes: weakref.WeakSet[Lane] = weakref.WeakSet()
+"""What groups have under way on streams of devices (`streams.py`), in this process."""
 
 _TOLD = ("done", "op", "sends_to", "receives_from")
 """Fields of the latest call that other ranks may ask for."""
@@ -78,6 +86,8 @@ class Watchdog:
         self.seal = signed_by or seal.of_world()
         self._store_lock = threading.Lock()
         self._stop = threading.Event()
+        self._awake = threading.Event()
+        self._cards: dict[int, list[str | int]] = {}
         self._answered = 0
         self._news: list[dict[str, Any]] = []
         self._news_read = 0
@@ -97,6 +107,7 @@ class Watchdog:
     def stop(self) -> None:
         """End the thread and wait for its end."""
         self._stop.set()
+        self._awake.set()
         if self._thread is not threading.current_thread():
             self._thread.join(timeout=10.0)
 
@@ -175,10 +186,20 @@ class Watchdog:
                 time.sleep(0.02)
         return answers
 
+    def wake(self) -> None:
+        """Have the thread look now: something is under way on a stream."""
+        self._awake.set()
+
+    def card(self, rank: int) -> list[str | int] | None:
+        """Return what the process of a rank has said of itself (`machine.own_card`), if it has."""
+        if rank not in self._cards and (text := self.find(f"process/{rank}")) is not None:
+            self._cards[rank] = json.loads(text)
+        return self._cards.get(rank)
+
     def condition(self, rank: int) -> str:
         """Return how the process of a rank is, by its card; `unknown` if it has left none."""
-        card = self.find(f"process/{rank}")
-        return "unknown" if card is None else condition_of(json.loads(card))
+        card = self.card(rank)
+        return "unknown" if card is None else condition_of(card)
 
     def _has(self, key: str) -> bool:
         return bool(self._store.check([key]))
@@ -195,15 +216,29 @@ class Watchdog:
         return None if body is None else body.decode()
 
     def _run(self) -> None:
-        while not self._stop.wait(POLL_S):
-            if self._is_over():
+        next_poll, has_store = time.monotonic() + POLL_S, True
+        while True:
+            own_lanes = [lane for lane in list(lanes) if of(lane.key) is self]
+            is_busy = any(lane.is_busy for lane in own_lanes)
+            is_awakened = self._awake.wait(TICK_S if is_busy else POLL_S)
+            self._awake.clear()
+            if self._stop.is_set() or self._is_over():
                 return
-            try:
-                self._poll()
-                for look in looks:
-                    look(self)
-            except (RuntimeError, OSError, ValueError):
-                return  # the store is gone: the world has ended without us
+            if is_awakened:
+                continue  # transfers need not be looked at before a tick has passed
+            for lane in own_lanes:
+                with contextlib.suppress(RuntimeError, OSError):  # calls of this rank will say so
+                    lane.look()
+            if has_store and time.monotonic() >= next_poll:
+                next_poll = time.monotonic() + POLL_S
+                try:
+                    self._poll()
+                    for lane in own_lanes:
+                        lane.hear(self)
+                except (RuntimeError, OSError, ValueError):
+                    has_store = False  # it is gone: the world has ended without us
+            if not has_store and not is_busy:
+                return
 
     def _poll(self) -> None:
         self.poll_failure()
