@@ -266,7 +266,7 @@ class Performer:
                 _ = call.site
         if check.active and call.number and self.size > 1:
             exchange = self._engine.all_gather_ints
-            check.verify(call, self.rank, self.ranks, deadline, exchange)
+            check.verify(call, self.ranks, deadline, exchange)
 
     def _observe_end(self, transfer: PreparedCall[Any], deadline: float) -> None:
         """Take down a call that has ended; compare its result in check mode."""
@@ -277,9 +277,7 @@ class Performer:
         if check.active and transfer.verify is not None and self.size > 1:
             exchange = self._engine.all_gather_ints
             try:
-                check.verify_equal_result(
-                    call, transfer.verify, self.rank, self.ranks, deadline, exchange
-                )
+                check.verify_equal_result(call, transfer.verify, self.ranks, deadline, exchange)
             except Exception as error:
                 raise self._translated(call, error, deadline) from None
 

@@ -9,7 +9,6 @@ Other parts of the library ask `active`, and look for mistakes of their own kind
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import importlib
 import itertools
@@ -17,19 +16,16 @@ import json
 import operator
 import os
 import sys
-import time
 import warnings
 import weakref
 import zlib
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from datetime import timedelta
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed import PrefixStore, Store
 from torch.nn.modules.module import register_module_module_registration_hook
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import register_optimizer_step_post_hook
@@ -38,7 +34,7 @@ from torch.utils.hooks import RemovableHandle
 from unisono.comm.arguments import bytes_of, dense
 from unisono.comm.call import Call, call_site
 from unisono.comm.digest import digest
-from unisono.comm.health.watchdog import store_of
+from unisono.comm.health import watchdog
 from unisono.errors import CheckWarning, CollectiveMismatch, explain
 
 Fingerprint = dict[str, Any]
@@ -142,14 +138,11 @@ def warn_once(key: str, text: str) -> None:
         warnings.warn_explicit(text, CheckWarning, file, int(line))
 
 
-def verify(
-    call: Call, rank: int, ranks: tuple[int, ...], timeout_s: float, exchange: Exchange
-) -> None:
+def verify(call: Call, ranks: tuple[int, ...], timeout_s: float, exchange: Exchange) -> None:
     """Compare `call` with the calls of all ranks of its group.
 
     Args:
         call: what this rank is about to do.
-        rank: own place in the group.
         ranks: world ranks of the group.
         timeout_s: deadline for the others to arrive.
         exchange: tells all ranks some integers.
@@ -164,7 +157,7 @@ def verify(
             return
     fingerprint = _plain(dict(zip(_FACTS, _facts_of(call), strict=True)))
     fingerprint |= {"site": call.site, "text": call.describe()}
-    prints = _share(call, "", fingerprint, rank, len(ranks), timeout_s)
+    prints = _share(call, "", fingerprint, ranks, timeout_s)
     rule = disagreement(prints)
     if rule is not None:
         raise _mismatch(rule, prints, ranks)
@@ -179,12 +172,7 @@ def _number_of(facts: tuple[Any, ...]) -> int:
 
 
 def verify_equal_result(
-    call: Call,
-    result: Tensor,
-    rank: int,
-    ranks: tuple[int, ...],
-    timeout_s: float,
-    exchange: Exchange,
+    call: Call, result: Tensor, ranks: tuple[int, ...], timeout_s: float, exchange: Exchange
 ) -> None:
     """After a reduction: raise unless all ranks hold the same finite bits.
 
@@ -199,7 +187,7 @@ def verify_equal_result(
         "site": call.site,
         "crc": zlib.crc32(raw.tobytes()) if finite else None,
     }
-    prints = _share(call, "/sum", record, rank, len(ranks), timeout_s)
+    prints = _share(call, "/sum", record, ranks, timeout_s)
     if len({p["crc"] for p in prints if p["crc"] is not None}) > 1:
         for entry in prints:
             entry["text"] = f"{call.describe()}, checksum {entry['crc']}"
@@ -297,24 +285,15 @@ def _plain(facts: dict[str, Any]) -> Fingerprint:
 
 
 def _share(
-    call: Call, what: str, record: Fingerprint, rank: int, size: int, timeout_s: float
+    call: Call, what: str, record: Fingerprint, ranks: tuple[int, ...], timeout_s: float
 ) -> list[Fingerprint]:
-    """Exchange `record` by the store of the call's group; the last reader removes the round."""
-    key = f"{call.key}/{call.number}{what}"
-    store: Store = PrefixStore("unisono/check", store_of(call.key))
-    store.set(f"{key}/{rank}", json.dumps(record))
-    keys = [f"{key}/{r}" for r in range(size)]
-    deadline = time.monotonic() + timeout_s
-    while not store.check(keys):
-        if time.monotonic() > deadline:
-            raise TimeoutError(key)
-        with contextlib.suppress(RuntimeError):  # not there yet: look at the deadline again
-            store.wait(keys, timedelta(seconds=min(0.25, timeout_s)))
-    prints = [json.loads(store.get(k)) for k in keys]
-    if store.add(f"{key}/read", 1) == size:
-        for k in [*keys, f"{key}/read"]:
-            store.delete_key(k)
-    return prints
+    """Exchange `record` with all ranks of the call's group, through their store."""
+    dog = watchdog.serving(call.key)
+    key = f"check/{call.key}/{call.number}{what}"
+    records = {} if dog is None else dog.share(key, record, ranks, timeout_s)
+    if len(records) < len(ranks):
+        raise TimeoutError(key)
+    return [records[rank] for rank in ranks]
 
 
 def _mismatch(rule: _Rule, prints: list[Fingerprint], ranks: tuple[int, ...]) -> CollectiveMismatch:

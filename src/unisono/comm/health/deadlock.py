@@ -9,7 +9,6 @@ counting, nothing else.
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -27,7 +26,6 @@ _EXPLAIN_S = 1.0
 """Longest time to wait for the words of ranks that raise the same error at the same time."""
 _MOST_RANKS = 64
 """Larger groups do not ask every rank for its source line: that must cost the store little."""
-_NAP_S = 0.01
 
 
 def obstacle_to(call: Call | None = None) -> UnisonoError | None:
@@ -132,15 +130,7 @@ def explained(error: CollectiveMismatch, call: Call, ranks: Sequence[int]) -> Co
     is_full = not error.calls or call.describe() in str(error)  # a message, or told by a wait
     if dog is None or is_full or len(ranks) > _MOST_RANKS:
         return error
-    key, deadline = f"unlike/{call.key}", time.monotonic() + _EXPLAIN_S
-    records = {dog.rank: _record(call, dog)}
-    dog.put(f"{key}/{dog.rank}", json.dumps(records[dog.rank]))
-    while missing := [rank for rank in ranks if rank not in records]:
-        texts = {rank: dog.find(f"{key}/{rank}") for rank in missing}
-        records |= {rank: json.loads(text) for rank, text in texts.items() if text is not None}
-        if time.monotonic() > deadline:
-            break
-        time.sleep(_NAP_S)
+    records = dog.share(f"unlike/{call.key}", _record(call, dog), ranks, _EXPLAIN_S)
     made = {rank: f" | {record['text']}" for rank, record in records.items()}
     lines = [str(error).partition("\n")[0]]
     lines += [f"  rank {rank}: {text}{made.get(rank, '')}" for rank, text in error.calls.items()]

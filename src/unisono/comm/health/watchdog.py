@@ -46,6 +46,7 @@ lanes: weakref.WeakSet[Lane] = weakref.WeakSet()
 
 _TOLD = ("done", "op", "sends_to", "receives_from")
 """Fields of the latest call that other ranks may ask for."""
+_NAP_S = 2e-3
 _NAME = "unisono-watchdog"
 _PREFIX = "unisono/watch"
 _lock = threading.Lock()
@@ -80,7 +81,6 @@ class Watchdog:
         self.rank = rank
         self.ranks = tuple(ranks)
         self.failure: RankFailed | None = None
-        self.store = store
         self._is_over = is_over
         self._store = PrefixStore(_PREFIX, own_connection(store))
         self.seal = signed_by or seal.of_world()
@@ -161,6 +161,29 @@ class Watchdog:
                 if (text := self._get(key)) is not None:
                     self._news.append(json.loads(text))
         return self._news
+
+    def share(
+        self, key: str, record: dict[str, Any], ranks: Sequence[int], timeout_s: float
+    ) -> dict[int, dict[str, Any]]:
+        """Return what `ranks`, this one among them, leave under `key`, of those that come in time.
+
+        The last reader removes it.
+        """
+        self.put(f"{key}/{self.rank}", json.dumps(record))
+        records: dict[int, dict[str, Any]] = {}
+        give_up = time.monotonic() + timeout_s
+        while missing := [rank for rank in ranks if rank not in records]:
+            texts = {rank: self.find(f"{key}/{rank}") for rank in missing}
+            records |= {rank: json.loads(text) for rank, text in texts.items() if text is not None}
+            if time.monotonic() > give_up:
+                return records
+            if len(records) < len(ranks):
+                time.sleep(_NAP_S)
+        with self._store_lock, contextlib.suppress(RuntimeError):
+            if self._store.add(f"{key}/read", 1) == len(ranks):
+                for name in (*ranks, "read"):
+                    self._store.delete_key(f"{key}/{name}")
+        return records
 
     def ask_stacks(self) -> dict[int, dict[str, Any]]:
         """Collect stacks and latest collective of all other ranks that answer in time.
@@ -385,12 +408,6 @@ def of(key: str) -> Watchdog | None:
 def serving(key: str) -> Watchdog | None:
     """Return the watchdog to which the ranks of a group answer, started if needed."""
     return _standing_for(key) or ensure()
-
-
-def store_of(key: str) -> Store:
-    """Return the store that the ranks of a group share."""
-    dog = _standing_for(key)
-    return default_store() if dog is None else dog.store
 
 
 def seal_of(key: str) -> seal.Seal:
