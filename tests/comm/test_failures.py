@@ -10,7 +10,6 @@ import torch
 import torch.distributed as dist
 from tests.waiting import answered, scaled_by_load, wait_until_answered
 
-from unisono import Logs, run
 from unisono.comm import check, close_world, post_failure, world
 from unisono.comm.call import Call
 from unisono.comm.health import failures, watchdog
@@ -197,23 +196,6 @@ def test_messages_and_collectives_in_an_order_that_ends_are_left_alone():
     other.join()
 
 
-@pytest.mark.parametrize("backend", ["shm", "gloo"])
-def test_shapes_that_disagree_end_in_an_error_that_names_the_mismatch(
-    monkeypatch, tmp_path, backend
-):
-    """gloo ends the process, or waits for bytes that never come; the launcher says why."""
-    monkeypatch.setenv("UNISONO_BACKEND", backend)
-
-    def disagree():
-        comm = world().with_timeout(2.0)
-        comm.all_reduce(torch.ones(2 + 100_000 * comm.rank))
-        comm.barrier()
-
-    ended = (RankFailed, RankTimeout)
-    with pytest.raises(ended, match=r"mismatch|different numbers of bytes|timed out"):
-        run(disagree, ranks=2, logs=Logs(dir=tmp_path, console="none"), timeout_s=60)
-
-
 CASES = {
     "different operations": lambda c: c.barrier() if c.rank == 1 else c.all_reduce(torch.ones(2)),
     "different reductions": lambda c: c.all_reduce(torch.ones(2), "max" if c.rank else "sum"),
@@ -244,16 +226,10 @@ def test_check_mode_names_ranks_and_lines_on_all_ranks():
             assert words in text
             assert text.count("test_failures.py:") >= 3, text
             assert set(caught.value.calls) == {0, 1, 2}
+            if words == "different operations":
+                (odd,) = [line for line in text.splitlines() if "<- differs" in line]
+                assert odd.strip().startswith("rank 1")
         assert comm.all_reduce(torch.ones(2)).tolist() == [3.0, 3.0]
-
-
-@pytest.mark.ranks(3)
-def test_check_mode_marks_the_odd_one_out():
-    comm = world()
-    with check(), pytest.raises(CollectiveMismatch) as caught:
-        comm.all_reduce(torch.ones(2 if comm.rank != 1 else 3))
-    (marked,) = [line for line in str(caught.value).splitlines() if "<- differs" in line]
-    assert marked.strip().startswith("rank 1")
 
 
 @pytest.mark.ranks(2)
