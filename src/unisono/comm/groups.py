@@ -93,7 +93,7 @@ class GroupEntry:
         self.key = "self" if group is None else str(group.group_name)
         """Name under which torch.distributed knows the group, the same on all members."""
         if maker is not None:
-            _standing[self.key] = self
+            _by_key[self.key] = self
         elif group is not None and len(ranks) > 1:
             watchdog.ensure()
 
@@ -129,7 +129,7 @@ class GroupEntry:
     def is_alive(self) -> bool:
         """Whether torch.distributed, or its own maker, still knows the group."""
         if self.maker is not None:
-            return _standing.get(self.key) is self
+            return _by_key.get(self.key) is self
         return self.group is None or self.group in private.known_groups
 
     def backend(self, device: torch.device) -> str:
@@ -239,16 +239,15 @@ def _after_fork() -> None:
     global _parents_world, _waiting
     _waiting = None  # a forked process is not the rank, and must not join in its place
     _parents_world = None if dist.group.WORLD is None else weakref.ref(dist.group.WORLD)
-    for entry in (*_standing.values(), *_made.values(), *_wrapped.values()):
+    for entry in (*_made.values(), *_by_key.values()):
         entry.mark_forked()
 
 
 os.register_at_fork(after_in_child=_after_fork)
 
 _made: dict[tuple[tuple[int, ...], str], GroupEntry] = {}
-_wrapped: dict[str, GroupEntry] = {}
-_standing: dict[str, GroupEntry] = {}
-"""Groups that stand on their own, by their keys; they outlive worlds."""
+_by_key: dict[str, GroupEntry] = {}
+"""All groups that are known; those that stand on their own outlive worlds."""
 _generation: dict[tuple[tuple[int, ...], str], int] = {}
 _world_seen: weakref.ref[dist.ProcessGroup] | None = None
 _forgetting: list[Callable[[], None]] = []
@@ -259,10 +258,10 @@ def entry_of(group: dist.ProcessGroup) -> GroupEntry:
     """Return the entry of an existing group. Local."""
     forget_ended()
     key = str(group.group_name)
-    entry = _wrapped.get(key)
+    entry = _by_key.get(key)
     if entry is None or entry.group is not group:
         entry = GroupEntry(group, tuple(dist.get_process_group_ranks(group)), made_by_us=False)
-        _wrapped[key] = entry
+        _by_key[key] = entry
     return entry
 
 
@@ -307,7 +306,7 @@ def entry_for(
         deadline = world_entry().timeout_s
         group = _new_group(ranks, backend, deadline, wait_s or deadline)
         entry = _made[ranks, backend] = GroupEntry(group, ranks, made_by_us=True)
-        _wrapped[str(group.group_name)] = entry
+        _by_key[entry.key] = entry
     return entry
 
 
@@ -361,40 +360,38 @@ def release(entry: GroupEntry) -> None:
     """Destroy `entry`'s group if we made it and no communicator uses it."""
     if not entry.made_by_us or entry.holders or entry.group is None:
         return
-    if entry.maker is not None:
-        if _standing.pop(entry.key, None) is entry:
-            entry.maker.release(entry)
-        return
+    is_alive = entry.is_alive()
+    _by_key.pop(entry.key, None)
     for key in [key for key, made in _made.items() if made is entry]:
         del _made[key]
-    _wrapped.pop(entry.key, None)
-    if entry.is_alive():
+    if is_alive and entry.maker is not None:
+        entry.maker.release(entry)
+    elif is_alive:
         dist.destroy_process_group(entry.group)
 
 
 def count() -> int:
     """Return how many groups this cache has made and still keeps."""
     forget_ended()
-    return sum(entry.made_by_us for entry in _made.values()) + len(_standing)
+    return sum(entry.made_by_us for entry in _by_key.values())
 
 
 def forget_ended() -> None:
     """Let go of groups that were destroyed; a new world starts with an empty cache. Local."""
     global _world_seen
     world = dist.group.WORLD if dist.is_initialized() else None
-    if (None if _world_seen is None else _world_seen()) is not world:
-        _made.clear()
-        _wrapped.clear()
+    has_ended = (None if _world_seen is None else _world_seen()) is not world
+    for cache in (_made, _by_key):
+        for key, entry in list(cache.items()):
+            if (has_ended and entry.maker is None) or not entry.is_alive():
+                del cache[key]
+    if has_ended:
         _generation.clear()
         calls.latest_call = None
         streams.forget()
         for forget in _forgetting:
             forget()
         _world_seen = None if world is None else weakref.ref(world)
-        return
-    for cache in (_made, _wrapped):
-        for key in [key for key, entry in cache.items() if not entry.is_alive()]:
-            del cache[key]
 
 
 def when_forgotten(forget: Callable[[], None]) -> Callable[[], None]:
@@ -414,7 +411,7 @@ def accounts() -> dict[str, dict[str, int]]:
         # of a group of ours: torch's own calls on it
         if (made := getattr(group, "unisono_calls", None)) is not None
     }
-    for key, entry in _entries().items():
+    for key, entry in _living().items():
         sent = {calls.sent_to(*to): number for to, number in entry.sent.items()}
         counts[key] = {"collectives": entry.collectives, **entry.counted, **sent}
     return counts
@@ -422,19 +419,18 @@ def accounts() -> dict[str, dict[str, int]]:
 
 def collectives_begun() -> dict[str, int]:
     """Return how many collectives of each group this rank has begun. Local, from any thread."""
-    return {key: entry.collectives for key, entry in _entries().items()}
+    return {key: entry.collectives for key, entry in _living().items()}
 
 
-def _entries() -> dict[str, GroupEntry]:
-    known = {**_wrapped, **_standing}
-    return {key: entry for key, entry in known.items() if entry.is_alive()}
+def _living() -> dict[str, GroupEntry]:
+    return {key: entry for key, entry in list(_by_key.items()) if entry.is_alive()}
 
 
 def is_broken() -> bool:
     """Whether a group of this rank has failed, so that ranks may not meet any more. Local."""
     return any(
         entry.broken is not None or getattr(entry.group, "failure", None) is not None
-        for entry in _entries().values()
+        for entry in _living().values()
     )
 
 
