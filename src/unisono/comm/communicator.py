@@ -163,7 +163,7 @@ class Communicator(MessageVerbs):
                     None,
                     "split(comm.rank % 2); color=None for a rank that takes no part",
                 )
-        rows = self._agree("split", [color is not None, color or 0, key])
+        rows = self._agree("split", [int(color is not None), int(color or 0), int(key)])
         if color is None:
             return None
         members = [

@@ -44,6 +44,8 @@ from unisono.expect import expect, expect_int, is_integer
 
 S = TypeVar("S", bound="Verbs")
 P = ParamSpec("P")
+Part = tuple[Any, int, str]
+"""A buffer, the axis along which it is cut or joined, and its name."""
 
 
 class Plan(NamedTuple):
@@ -215,31 +217,10 @@ class Verbs(ABC):
     @_verb
     def Allgather(self, verb: str, sendbuf: Sent, recvbuf: Counted, recv_axis: int = 0) -> Plan:
         """Fill `recvbuf` on every rank with the blocks of all, joined along `recv_axis`."""
-        rank, size = self._comm.rank, self._comm.size
-        recv, counts, displs = unpack_counts(recvbuf, verb, "recvbuf")
-        recv = _rows(recv)
-        is_in_place = constants.is_in_place(sendbuf)
-        send = recv if is_in_place else _rows(as_tensor(sendbuf, verb, "sendbuf"))
-        axis = check_axis(recv_axis, send.dim(), verb, "recv_axis")
-        if counts is None and not is_in_place and verb == "Allgatherv":
-            counts = [n for (n,) in self._comm.all_gather_ints([send.shape[axis]])]
-        if counts is not None:
-            blocks = cut(recv, axis, counts, displs, size, verb, "recvbuf")
-            send = blocks.block(rank) if is_in_place else send
-            check_alike(send, blocks.block(rank), verb)
-            sizes, deliver = blocks.counts, blocks.fill
-        else:
-            if is_in_place:
-                share = equal_share(recv, axis, size, verb)
-                send = recv.narrow(axis, rank * share, share)
-            check_alike(send, recv, verb, size)
-            shape = [*send.shape]
-            shape[axis] *= size
-            if axis:  # in front, another form of the shape is the same memory
-                check_shape(recv, shape, f"{verb} of {list(send.shape)} along axis {axis}")
-            sizes, deliver = [send.shape[axis]] * size, functools.partial(assign, recv)
-        work = self._staged(send)
-        return Plan(lambda verbs: verbs.all_gather(work, axis, sizes), deliver)
+        work, lengths, deliver = self._gathered(
+            verb, None, (sendbuf, recv_axis, "sendbuf"), (recvbuf, recv_axis, "recvbuf")
+        )
+        return Plan(lambda verbs: verbs.all_gather(work, 0, lengths), deliver)
 
     Iallgather = _started(Allgather)
     Allgatherv = _also(
@@ -268,17 +249,9 @@ class Verbs(ABC):
         `recvbuf.swapaxes(0, recv_axis)` is the `sendbuf.swapaxes(0, axis)` one after the other.
         """
         along = axis if recv_axis is None else recv_axis
-        send, whole, blocks, lengths = self._rooted(
+        work, lengths, deliver = self._gathered(
             verb, root, (sendbuf, axis, "sendbuf"), (recvbuf, along, "recvbuf")
         )
-        work = self._staged(send)
-
-        def deliver(joined: Tensor | None) -> None:
-            if joined is not None and blocks is not None:
-                blocks.fill(joined)
-            elif joined is not None and whole is not None:
-                assign(whole, joined)
-
         return Plan(lambda verbs: verbs.gather(work, root, 0, lengths), deliver)
 
     Igather = _started(Gather)
@@ -326,25 +299,35 @@ class Verbs(ABC):
     )
     Iscatterv = _started(Scatterv)
 
-    def _rooted(
-        self,
-        verb: str,
-        root: int,
-        part: tuple[Sent, int, str],
-        whole: tuple[Counted | None, int, str],
-    ) -> tuple[Tensor, Tensor | None, Blocks | None, tuple[int, ...]]:
-        """Return the own block, on the root the whole buffer and its blocks, and all ranks' rows.
+    def _gathered(
+        self, verb: str, root: int | None, part: Part, whole: Part
+    ) -> tuple[Tensor, tuple[int, ...], Callable[[Tensor | None], None]]:
+        """Return the own block, the rows of all ranks, and what writes the joined blocks."""
+        block, front, blocks, lengths = self._rooted(verb, root, part, whole)
 
-        `part` and `whole` are buffers, each with an axis, which comes to the front, and its name.
+        def deliver(joined: Tensor | None) -> None:
+            if joined is not None and blocks is not None:
+                blocks.fill(joined)
+            elif joined is not None and front is not None:
+                assign(front, joined)
+
+        return self._staged(block), lengths, deliver
+
+    def _rooted(
+        self, verb: str, root: int | None, part: Part, whole: Part
+    ) -> tuple[Tensor, Tensor | None, Blocks | None, tuple[int, ...]]:
+        """Return the own block, the whole buffer and its blocks (if needed), and all ranks' rows.
+
+        Each axis comes to the front. The whole is needed on `root`, on every rank if that is None.
         """
         (part_buffer, part_axis, part_name), (buffer, axis, name) = part, whole
-        size = self._comm.size
-        root = check_rank(root, size, "root", verb)
+        rank, size = self._comm.rank, self._comm.size
+        root = root if root is None else check_rank(root, size, "root", verb)
         front: Tensor | None = None
         blocks: Blocks | None = None
-        if self._comm.rank == root:
+        if root in (None, rank):
             if buffer is None:
-                raise PartitionError.because(f"{verb}: {name}=None", f"rank {root} is the root")
+                raise PartitionError.because(f"{verb}: {name}=None", f"rank {rank} is the root")
             x, counts, displs = unpack_counts(buffer, verb, name)
             front = _in_front(x, axis, verb)
             if counts is not None:
@@ -352,29 +335,37 @@ class Verbs(ABC):
         if not constants.is_in_place(part_buffer):
             block = _in_front(as_tensor(part_buffer, verb, part_name), part_axis, verb)
         elif front is None:
-            request = f"{verb} with IN_PLACE on rank {self._comm.rank}"
-            raise PartitionError.because(request, f"the root is rank {root}")
+            raise PartitionError.because(
+                f"{verb} with IN_PLACE on rank {rank}", f"the root is rank {root}"
+            )
         elif blocks is not None:
-            block = blocks.block(root)
+            block = blocks.block(rank)
         else:
             share = equal_share(front, 0, size, verb)
-            block = front.narrow(0, root * share, share)
+            block = front.narrow(0, rank * share, share)
         lengths = self._lengths(block.shape[0], blocks, root, verb, name)
-        if front is not None and not verb.endswith("v"):
-            check_alike(block, front, verb, size)
-        elif front is not None and blocks is None:
+        if front is not None and blocks is not None:
+            check_alike(block, blocks.block(rank), verb)
+        elif front is not None and verb.endswith("v"):
             blocks = cut(front, 0, lengths, None, size, verb, name)
+        elif front is not None:
+            check_alike(block, front, verb, size)
+            if axis or part_axis:  # in front, another form of the shape is the same memory
+                check_shape(front, [sum(lengths), *block.shape[1:]], f"{verb} along axis {axis}")
         return block, front, blocks, lengths
 
     def _lengths(
-        self, rows_here: int, blocks: Blocks | None, root: int, verb: str, what: str
+        self, rows_here: int, blocks: Blocks | None, root: int | None, verb: str, what: str
     ) -> tuple[int, ...]:
         """Return the rows of all ranks; refuse alike on all of them other counts of the root."""
         size = self._comm.size
+        if root is None and blocks is not None:
+            return blocks.counts
         if not verb.endswith("v"):
             return (rows_here,) * size
-        rows = self._comm.all_gather_ints([rows_here, *(blocks.counts if blocks else [-1] * size)])
-        lengths, counts = tuple(row[0] for row in rows), rows[root][1:]
+        counts_here = blocks.counts if blocks else [-1] * size
+        rows = self._comm.all_gather_ints([rows_here, *counts_here])
+        lengths, counts = tuple(row[0] for row in rows), rows[root or 0][1:]
         if counts != lengths and any(n >= 0 for n in counts):
             wrong = next(r for r, (a, b) in enumerate(zip(counts, lengths, strict=True)) if a != b)
             raise PartitionError.because(
