@@ -26,6 +26,7 @@ from unisono.comm.communicator import Communicator, world
 from unisono.comm.health import trace, watchdog
 from unisono.comm.health.deadlock import announce_return
 from unisono.comm.health.failures import post_failure, posted_failure
+from unisono.comm.health.watchdog import Watchdog
 from unisono.environment import RANK_PID, rank_mark
 from unisono.errors import PlatformError
 
@@ -287,16 +288,16 @@ def close_world(*, timeout_s: float = LEAVE_S) -> None:
         trace.warn(trace.save_whole_run())
         return
     rank, size = dist.get_rank(), dist.get_world_size()
-    is_well, untraced = size == 1, ""
+    is_well, untraced, dog = size == 1, "", watchdog.current()
     with contextlib.suppress(RuntimeError):  # a rank or the store is gone: just leave
         if size > 1:
             say_returned()
-            is_well = _meet_all(timeout_s)
+            is_well = _meet_all(timeout_s, dog)
         if is_well:
             untraced = trace.save_whole_run()
     if size > 1:
         watchdog.stop()
-        _say_goodbye(timeout_s if is_well else min(timeout_s, BROKEN_S))
+        _say_goodbye(timeout_s if is_well else min(timeout_s, BROKEN_S), dog)
     dist.destroy_process_group()
     groups.forget_ended()
     if rank == 0:
@@ -321,7 +322,7 @@ def abandon_world(error: BaseException) -> None:
     if dist.is_initialized() and dist.get_world_size() > 1:
         with contextlib.suppress(RuntimeError):
             post_failure(error)
-        _say_goodbye(BROKEN_S)
+        _say_goodbye(BROKEN_S, watchdog.current())
 
 
 def leave_at_exit() -> None:
@@ -344,7 +345,7 @@ def _store() -> dist.Store:
     return dist.PrefixStore("unisono/close", watchdog.default_store())
 
 
-def _meet_all(timeout_s: float) -> bool:
+def _meet_all(timeout_s: float, dog: Watchdog | None) -> bool:
     """Wait for all ranks of the world; return whether they have come.
 
     Rank 0 looks for them and tells the others, so that the store is asked in proportion to the
@@ -353,13 +354,13 @@ def _meet_all(timeout_s: float) -> bool:
     rank, size, store = dist.get_rank(), dist.get_world_size(), _store()
     if rank != 0:
         store.set(f"here/{rank}", "")
-        return _await(store, {"met": 0}, timeout_s) and store.get("met") == b"all"
-    is_well = _await(store, {f"here/{r}": r for r in range(1, size)}, timeout_s)
+        return _await(store, {"met": 0}, timeout_s, dog) and store.get("met") == b"all"
+    is_well = _await(store, {f"here/{r}": r for r in range(1, size)}, timeout_s, dog)
     store.set("met", "all" if is_well else "not all")
     return is_well
 
 
-def _say_goodbye(timeout_s: float) -> None:
+def _say_goodbye(timeout_s: float, dog: Watchdog | None) -> None:
     """Tell that this rank has let go; rank 0 waits until all have."""
     rank, size, store = dist.get_rank(), dist.get_world_size(), _store()
     with contextlib.suppress(RuntimeError):
@@ -367,11 +368,16 @@ def _say_goodbye(timeout_s: float) -> None:
             store.set(f"gone/{rank}", "")
         else:
             keys = {f"gone/{r}": r for r in range(1, size)}
-            _await(store, keys, timeout_s, even_broken=True)
+            _await(store, keys, timeout_s, dog, even_broken=True)
 
 
 def _await(
-    store: dist.Store, keys: Mapping[str, int], timeout_s: float, *, even_broken: bool = False
+    store: dist.Store,
+    keys: Mapping[str, int],
+    timeout_s: float,
+    dog: Watchdog | None,
+    *,
+    even_broken: bool = False,
 ) -> bool:
     """Wait until ranks have left their keys; return whether all have.
 
@@ -388,8 +394,10 @@ def _await(
         if now > look:
             look = now + _PEERS_S
             missing = {key: rank for key, rank in missing.items() if not store.check([key])}
-            alive = {k: rank for k, rank in missing.items() if not watchdog.is_process_dead(rank)}
-            missing, has_dead = alive, has_dead or len(alive) < len(missing)
+            if dog is not None:
+                dead = {key for key, rank in missing.items() if dog.condition(rank) == "dead"}
+                missing = {key: rank for key, rank in missing.items() if key not in dead}
+                has_dead = has_dead or bool(dead)
         # Long waits are looked at less often: many ranks may be waiting.
         time.sleep(min(_LONGEST_NAP_S, 1e-3 + (now - began) / 10))
     return not has_dead

@@ -8,7 +8,6 @@ counting, nothing else.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -76,10 +75,9 @@ def _unlike_calls(call: Call, dog: Watchdog) -> CollectiveMismatch | None:
         if (item.get("group"), item.get("number")) == (call.key, call.number):
             return _mismatch([*item["calls"], record], call)
     key = f"waits/{call.key}"
-    text = dog.find(key)
-    other = json.loads(text) if text is not None else None
+    other = dog.find(key)
     if other is None or other["number"] < call.number:
-        dog.put(key, json.dumps(record))
+        dog.put(key, record)
     elif other["number"] == call.number and _are_unlike(other, record):
         pair = [other, record]
         dog.publish({"group": call.key, "number": call.number, "calls": pair})

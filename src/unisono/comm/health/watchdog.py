@@ -26,7 +26,7 @@ from torch.distributed import PrefixStore, Store, TCPStore
 from unisono.comm import call as calls
 from unisono.comm import seal
 from unisono.comm.call import thread_stacks
-from unisono.comm.machine import condition_of, is_card_dead, own_card
+from unisono.comm.machine import condition_of, own_card
 from unisono.errors import RankFailed
 from unisono.torch_private import default_store
 
@@ -95,7 +95,7 @@ class Watchdog:
         """Whether this rank has posted a failure of its own."""
         self.has_returned = False
         """Whether this rank has said that its function has returned."""
-        self.put(f"process/{self.rank}", json.dumps(own_card()))
+        self.put(f"process/{self.rank}", own_card())
         self._thread = threading.Thread(target=self._run, name=_NAME, daemon=True)
         self._thread.start()
 
@@ -120,46 +120,45 @@ class Watchdog:
             "traceback": "".join(traceback.format_exception(error)),
         }
         self.has_failed = True
-        text = self._signed("failed", json.dumps(record))
         with self._store_lock:
+            text = self._signed("failed", record)
             posted = bytes(self._store.compare_set("failed", "", text))  # type: ignore[arg-type]
             if self.seal.verified(posted, "failed") is None:
-                self._set("failed", json.dumps(record))  # the text there is not signed by a rank
+                self._set("failed", record)  # what is there is not signed by a rank
 
     def poll_failure(self) -> RankFailed | None:
         """Look for a failure posted by another rank."""
         if self.failure is None:
             with self._store_lock:
-                text = self._get("failed") if self._has("failed") else None
-            posted = json.loads(text) if text is not None else None
+                posted = self._get("failed")
             if posted is not None and posted["rank"] != self.rank:
                 self.failure = failure_of(posted, len(self.ranks))
         return self.failure
 
-    def put(self, key: str, text: str) -> None:
-        """Leave a text for all ranks; a store that has gone takes nothing."""
+    def put(self, key: str, record: Any) -> None:
+        """Leave plain data for all ranks; a store that has gone takes nothing."""
         with self._store_lock, contextlib.suppress(RuntimeError):
-            self._set(key, text)
+            self._set(key, record)
 
-    def find(self, key: str) -> str | None:
-        """Return a text that a rank has left, or None."""
+    def find(self, key: str) -> Any:
+        """Return what a rank has left, or None."""
         with self._store_lock, contextlib.suppress(RuntimeError):
-            return self._get(key) if self._has(key) else None
+            return self._get(key)
         return None
 
     def publish(self, record: dict[str, Any]) -> None:
         """Add a record to the news of this world, which all ranks read in one order."""
         with self._store_lock, contextlib.suppress(RuntimeError):
             number = self._store.add("news", 1)
-            self._set(f"news/{number}", json.dumps(record))
+            self._set(f"news/{number}", record)
 
     def news(self) -> list[dict[str, Any]]:
         """Return all records published so far; each is fetched once."""
         with self._store_lock, contextlib.suppress(RuntimeError):
             while self._has(key := f"news/{self._news_read + 1}"):
                 self._news_read += 1
-                if (text := self._get(key)) is not None:
-                    self._news.append(json.loads(text))
+                if (record := self._get(key)) is not None:
+                    self._news.append(record)
         return self._news
 
     def share(
@@ -169,12 +168,12 @@ class Watchdog:
 
         The last reader removes it.
         """
-        self.put(f"{key}/{self.rank}", json.dumps(record))
+        self.put(f"{key}/{self.rank}", record)
         records: dict[int, dict[str, Any]] = {}
         give_up = time.monotonic() + timeout_s
         while missing := [rank for rank in ranks if rank not in records]:
-            texts = {rank: self.find(f"{key}/{rank}") for rank in missing}
-            records |= {rank: json.loads(text) for rank, text in texts.items() if text is not None}
+            found = {rank: self.find(f"{key}/{rank}") for rank in missing}
+            records |= {rank: other for rank, other in found.items() if other is not None}
             if time.monotonic() > give_up:
                 return records
             if len(records) < len(ranks):
@@ -192,19 +191,15 @@ class Watchdog:
         """
         with self._store_lock:
             number = self._store.add("requests", 1)
-            self._set(f"request/{number}", str(self.rank))
+            self._set(f"request/{number}", self.rank)
         answers: dict[int, dict[str, Any]] = {}
         give_up = time.monotonic() + ANSWER_S
         others = [rank for rank in self.ranks if rank != self.rank]
         able = {rank for rank in others if self.condition(rank) == "alive"}
         while able - answers.keys() and time.monotonic() < give_up:
             self._poll()  # two ranks may ask each other at the same time
-            for rank in others:
-                key = f"answer/{number}/{rank}"
-                with self._store_lock:
-                    text = self._get(key) if rank not in answers and self._has(key) else None
-                if text is not None:
-                    answers[rank] = json.loads(text)
+            found = {r: self.find(f"answer/{number}/{r}") for r in others if r not in answers}
+            answers |= {rank: answer for rank, answer in found.items() if answer is not None}
             if able - answers.keys():
                 time.sleep(0.02)
         return answers
@@ -215,8 +210,8 @@ class Watchdog:
 
     def card(self, rank: int) -> list[str | int] | None:
         """Return what the process of a rank has said of itself (`machine.own_card`), if it has."""
-        if rank not in self._cards and (text := self.find(f"process/{rank}")) is not None:
-            self._cards[rank] = json.loads(text)
+        if rank not in self._cards and (card := self.find(f"process/{rank}")) is not None:
+            self._cards[rank] = card
         return self._cards.get(rank)
 
     def condition(self, rank: int) -> str:
@@ -227,16 +222,18 @@ class Watchdog:
     def _has(self, key: str) -> bool:
         return bool(self._store.check([key]))
 
-    def _signed(self, key: str, text: str) -> bytes:
-        return self.seal.sign(text.encode(), key)
+    def _signed(self, key: str, record: Any) -> bytes:
+        return self.seal.sign(json.dumps(record).encode(), key)
 
-    def _set(self, key: str, text: str) -> None:
-        self._store.set(key, self._signed(key, text))  # type: ignore[arg-type]
+    def _set(self, key: str, record: Any) -> None:
+        self._store.set(key, self._signed(key, record))  # type: ignore[arg-type]
 
-    def _get(self, key: str) -> str | None:
-        """Return a text that is there; None if no rank of this world has written it."""
-        body = self.seal.body_if_signed(bytes(self._store.get(key)), key)
-        return None if body is None else body.decode()
+    def _get(self, key: str) -> Any:
+        """Return what is there; None if no rank of this world has written it."""
+        body = (
+            self.seal.body_if_signed(bytes(self._store.get(key)), key) if self._has(key) else None
+        )
+        return None if body is None else json.loads(body)
 
     def _run(self) -> None:
         next_poll, has_store = time.monotonic() + POLL_S, True
@@ -265,25 +262,12 @@ class Watchdog:
 
     def _poll(self) -> None:
         self.poll_failure()
-        while True:
-            with self._store_lock:
-                key = f"request/{self._answered + 1}"
-                if not self._has(key):
-                    return
+        with self._store_lock:
+            while self._has(key := f"request/{self._answered + 1}"):
                 asker = self._get(key)
                 self._answered += 1
-                if asker is not None and int(asker) != self.rank:
-                    answer = json.dumps(describe_self())
-                    self._set(f"answer/{self._answered}/{self.rank}", answer)
-
-
-def is_process_dead(rank: int) -> bool:
-    """Whether the process of a world rank is known to have ended; asks store and system."""
-    store, key = PrefixStore(_PREFIX, default_store()), f"process/{rank}"
-    if not store.check([key]):
-        return False
-    card = seal.of_world().body_if_signed(bytes(store.get(key)), key)
-    return card is not None and is_card_dead(json.loads(card))
+                if asker not in (None, self.rank):
+                    self._set(f"answer/{self._answered}/{self.rank}", describe_self())
 
 
 def own_connection(store: Store) -> Store:
