@@ -13,7 +13,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -381,7 +381,8 @@ def forget_ended() -> None:
     global _world_seen
     world = dist.group.WORLD if dist.is_initialized() else None
     has_ended = (None if _world_seen is None else _world_seen()) is not world
-    for cache in (_made, _by_key):
+    caches: tuple[dict[Any, GroupEntry], ...] = (_made, _by_key)
+    for cache in caches:
         for key, entry in list(cache.items()):
             if (has_ended and entry.maker is None) or not entry.is_alive():
                 del cache[key]

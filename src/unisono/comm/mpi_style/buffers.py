@@ -139,7 +139,8 @@ def unpack_counts(
         raise TypeError(
             explain(f"{verb}: {what}", f"{len(buffer)} parts", None, "(buffer, counts, displs)")
         )
-    x, counts, displs = (*buffer, None)[:3]
+    parts: list[Any] = [*buffer, None]
+    x, counts, displs = parts[:3]
     if len(buffer) == 2 and len(counts) == 2 and isinstance(counts[0], (tuple, list)):
         counts, displs = counts
     return as_tensor(x, verb, what), counts, displs
