@@ -237,17 +237,30 @@ class Collectives(Performer):
         return self._joined(x, dim, lengths, timeout_s)
 
     def _joined(
-        self, x: Tensor, dim: int, lengths: Sequence[int], timeout_s: float | None = None
-    ) -> PreparedCall[Tensor]:
-        """Prepare `all_gather` with arguments that were checked before."""
+        self,
+        x: Tensor,
+        dim: int,
+        lengths: Sequence[int],
+        timeout_s: float | None = None,
+        dst: int | None = None,
+    ) -> PreparedCall[Any]:
+        """Prepare `all_gather`, or `gather` at `dst`, with arguments that were checked before."""
         rows = rows_first(x, dim)
-        out = rows.new_empty((sum(lengths), *rows.shape[1:]))
-        call = self._described("all_gather", x, dim=dim, sizes=lengths)
+        out = None
+        if dst in (None, self.rank):
+            out = rows.new_empty((sum(lengths), *rows.shape[1:]))
+        op = "all_gather" if dst is None else "gather"
+        call = self._described(op, x, root=dst, dim=dim, sizes=lengths)
         call.sent = rows.nbytes
-        call.received = out.nbytes - call.sent
+        call.received = 0 if out is None else out.nbytes - (call.sent if dst is None else 0)
         engine = self._engine_for(x.device)
-        kernel = partial(engine.all_gather_rows, out, lengths, rows, alike=dim)
-        return PreparedCall(call, kernel, partial(rows_back, out, dim), timeout_s)
+        if dst is None:
+            kernel = partial(engine.all_gather_rows, out, lengths, rows, alike=dim)
+        else:
+            outs = None if out is None else out.split_with_sizes(lengths)
+            kernel = partial(engine.gather, outs, rows, dst)
+        finish = partial(rows_back, out, dim) if out is not None else lambda: None
+        return PreparedCall(call, kernel, finish, timeout_s)
 
     @verb
     def gather(
@@ -267,22 +280,7 @@ class Collectives(Performer):
         check_tensor(x, self._device_for(x), "gather")
         dim = check_dim(dim, x, "gather")
         lengths = self._lengths_or(sizes, x, dim, "gather", timeout_s)
-        return self._joined_at(dst, x, dim, lengths, timeout_s)
-
-    def _joined_at(
-        self, dst: int, x: Tensor, dim: int, lengths: Sequence[int], timeout_s: float | None
-    ) -> PreparedCall[Tensor | None]:
-        """Prepare `gather` with arguments that were checked before."""
-        rows = rows_first(x, dim)
-        out = rows.new_empty((sum(lengths), *rows.shape[1:])) if dst == self.rank else None
-        call = self._described("gather", x, root=dst, dim=dim, sizes=lengths)
-        call.sent = rows.nbytes
-        call.received = 0 if out is None else out.nbytes
-        outs = None if out is None else out.split_with_sizes(lengths)
-        kernel = partial(self._engine_for(x.device).gather, outs, rows, dst)
-        return PreparedCall(
-            call, kernel, lambda: None if out is None else rows_back(out, dim), timeout_s
-        )
+        return self._joined(x, dim, lengths, timeout_s, dst)
 
     @verb
     def scatter(
@@ -511,7 +509,7 @@ class Collectives(Performer):
         dst = check_rank(dst, self.size, "dst", "gather_object")
         pickled = self._pickled(obj)
         sizes = self._byte_counts("gather_object", pickled, timeout_s)
-        gathered = self._joined_at(dst, pickled, 0, sizes, timeout_s)
+        gathered = self._joined(pickled, 0, sizes, timeout_s, dst)
         return gathered.then(lambda raw: None if raw is None else self._unpickled(raw, sizes))
 
     @verb

@@ -131,14 +131,9 @@ def _check_master(environment: Environment, host: str, port: int) -> None:
 def _host_store(addr: str, port: int, deadline: timedelta) -> dist.TCPStore:
     """Listen at `addr:port` and serve a store on that very socket."""
     family = socket.AF_INET6 if ":" in addr else socket.AF_INET
-    listener = socket.socket(family, socket.SOCK_STREAM)
     try:
-        if port:
-            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind((addr, port))
-        listener.listen(1024)
+        listener = socket.create_server((addr, port), family=family, backlog=1024)
     except OSError as error:
-        listener.close()
         raise PlatformError.because(
             f"rank 0 listens at {addr or '*'}:{port}",
             f"{error.strerror} (error {error.errno})",
