@@ -49,7 +49,8 @@ class Transfer:
         self.values = values
         self.status = mpi.Status()
         self.is_done = False
-        self.error: Exception | None = None
+        self.error: UnisonoError | None = None
+        """Why it has not arrived, and will not."""
         self._mpi = mpi
 
     def test(self) -> None:
@@ -57,13 +58,21 @@ class Transfer:
         try:
             self.is_done = self.request.Test(self.status)
         except self._mpi.Exception as error:
-            self.is_done, self.error = True, error
+            self.is_done = True
+            self.error = UnisonoError.because(
+                "a message over MPI",
+                str(error),
+                None,
+                "a buffer for the whole message; Status.Get_count() tells how much came",
+            )
 
-    def cancel(self) -> None:
-        """Take no message any more."""
+    def give_up(self, error: UnisonoError) -> None:
+        """Take no message any more; MPI keeps the memory until it says that it has let go of it."""
+        self.error = error
         if self.request is not None:
             self.request.Cancel()
-            self.request.Free()
+        else:
+            self.is_done = True
 
 
 class ObjectReceive(Transfer):
@@ -92,7 +101,8 @@ def _step(lock: Any) -> bool:
     """Test all messages under way; return whether one has arrived."""
     with lock:
         for transfer in _under_way:
-            transfer.test()
+            if not transfer.is_done:
+                transfer.test()
         left = [transfer for transfer in _under_way if not transfer.is_done]
         has_moved = len(left) < len(_under_way)
         _under_way[:] = left
@@ -197,7 +207,7 @@ class MpiMessages(Messages):
             return None
 
         def describe(status: Status) -> None:
-            if transfer.is_done:
+            if transfer.is_done and transfer.error is None:
                 status.source, status.tag = transfer.status.Get_source(), transfer.status.Get_tag()
                 status.count = count()
 
@@ -215,31 +225,24 @@ class MpiMessages(Messages):
             return transfer.is_done
 
         def finish() -> Any:
-            if not transfer.is_done:
+            if transfer.error is None and not transfer.is_done:
                 self._wait(transfer, call)
             if transfer.error is not None:
-                raise UnisonoError.because(
-                    f"{call.describe()}, a message over MPI",
-                    str(transfer.error),
-                    None,
-                    "a buffer for the whole message; Status.Get_count() tells how much came",
-                )
+                raise transfer.error
             return deliver()
 
         return Request(is_ready, finish, describe)
 
     def _wait(self, transfer: Transfer, call: Call) -> None:
         calls.latest_call = call
-        try:
-            _move(lambda: transfer.is_done, self.comm.timeout_s)
-            if not transfer.is_done:
-                raise failures.timed_out(call, self.comm.ranks, self.comm.timeout_s)
-        finally:
-            call.done = True
-            if transfer in _under_way and call.receives_from:  # it must not take a later message
-                with self._lock:
-                    _under_way.remove(transfer)
-                    transfer.cancel()
+        _move(lambda: transfer.is_done, self.comm.timeout_s)
+        if not transfer.is_done:
+            late = failures.timed_out(call, self.comm.ranks, self.comm.timeout_s)
+            if not call.receives_from:
+                raise late
+            with self._lock:
+                transfer.give_up(late)  # it must not take a later message
+        call.done = True
 
     def _track(self, transfer: Transfer) -> Transfer:
         _under_way.append(transfer)
