@@ -20,6 +20,7 @@ REMOVED: dict[str, str] = {
     "unisono.Communicator.tune": (
         "UNISONO_ALGO=all_gather:broadcasts, if the choice is wrong for a network"
     ),
+    "unisono.Communicator.is_single_host": "len(set(comm.hosts)) == 1",
     "unisono.data_parallel.PowerSGD": (
         "compression=functools.partial(powerSGD_hook, PowerSGDState(group, ...)), of torch"
     ),

@@ -134,11 +134,6 @@ class Communicator(MessageVerbs):
             self._entry.hosts = tuple(self.all_gather_object(host_id()))
         return self._entry.hosts
 
-    @property
-    def is_single_host(self) -> bool:
-        """Whether all ranks run on one host. The first use is collective, as `hosts`."""
-        return len(set(self.hosts)) == 1
-
     def sub(self, ranks: Sequence[int]) -> Communicator | None:
         """Return the communicator of these ranks of this one; None on the other ranks.
 

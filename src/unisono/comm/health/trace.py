@@ -64,8 +64,7 @@ class Event:
 class Recorder:
     """Collects events of this process."""
 
-    def __init__(self, call_sites: bool = True) -> None:
-        self.call_sites = call_sites
+    def __init__(self) -> None:
         self._raw: deque[tuple[Call, int, int]] = deque(maxlen=MAX_EVENTS)
 
     def add(self, call: Call, rank: int) -> None:
@@ -97,7 +96,6 @@ class trace:
     Args:
         path: where to save at the end (collective over the world), None to save nothing. A place
             that cannot be written is refused when the context is entered.
-        call_sites: look up the source line of each call (about a microsecond).
 
     >>> with trace() as t:
     ...     pass
@@ -105,11 +103,9 @@ class trace:
     []
     """
 
-    def __init__(
-        self, path: str | os.PathLike[str] | None = None, *, call_sites: bool = True
-    ) -> None:
+    def __init__(self, path: str | os.PathLike[str] | None = None) -> None:
         self._path = path
-        self._recorder = Recorder(call_sites)
+        self._recorder = Recorder()
         self._before: Recorder | None = None
 
     @property
