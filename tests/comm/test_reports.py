@@ -17,7 +17,6 @@ import torch.distributed as dist
 from tests.waiting import answered, scaled_by_load, wait_until_answered
 
 from unisono.comm import check, close_world, post_failure, posted_failure, trace, world
-from unisono.comm.call import thread_stacks
 from unisono.comm.health import watchdog
 from unisono.errors import CollectiveMismatch, RankTimeout, UnisonoError
 
@@ -194,34 +193,6 @@ def test_an_expanded_tensor_is_refused_in_calls_of_torch():
     x = torch.ones(1)
     dist.all_reduce(x)
     assert x.item() == 2
-
-
-def test_stacks_fold_frames_of_libraries_and_leave_out_their_threads():
-    gate = threading.Event()
-
-    def user_waits():
-        gate.wait()
-
-    idle = threading.Thread(target=gate.wait, name="library thread")
-    busy = threading.Thread(target=user_waits, name="user thread")
-    for thread in (idle, busy):
-        thread.start()
-    told = []
-    try:
-        asker = threading.Thread(target=lambda: told.append(thread_stacks()))
-        asker.start()
-        asker.join()
-    finally:
-        gate.set()
-        idle.join()
-        busy.join()
-    (text,) = told
-    assert "library thread" not in text
-    assert "thread" not in text.splitlines()[0]  # the main one
-    section = text.partition("  in thread user thread:\n")[2].splitlines()
-    assert section[0] == "  ... in Python"
-    assert "test_reports.py" in section[1]
-    assert section[1].endswith(" in user_waits: `gate.wait()`")
 
 
 @both
