@@ -363,13 +363,9 @@ class Performer:
         """Return the device of all messages; refuse several: a backend carries those of one."""
         devices = {x.device: x for side in (sends, recvs) for x in side.values()}
         if len(devices) > 1:
-            going, coming = (
-                ", ".join(sorted({str(x.device) for x in side.values()})) or "nothing"
-                for side in (sends, recvs)
-            )
             raise UnisonoError.because(
                 f"{op} of messages on different devices",
-                f"sends on {going}; receives on {coming}",
+                ", ".join(sorted(map(str, devices))),
                 None,
                 "one device for all of them: x.to(device), comm.with_device(x.device)",
             )
@@ -406,26 +402,22 @@ class Performer:
                 break
         moves = engine.moves
         going: dict[int, Tensor] = {}
-        coming: dict[int, Tensor] = {}
-        has_copies = False
         for peer, x in sends.items():
-            if x.is_conj() or x.is_neg() or private.is_zero_tensor(x):
-                x = stored(x)
+            x = stored(x)
             going[peer] = x if x.is_contiguous() or moves(x) else x.contiguous()
-        for peer, x in recvs.items():
-            if x.is_contiguous() or moves(x):
-                coming[peer] = x
-            else:
-                coming[peer] = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-                has_copies = True
+        coming = {
+            peer: x
+            if x.is_contiguous() or moves(x)
+            else torch.empty(x.shape, dtype=x.dtype, device=x.device)
+            for peer, x in recvs.items()
+        }
+        copied = [peer for peer, x in recvs.items() if coming[peer] is not x]
 
-        def place_copies() -> dict[int, Tensor]:
-            for peer, x in recvs.items():
-                if coming[peer] is not x:
-                    x.copy_(coming[peer])
+        def finish() -> dict[int, Tensor]:
+            for peer in copied:
+                recvs[peer].copy_(coming[peer])
             return recvs
 
-        finish = place_copies if has_copies else coming.copy
         return self._messages("exchange", going, coming, EXCHANGE_TAG, finish, engine=engine)
 
     def all_gather_ints(
