@@ -246,21 +246,21 @@ class Collectives(Performer):
     ) -> PreparedCall[Any]:
         """Prepare `all_gather`, or `gather` at `dst`, with arguments that were checked before."""
         rows = rows_first(x, dim)
-        out = None
-        if dst in (None, self.rank):
-            out = rows.new_empty((sum(lengths), *rows.shape[1:]))
         op = "all_gather" if dst is None else "gather"
         call = self._described(op, x, root=dst, dim=dim, sizes=lengths)
         call.sent = rows.nbytes
-        call.received = 0 if out is None else out.nbytes - (call.sent if dst is None else 0)
         engine = self._engine_for(x.device)
+        if dst not in (None, self.rank):
+            return PreparedCall(
+                call, partial(engine.gather, None, rows, dst), lambda: None, timeout_s
+            )
+        out = rows.new_empty((sum(lengths), *rows.shape[1:]))
+        call.received = out.nbytes - (call.sent if dst is None else 0)
         if dst is None:
             kernel = partial(engine.all_gather_rows, out, lengths, rows, alike=dim)
         else:
-            outs = None if out is None else out.split_with_sizes(lengths)
-            kernel = partial(engine.gather, outs, rows, dst)
-        finish = partial(rows_back, out, dim) if out is not None else lambda: None
-        return PreparedCall(call, kernel, finish, timeout_s)
+            kernel = partial(engine.gather, out.split_with_sizes(lengths), rows, dst)
+        return PreparedCall(call, kernel, partial(rows_back, out, dim), timeout_s)
 
     @verb
     def gather(

@@ -381,11 +381,11 @@ def forget_ended() -> None:
     global _world_seen
     world = dist.group.WORLD if dist.is_initialized() else None
     has_ended = (None if _world_seen is None else _world_seen()) is not world
-    caches: tuple[dict[Any, GroupEntry], ...] = (_made, _by_key)
-    for cache in caches:
+    cache: dict[Any, GroupEntry]
+    for cache in (_made, _by_key):
         for key, entry in list(cache.items()):
             if (has_ended and entry.maker is None) or not entry.is_alive():
-                del cache[key]
+                cache.pop(key)
     if has_ended:
         _generation.clear()
         calls.latest_call = None
