@@ -381,11 +381,8 @@ def forget_ended() -> None:
     global _world_seen
     world = dist.group.WORLD if dist.is_initialized() else None
     has_ended = (None if _world_seen is None else _world_seen()) is not world
-    cache: dict[Any, GroupEntry]
-    for cache in (_made, _by_key):
-        for key, entry in list(cache.items()):
-            if (has_ended and entry.maker is None) or not entry.is_alive():
-                cache.pop(key)
+    _drop_ended(_made, has_ended)
+    _drop_ended(_by_key, has_ended)
     if has_ended:
         _generation.clear()
         calls.latest_call = None
@@ -393,6 +390,12 @@ def forget_ended() -> None:
         for forget in _forgetting:
             forget()
         _world_seen = None if world is None else weakref.ref(world)
+
+
+def _drop_ended(cache: dict[Any, GroupEntry], world_has_ended: bool) -> None:
+    for key, entry in list(cache.items()):
+        if (world_has_ended and entry.maker is None) or not entry.is_alive():
+            del cache[key]
 
 
 def when_forgotten(forget: Callable[[], None]) -> Callable[[], None]:
