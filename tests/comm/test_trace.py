@@ -96,7 +96,7 @@ def test_a_launched_run_leaves_one_trace_of_all_ranks(tmp_path, monkeypatch):
 def test_a_trace_that_cannot_be_written_is_refused_on_all_ranks_at_its_start_and_end(tmp_path):
     comm = world()
     for path, reason in [
-        (tmp_path / "none" / "t.json", "there is no folder"),
+        (tmp_path / "none" / "t.json", "no folder that can be written"),
         (tmp_path, "this is a folder"),
     ]:
         with pytest.raises(UnisonoError, match=reason), trace(path):
@@ -119,7 +119,7 @@ def test_a_world_ends_at_once_and_warns_of_a_trace_that_was_not_written(tmp_path
     monkeypatch.setattr(tracing, "_whole_run", trace().__enter__())
     began = time.monotonic()
     if rank == 0:
-        with pytest.warns(RuntimeWarning, match="there is no folder"):
+        with pytest.warns(RuntimeWarning, match="no folder that can be written"):
             close_world()
     else:
         close_world()

@@ -560,7 +560,7 @@ class Collectives(Performer):
 
     def _byte_counts(self, verb: str, pickled: Tensor | None, timeout_s: float | None) -> list[int]:
         count = 0 if pickled is None else pickled.numel()
-        return [n for (n,) in self._agree(verb, [count], timeout_s)]
+        return [n for (n,) in self._agree(verb, [count], timeout_s, is_pollable=True)]
 
 
 def all_reduce_together(

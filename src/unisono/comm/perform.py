@@ -434,14 +434,23 @@ class Performer:
         op: str,
         values: Sequence[int],
         timeout_s: float | None = None,
+        *,
         root: int | None = None,
+        is_pollable: bool = False,
     ) -> list[tuple[int, ...]]:
-        """Do `all_gather_ints` before the verb `op`, as a part of it."""
+        """Do `all_gather_ints` before the verb `op`, as a part of it.
+
+        Args:
+            op: name of the verb.
+            values: integers of this rank.
+            timeout_s: deadline of the verb.
+            root: root of the verb.
+            is_pollable: whether other things go on in this wait (`meanwhile`); alike on all ranks.
+        """
         call = Call(op, self._entry.name, self._entry.key, root=root)
-        if meanwhile is None:
+        if not is_pollable:
             kernel = partial(self._engine.all_gather_ints, values)
             return self._perform(PreparedCall(call, kernel, None, timeout_s, is_quiet=True))
-        # What is done meanwhile needs a transfer that can be left under way.
         row = torch.tensor([list(values)], dtype=torch.int64, device="cpu")
         rows = row.new_empty((self.size, row.shape[1]))
         engine = self._engine_for(row.device)

@@ -238,7 +238,7 @@ def _obstacle(path: str | os.PathLike[str]) -> str:
     if target.is_dir():
         return "this is a folder"
     place = target if target.exists() else target.parent
-    return "" if os.access(place, os.W_OK) else f"{str(place)!r} is no place to write to"
+    return "" if os.access(place, os.W_OK) else f"no folder that can be written: {str(place)!r}"
 
 
 def _not_written(path: str | os.PathLike[str], problem: str) -> str:

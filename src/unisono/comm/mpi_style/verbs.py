@@ -364,7 +364,7 @@ class Verbs(ABC):
         if not verb.endswith("v"):
             return (rows_here,) * size
         counts_here = blocks.counts if blocks else [-1] * size
-        rows = self._comm.all_gather_ints([rows_here, *counts_here])
+        rows = self._comm._agree(verb, [rows_here, *counts_here], is_pollable=True)
         lengths, counts = tuple(row[0] for row in rows), rows[root or 0][1:]
         if counts != lengths and any(n >= 0 for n in counts):
             wrong = next(r for r, (a, b) in enumerate(zip(counts, lengths, strict=True)) if a != b)
@@ -405,7 +405,9 @@ class Verbs(ABC):
         outgoing = cut(send, cut_axis, send_counts, send_displs, size, verb, "sendbuf")
         target = recv
         if recv_counts is None:
-            lengths = [n for (n,) in self._comm.all_gather_ints([send.shape[join_axis]])]
+            lengths = [
+                n for (n,) in self._comm._agree(verb, [send.shape[join_axis]], is_pollable=True)
+            ]
             if cut_axis == join_axis:
                 lengths = [counts_displs(n, size)[0][rank] for n in lengths]
             recv_counts = lengths
@@ -468,7 +470,9 @@ class Verbs(ABC):
         if rank == root and sendobj is not None:
             parts = [self._comm._pickled(obj) for obj in sendobj]
         lengths = [part.numel() for part in parts] + [0] * size
-        count, *sizes = self._comm.all_gather_ints([len(parts), *lengths[:size]])[root]
+        count, *sizes = self._comm._agree(
+            "scatter", [len(parts), *lengths[:size]], is_pollable=True
+        )[root]
         if count != size:
             raise PartitionError.because(
                 f"scatter of {count} objects from rank {root}",
