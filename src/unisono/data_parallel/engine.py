@@ -65,7 +65,7 @@ class Stats:
     """Backwards that averaged gradients."""
     bytes: int
     """Bytes handed to the communicator: gradients as they travel, compressed or not, flags and
-    buffers. Of a compression function of your own: what it was given."""
+    buffers. Of a compression function: what it was called with."""
     wait_backward_s: float
     """Seconds in which this rank waited at the end of backward."""
     wait_forward_s: float
@@ -448,7 +448,7 @@ class GradientEngine:
         """Do what `optimizer.zero_grad(set_to_none)` does, with one fill per bucket. Local.
 
         A bucket under way is waited for, or it would come back over the zeros; unless a step is
-        owed with it: then it is cleared right after that.
+        pending with it: then it is cleared right after that.
         """
         rest = {id(p): p for group in optimizer.param_groups for p in group["params"]}
         for bucket in self.buckets:

@@ -165,10 +165,10 @@ class Join:
 
     Args:
         engine: whose collectives are shadowed.
-        weights: told how many ranks still count.
+        weights: of the gradients, by the ranks that still count.
         attached: optimizers of the `DataParallel`.
         partners: what else steps with the batches. Optimizers that hold parameters of the module
-            and step inside are found without it.
+            and step inside are noticed without it.
     """
 
     def __init__(
@@ -281,7 +281,7 @@ class Join:
         ends_apart = len(set(batches)) > 1 or any(rate != rates for rate in all_rates)
         if len(set(descriptions)) > 1:
             raise _unlike(
-                "ranks do not know of the same optimizers; one is found at its first step inside",
+                "ranks know of different optimizers; one is noticed at its first step inside",
                 [
                     f"{n} batches, {text or '-'}"
                     for n, text in zip(batches, descriptions, strict=True)

@@ -178,7 +178,7 @@ class DataLoader:
         worker_init_fn: called in each worker.
         shuffle: random order of this rank's rows in each epoch.
         sampler: gives the order instead.
-        generator: of that order; default an own one, so the global generator is not touched.
+        generator: of that order; by default of its own, so the global generator is not touched.
         persistent_workers: keep workers between epochs that have the same rows.
         prefetch_factor: batches prepared in advance by each worker.
 
@@ -344,11 +344,11 @@ def _reorder_rows(
     start, stop = cuts[comm.rank], cuts[comm.rank + 1]
     if comm.size == 1:
         return rows[places.to(rows.device)]
-    # Rows of mine, in the order of their new places: those of one rank follow each other.
+    # Local rows, in the order of their new places: those of one rank follow each other.
     targets = ((places >= start) & (places < stop)).nonzero().squeeze(1)
     ends = torch.searchsorted(targets, torch.tensor(cuts))
     outgoing = rows[(places[targets] - start).to(rows.device)]
-    # My new rows, by the rank that has them: each sends in ascending order of place.
+    # New rows of this rank, by the rank that has them: each sends in ascending order of place.
     share = places[start:stop]
     by_source = [((share >= a) & (share < b)).nonzero().squeeze(1) for a, b in pairwise(cuts)]
     arrived = on_device(comm, rows.device).all_to_all(

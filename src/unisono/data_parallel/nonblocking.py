@@ -127,7 +127,7 @@ class DataParallelOptimizer(optim.Optimizer):
     # -- steps ----------------------------------------------------------------------------------
 
     def attach(self, engine: GradientEngine) -> None:
-        """Leave gradients, and steps where it defers them, to `engine`; it is held weakly."""
+        """Leave gradients, and steps where it defers them, to `engine`, by a weak reference."""
         self._engine = weakref.ref(engine)
 
     def _updates(self) -> DeferredUpdates | None:
@@ -465,11 +465,11 @@ class UpdateHook:
 # -- an optimizer on some of its parameters: inner parts of torch.optim, seen with torch 2.13 ----
 
 
-def _is_watched(optimizer: optim.Optimizer, own_hook: int) -> bool:
+def _is_watched(optimizer: optim.Optimizer, step_hook: int) -> bool:
     """Whether a step in parts can be observed: hooks, another `step`."""
     patched = vars(optimizer).get("step")
     return bool(
-        any(key != own_hook for key in optimizer._optimizer_step_pre_hooks)
+        any(key != step_hook for key in optimizer._optimizer_step_pre_hooks)
         or optimizer._optimizer_step_post_hooks
         or private.optimizer_pre_hooks
         or any(not hasattr(hook, _OBSERVES) for hook in private.optimizer_post_hooks.values())

@@ -84,7 +84,7 @@ class _Record:
 
 
 class ReplicaCheck:
-    """What is looked at in the training of one wrapper, and what was found so far.
+    """What is looked at in the training of one wrapper, and what it has shown so far.
 
     Args:
         module: the replica.
@@ -360,7 +360,7 @@ def _report_drift(module: nn.Module, comm: Communicator, equal_at: int, step: in
 
 
 def _settings_of(module: nn.Module) -> list[dict[str, Any]]:
-    """Return the settings of the optimizers of a module, found among all objects: rarely asked."""
+    """Return the settings of the optimizers of a module, from all objects; rarely needed."""
     params = {id(p) for p in module.parameters()}
     differences: list[dict[str, Any]] = []
     for thing in gc.get_objects():
@@ -395,7 +395,7 @@ def unlike_settings(everywhere: Sequence[list[dict[str, Any]]], comm: Communicat
 
 
 def _inspect_samplers(comm: Communicator) -> None:
-    """Report samplers that pad by repeating rows, found among all objects. Local."""
+    """Report samplers that pad by repeating rows, of all objects. Local."""
     for thing in gc.get_objects():
         if not issubclass(type(thing), DistributedSampler):
             continue

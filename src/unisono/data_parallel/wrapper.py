@@ -211,19 +211,19 @@ class DataParallel(nn.Module):
 
     @runs_uncompiled
     def finalize(self) -> None:
-        """Complete all reductions and apply all owed updates. Local, idempotent."""
+        """Complete all reductions and apply all pending updates. Local, idempotent."""
         if self._deferred is not None:
             self._deferred.finalize()
 
     @property
     def optimizer(self) -> DataParallelOptimizer | Sequence[DataParallelOptimizer] | None:
-        """The optimizer that was given, or several of them; None without one."""
+        """The optimizer, or several of them; None without one."""
         optimizers = self._dp_optimizers
         return optimizers[0] if len(optimizers) == 1 else tuple(optimizers) or None
 
     @property
     def pending(self) -> bool:
-        """Whether a reduction is under way or an update owed."""
+        """Whether a reduction is under way or an update pending."""
         return self._deferred is not None and self._deferred.active
 
     @contextlib.contextmanager
@@ -317,7 +317,7 @@ class DataParallel(nn.Module):
         return [] if self._deferred is None else self._deferred.layer_hooks
 
     def _forward_hook(self, layer_name: str) -> UpdateHook:
-        """Return a forward pre-hook that applies the owed update of that layer."""
+        """Return a forward pre-hook that applies the pending update of that layer."""
         return UpdateHook(self._deferred, layer_name)
 
     def __getattr__(self, name: str) -> Any:
@@ -401,13 +401,13 @@ def _refuse_ddp_arguments(wrapper: str, arguments: dict[str, object]) -> None:
 def _leave(engine: GradientEngine) -> None:
     """The last act for a `DataParallel` that is gone: complete requests, free the module."""
     deferred = engine.updates
-    owes = deferred is not None and deferred.is_step_pending
+    is_pending = deferred is not None and deferred.is_step_pending
     with contextlib.suppress(Exception):
         engine.wait_all()
     if deferred is not None:
         deferred.close()
     engine.detach()
-    if owes:
+    if is_pending:
         warnings.warn(
             "a DataParallel ended before its last update was applied; call finalize() or eval() "
             "after the last step()",

@@ -95,7 +95,7 @@ class Resumable:
             "order": self._order and self._order[0],
             "other_orders": self._order and self._order[1:],
             "draws": self._draws,
-            **{name: g and g.get_state() for name, g in self._own_generators().items()},
+            **{name: g and g.get_state() for name, g in self._loader_generators().items()},
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -109,7 +109,7 @@ class Resumable:
         # Version 0.2.0 knew one generator, and no workers that stay.
         self._order = None if order is None else [order, *state.get("other_orders", ())]
         self._draws = state.get("draws", True)
-        for name, generator in self._own_generators().items():
+        for name, generator in self._loader_generators().items():
             if generator is not None and state.get(name) is not None:
                 generator.set_state(state[name])
         self.batch = state["samples"] // self._samples_per_batch()
@@ -151,7 +151,7 @@ class Resumable:
             prefetch_factor=inner.prefetch_factor,
         )
 
-    def _own_generators(self) -> dict[str, torch.Generator | None]:
+    def _loader_generators(self) -> dict[str, torch.Generator | None]:
         sampler = getattr(self._inner.batch_sampler, "sampler", self._inner.sampler)
         generator = getattr(sampler, "generator", None)
         is_one = isinstance(generator, torch.Generator)
@@ -159,7 +159,7 @@ class Resumable:
 
     def _generators(self) -> list[torch.Generator]:
         """Return those that the order of an epoch may be drawn from, the loader's first."""
-        generators = self._own_generators()
+        generators = self._loader_generators()
         candidates = (generators["generator"], torch.default_generator, generators["sampler"])
         return list(dict.fromkeys(g for g in candidates if g is not None))
 

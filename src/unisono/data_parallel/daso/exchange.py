@@ -143,7 +143,7 @@ def group_of_node(comm: Communicator, members: Sequence[int]) -> Communicator | 
 
     Args:
         comm: all ranks, which are no part of torch's default group.
-        members: those of the own node.
+        members: those of this node.
     """
     if comm._entry.maker is None:
         return None
@@ -280,11 +280,11 @@ class NodeExchange:
     def merge(self, batches: int) -> None:
         """Mix the mean under way into the parameters, `batches` after it was sent. Collective.
 
-        The newer own parameters count for `2 * batches` nodes.
+        The newer parameters of the node count for `2 * batches` nodes.
         """
         sums = self._arrived()
         if self._n_nodes == 1:
-            return  # an average with one's own past would only hold back
+            return  # an average with its past would only hold it back
         share = self._n_nodes / (2 * batches + self._n_nodes)
         values = self.flat.pack()
         for x, total in zip(values, sums, strict=True):

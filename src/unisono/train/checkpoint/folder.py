@@ -35,7 +35,7 @@ class Manifest:
     parts: dict[str, str]
     """Names of the objects in it, and what they were."""
     versions: dict[str, list[int]] = field(default_factory=dict)
-    """Names that ranks held differently: which version each rank has."""
+    """Names that differ between ranks: which version each rank has."""
     files: dict[str, tuple[int, int]] = field(default_factory=dict)
     """Size and CRC-32 of each file."""
     metric: float | None = None
@@ -156,7 +156,7 @@ def remove(path: Path) -> None:
 
 
 def sweep(directory: Path, current: str) -> None:
-    """Remove what killed saves and removals have left, except for what begins with `own`."""
+    """Remove what killed saves and removals have left, except for what begins with `current`."""
     for pattern in (f"{PARTIAL}*", f"{REMOVED}*"):
         for path in directory.glob(pattern):
             if not path.name.startswith(current):

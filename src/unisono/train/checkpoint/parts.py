@@ -80,7 +80,7 @@ class ModulePart(Part):
         super().__init__(type(self.module).__name__, lambda: self.state, self._load)
         with state_dict_mode("sharded"):
             state = self.module.state_dict()
-        self._own_names = {name.replace(_COMPILED, ""): name for name in state}
+        self._module_names = {name.replace(_COMPILED, ""): name for name in state}
         self.state: dict[str, Any] = {name.replace(_COMPILED, ""): state[name] for name in state}
         self.blocks = {(name,): value for name, value in self.state.items()}
 
@@ -97,7 +97,7 @@ class ModulePart(Part):
         ]
 
     def _load(self, tree: dict[str, Any]) -> None:
-        self.module.load_state_dict({self._own_names[name]: v for name, v in tree.items()})
+        self.module.load_state_dict({self._module_names[name]: v for name, v in tree.items()})
 
 
 class OptimizerPart(Part):

@@ -70,7 +70,7 @@ def _compared(run: RecordedRun) -> dict[str, Any]:
         "ranks": len(run.parts),
         "threads": run.parts[0].get("threads") if run.parts else None,
         "metrics": curves(run.merged),
-        "throughput": {"unit": unit, "steps": at, "values": _finite(rates)},
+        "throughput": {"unit": unit, "steps": at, "values": finite(rates)},
         "rate": reading.overall_throughput(run.stepping),
         "shares": shares(run.parts, run.lines),
     }
@@ -96,18 +96,19 @@ def thinned(series: Series, points: int = POINTS) -> dict[str, Any]:
     size = len(series.steps)
     stride = max(1, math.ceil(size / points))
     if stride == 1:
-        return {name: _finite(values) for name, values in asdict(series).items()}
+        return {name: finite(values) for name, values in asdict(series).items()}
     groups = [slice(i, i + stride) for i in range(0, size, stride)]
     return {
         "steps": [series.steps[g][-1] for g in groups],
         "seconds": [series.seconds[g][-1] for g in groups],
-        "mean": _finite([sum(series.mean[g]) / len(series.mean[g]) for g in groups]),
-        "low": _finite([min(series.low[g]) for g in groups]),
-        "high": _finite([max(series.high[g]) for g in groups]),
+        "mean": finite([sum(series.mean[g]) / len(series.mean[g]) for g in groups]),
+        "low": finite([min(series.low[g]) for g in groups]),
+        "high": finite([max(series.high[g]) for g in groups]),
     }
 
 
-def _finite(values: Sequence[float]) -> list[float | None]:
+def finite(values: Sequence[float]) -> list[float | None]:
+    """Return the values with None for those that are not finite, for which JSON has no word."""
     return [value if math.isfinite(value) else None for value in values]
 
 

@@ -26,7 +26,7 @@ from unisono.launch.elastic.policy import read_events
 from unisono.launch.job import ENDS
 from unisono.launch.pool.stacks import outside_collectives, user_line
 from unisono.train.recording import directory as directories
-from unisono.train.recording.figures import curves, log_tail, shares
+from unisono.train.recording.figures import curves, finite, log_tail, shares
 from unisono.train.recording.reading import LineReader, RecordedRun, throughput
 from unisono.train.recording.report import page
 
@@ -120,7 +120,7 @@ class LiveView:
             "steps": len(run.merged.steps),
             "metrics": curves(run.merged),
             "members": read_events(self._job.dir)[-40:],
-            "throughput": {"unit": unit, "steps": at, "values": rates},
+            "throughput": {"unit": unit, "steps": at, "values": finite(rates)},
             "ranks": [
                 self._rank_state(run, parts[rank], quiet_s[rank], patience.get(rank, 0.0))
                 | {"share": share.get(rank)}
@@ -234,7 +234,7 @@ class _Handler(BaseHTTPRequestHandler):
             self._answer(HTTPStatus.FORBIDDEN, "text/plain", "forbidden\n")
         elif rest[0] == "state":
             state = self.server.view.state(asks=query == "ask")
-            self._answer(HTTPStatus.OK, "application/json", json.dumps(_without_nan(state)))
+            self._answer(HTTPStatus.OK, "application/json", json.dumps(state, allow_nan=False))
         elif rest[0] == "":
             self._answer(HTTPStatus.OK, "text/html", self.server.view.page())
         else:
@@ -261,12 +261,3 @@ class _Handler(BaseHTTPRequestHandler):
 
     def log_message(self, format: str, *args: object) -> None:
         """Print nothing: the console belongs to the ranks."""
-
-
-def _without_nan(value: Any) -> Any:
-    """Return `value` with None for what JSON has no word for."""
-    if isinstance(value, dict):
-        return {key: _without_nan(one) for key, one in value.items()}
-    if isinstance(value, list):
-        return [_without_nan(one) for one in value]
-    return None if isinstance(value, float) and value - value != 0 else value
