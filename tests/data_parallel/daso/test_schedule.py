@@ -1,12 +1,16 @@
-"""DASO's schedule: worked tables, and what holds for every schedule."""
+"""DASO's schedule and plateaus: worked tables, and what holds always; and ranks that form nodes."""
 
 from __future__ import annotations
+
+import math
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from unisono.data_parallel import BatchPlan, DasoSchedule, Skips
+from unisono.data_parallel import BatchPlan, DasoSchedule, DetectMetricPlateau, Skips
+from unisono.data_parallel.daso.exchange import NodeLayout
+from unisono.errors import MeshError
 
 OFF = Skips(0, 0, 0)
 
@@ -199,3 +203,120 @@ def test_a_plan_has_the_five_named_parts():
     assert with_skips(4, 1, 1).plan(0, 10, None) == BatchPlan(
         local_sync=True, merge=False, send=True, blocking=False, close=False
     )
+
+
+VALUES = [8, 6, 6.1, 5.9, 6, 6.2, 5, 5.1, 5.2, 5.3, 5.4, 5.5, 4, 7, 7, 7, 7, 7, 7, 3]
+CASES = [
+    ({"mode": "min", "threshold": 0.05, "patience": 2}, [4, 9, 15, 18]),
+    ({"mode": "min", "threshold": 0.05, "patience": 2, "cooldown": 2}, [4, 9, 15]),
+    (
+        {"mode": "min", "threshold_mode": "abs", "threshold": 0.5, "patience": 1},
+        [3, 5, 8, 10, 14, 16, 18],
+    ),
+    ({"mode": "max", "patience": 2}, [3, 6, 9, 12, 15, 18]),
+    (
+        {"mode": "max", "threshold_mode": "abs", "patience": 3, "cooldown": 1},
+        [4, 9, 14, 19],
+    ),
+]
+
+
+@pytest.mark.parametrize(("options", "plateaus"), CASES)
+def test_plateaus_are_found_where_the_worked_table_says(options, plateaus):
+    detector = DetectMetricPlateau(**options)
+    assert [i for i, v in enumerate(VALUES) if detector.test_if_improving(v)] == plateaus
+    assert detector.last_epoch == len(VALUES)
+
+
+@pytest.mark.parametrize(("options", "plateaus"), CASES)
+@pytest.mark.parametrize("cut", [0, 1, 7, 16])
+def test_a_state_carried_over_in_the_middle_changes_nothing(options, plateaus, cut):
+    first, second = DetectMetricPlateau(**options), DetectMetricPlateau()
+    found = [i for i in range(cut) if first.plateaued(VALUES[i])]
+    state = first.get_state()
+    assert len(state) == 10
+    second.set_state(state)
+    found += [i for i in range(cut, len(VALUES)) if second.plateaued(VALUES[i])]
+    assert found == plateaus
+
+
+@given(st.lists(st.floats(-10, 10), max_size=30), st.sampled_from(["min", "max"]))
+def test_a_reset_detector_answers_like_a_new_one(values, mode):
+    used, new = DetectMetricPlateau(mode, patience=2), DetectMetricPlateau(mode, patience=2)
+    for value in values:
+        used.plateaued(value)
+    used.reset()
+    assert used.get_state() == new.get_state()
+    assert used.best == (math.inf if mode == "min" else -math.inf)
+
+
+@given(st.floats(-1e3, 1e3), st.floats(0, 0.5))
+def test_an_equal_value_is_never_better_whatever_its_sign(value, threshold):
+    for mode in ("min", "max"):
+        detector = DetectMetricPlateau(mode, threshold=threshold)
+        assert not detector.is_better(value, value)
+
+
+def test_a_loss_that_is_not_a_number_counts_as_bad():
+    detector = DetectMetricPlateau(patience=1)
+    assert [detector.plateaued(v) for v in (math.nan, math.nan, 1.0, math.nan)] == [
+        False, True, False, False,
+    ]  # fmt: skip
+
+
+def test_a_negative_loss_that_falls_is_an_improvement():
+    detector = DetectMetricPlateau(patience=0, threshold=0.1)
+    assert not detector.plateaued(-1.0)
+    assert not detector.plateaued(-1.2)
+    assert detector.plateaued(-1.25)
+
+
+def test_an_unknown_mode_and_a_foreign_state_are_refused():
+    with pytest.raises(ValueError, match="one of"):
+        DetectMetricPlateau(mode="up")
+    with pytest.raises(ValueError, match="missing"):
+        DetectMetricPlateau().set_state({"best": 1.0})
+
+
+def test_nodes_follow_hostnames_even_when_ranks_alternate():
+    layout = NodeLayout.of_hosts(["b", "a", "b", "a"])
+    assert layout.nodes == ((0, 2), (1, 3))
+    assert layout.groups == ((0, 1), (2, 3))
+    assert layout.weights == (1.0, 1.0)
+    assert [layout.node_of(rank) for rank in range(4)] == [0, 1, 0, 1]
+
+
+def test_uneven_nodes_have_as_many_groups_as_the_smallest_node_has_ranks():
+    layout = NodeLayout.of_blocks(6, [1, 3, 2])
+    assert layout.nodes == ((0,), (1, 2, 3), (4, 5))
+    assert layout.groups == ((0, 1, 4),)
+    assert layout.weights == (0.5, 1.5, 1.0)
+
+
+@given(st.lists(st.sampled_from("abcd"), min_size=1, max_size=12))
+def test_every_rank_is_in_one_node_and_weights_add_up_to_the_number_of_nodes(hosts):
+    layout = NodeLayout.of_hosts(hosts)
+    assert sorted(rank for node in layout.nodes for rank in node) == list(range(len(hosts)))
+    assert [node[0] for node in layout.nodes] == sorted(node[0] for node in layout.nodes)
+    assert sum(layout.weights) == pytest.approx(len(layout.nodes))
+    for group in layout.groups:
+        assert [layout.node_of(rank) for rank in group] == list(range(len(layout.nodes)))
+    flat = [rank for group in layout.groups for rank in group]
+    assert len(set(flat)) == len(flat)
+
+
+@pytest.mark.parametrize(
+    ("ranks_per_node", "arithmetic"),
+    [(3, "4 / 3"), (0, "4 / 0"), ([1, 2], "1 \\+ 2 = 3"), ([4, 0], "= 4"), ([], "= 0")],
+)
+def test_blocks_that_do_not_make_up_the_ranks_are_refused_with_the_arithmetic(
+    ranks_per_node, arithmetic
+):
+    with pytest.raises(MeshError, match=arithmetic):
+        NodeLayout.of_blocks(4, ranks_per_node)
+
+
+def test_equal_blocks_of_consecutive_ranks():
+    assert NodeLayout.of_blocks(4, 2).nodes == ((0, 1), (2, 3))
+    assert NodeLayout.of_blocks(3, 1).groups == ((0, 1, 2),)
+    assert NodeLayout.of_blocks(3, 3).groups == ((0,), (1,), (2,))

@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import copy
 
+import pytest
 import torch
+from tests.repeated import repeated
 from torch import nn
 from torch.nn import functional as F
 
 from unisono.comm import world
 from unisono.data_parallel import DataParallel, DataParallelOptimizer
+
+both_modes = repeated("blocking", [True, False])
+both = pytest.mark.ranks(3, backend=["gloo", "shm"], timeout=60)
 
 LOCAL = 4
 """Samples a rank."""

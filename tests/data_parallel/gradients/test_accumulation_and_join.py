@@ -12,6 +12,8 @@ from parallel_models import (
     assert_same_gradients,
     assert_same_parameters,
     batch,
+    both,
+    both_modes,
     built,
     loss_of,
     mlp,
@@ -25,9 +27,6 @@ from torch.optim.optimizer import _global_optimizer_post_hooks
 
 from unisono.comm import world
 from unisono.data_parallel import DataParallel, DataParallelOptimizer
-
-both_modes = repeated("blocking", [True, False])
-both = pytest.mark.ranks(3, backend=["gloo", "shm"], timeout=60)
 
 
 @both

@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import functools
 
-import pytest
 import torch
 import torch.distributed as dist
-from parallel_models import assert_replicas_equal, batch, built, loss_of, mlp
+from parallel_models import assert_replicas_equal, batch, both, built, loss_of, mlp
 from tests.repeated import repeated
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 
 from unisono.comm import world
 from unisono.data_parallel import DataParallel, DataParallelOptimizer
-
-both = pytest.mark.ranks(3, backend=["gloo", "shm"], timeout=60)
 
 
 def gradients_of(module, twin, **options):

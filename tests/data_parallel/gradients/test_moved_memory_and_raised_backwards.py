@@ -12,18 +12,17 @@ from parallel_models import (
     assert_same_gradients,
     assert_same_parameters,
     batch,
+    both_modes,
     built,
     cnn,
     loss_of,
     mlp,
 )
-from tests.repeated import repeated
 from torch import nn
 
 from unisono.comm import world
 from unisono.data_parallel import DASO, DataParallel, DataParallelMultiGPU, DataParallelOptimizer
 
-both_modes = repeated("blocking", [True, False])
 both = pytest.mark.ranks(2, backend=["gloo", "shm"], timeout=60)
 
 

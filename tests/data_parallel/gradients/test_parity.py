@@ -12,19 +12,17 @@ from parallel_models import (
     assert_replicas_equal,
     assert_same_parameters,
     batch,
+    both_modes,
     built,
     loss_of,
     mlp,
     one_step,
     train_alike,
 )
-from tests.repeated import repeated
 from torch import nn
 
 from unisono.comm import world
 from unisono.data_parallel import DataParallel, DataParallelOptimizer
-
-both_modes = repeated("blocking", [True, False])
 
 
 def train(make, optimizer, blocking, dtype=torch.float64, steps=5, **options):

@@ -11,6 +11,8 @@ from parallel_models import (
     assert_same_gradients,
     assert_same_parameters,
     batch,
+    both,
+    both_modes,
     built,
     loss_of,
     mlp,
@@ -18,15 +20,11 @@ from parallel_models import (
     sgd,
     wrapped,
 )
-from tests.repeated import repeated
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from unisono.comm import world
 from unisono.data_parallel import DataParallel, DataParallelOptimizer
-
-both_modes = repeated("blocking", [True, False])
-both = pytest.mark.ranks(3, backend=["gloo", "shm"], timeout=60)
 
 
 class Branches(nn.Module):
