@@ -11,7 +11,7 @@ from collections.abc import Generator, Iterator, Sequence
 from typing import Any, Literal, cast
 
 import torch
-from torch import Tensor, nn, optim
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 from torch.utils.hooks import RemovableHandle
@@ -461,17 +461,12 @@ def _checked_optimizers(optimizer: Any, module: nn.Module) -> list[DataParallelO
     for one in optimizers:
         kind = type(one).__name__
         if not isinstance(one, DataParallelOptimizer):
-            hint = "optimizer=DataParallelOptimizer(torch_optimizer), a list of such, or None"
-            if kind == "DASO":
-                hint = "DataParallelMultiGPU(module, daso)"
-            elif isinstance(one, optim.Optimizer):
-                hint = f"DataParallelOptimizer(optimizer), with your {kind} inside"
+            hint = "DataParallelOptimizer(optimizer) of a torch optimizer, a list of such, or None"
+            hint = "DataParallelMultiGPU(module, daso)" if kind == "DASO" else hint
             raise refusal(TypeError, f"optimizer={kind}", "not a DataParallelOptimizer", hint=hint)
         if not any(id(p) in module_ids for p in one.params_ref):
-            raise refusal(
-                ValueError,
-                f"an optimizer with {len(one.params_ref)} parameters",
-                f"none of them is one of the module's {len(module_ids)} parameters",
-                hint="build the optimizer from the parameters of this very module",
-            )
+            call = f"an optimizer with {len(one.params_ref)} parameters"
+            problem = f"none of them is one of the module's {len(module_ids)} parameters"
+            hint = "build the optimizer from the parameters of this very module"
+            raise refusal(ValueError, call, problem, hint=hint)
     return optimizers

@@ -253,23 +253,19 @@ class NodeExchange:
     def mean(self, group: int) -> None:
         """Give all ranks the mean of the nodes and wait for it. Collective over all ranks."""
         self.drop()
-        values, common = self.flat.pack(), self.common
-        narrow = [common is not None and self._dtype(x) != x.dtype for x in values]
-        for x, base, is_narrow in zip(values, common or values, narrow, strict=True):
-            if is_narrow:
-                x.sub_(base)
-        shares = [
-            x.mul_(self._weight).to(self._dtype(x) if is_narrow else x.dtype)
-            for x, is_narrow in zip(values, narrow, strict=True)
-        ]
+        values = self.flat.pack()
+        bases = values if self.common is None else self.common
+        shares: list[Tensor] = []
+        for x, base in zip(values, bases, strict=True):
+            dtype = x.dtype if self.common is None else self._dtype(x)
+            difference = x if dtype == x.dtype else x.sub_(base)
+            shares.append(difference.mul_(self._weight).to(dtype))
         self._start(group, shares)
-        result = [
-            total.to(x.dtype).div_(self._n_nodes)
-            for x, total in zip(values, self._arrived(), strict=True)
-        ]
-        if common is not None:
-            pairs = zip(result, common, narrow, strict=True)
-            result = [x.add_(base) if is_narrow else x for x, base, is_narrow in pairs]
+        result: list[Tensor] = []
+        for x, base, total in zip(values, bases, self._arrived(), strict=True):
+            mean = total.to(x.dtype).div_(self._n_nodes)
+            result.append(mean if total.dtype == x.dtype else mean.add_(base))
+        if self.common is not None:
             self.common = result
         self.flat.unpack(result)
 

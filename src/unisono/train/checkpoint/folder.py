@@ -134,9 +134,8 @@ def convert(old: Path, new: Path) -> list[Path]:
     for saved in everything:
         partial = new / f"{PARTIAL}convert-{saved.path.name}"
         try:
-            partial.mkdir()
+            shutil.copytree(saved.path, partial)
             for name in saved.manifest.files:
-                shutil.copyfile(saved.path / name, partial / name)
                 _sync(partial / name)
             paths.append(commit(partial, replace(saved.manifest, format=FORMAT)))
         except OSError as error:
