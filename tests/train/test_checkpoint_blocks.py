@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import numpy as np
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from unisono.train.checkpoint.blocks import BlockFacts, compare, put_together, taken_apart
+from unisono.train.checkpoint.blocks import BlockFacts, compare
 
 
 def block(place, content, *, of=6, size=3):
@@ -38,21 +37,3 @@ def test_every_rank_finds_its_own_block_in_its_version(contents, lacking):
     places = {have["w"].offsets for have in pieces if have}
     for version in {version for version, _ in stored}:
         assert {offsets for v, offsets in stored if v == version} == places, "a version is whole"
-
-
-@given(
-    st.recursive(
-        st.one_of(st.integers(), st.text(), st.builds(np.array, st.integers(0, 9)), st.none()),
-        lambda inner: st.one_of(
-            st.lists(inner, max_size=3),
-            st.tuples(inner, inner),
-            st.dictionaries(st.sampled_from(["a", "b", "a.b", 0, "0"]), inner, max_size=4),
-        ),
-        max_leaves=12,
-    )
-)
-def test_a_tree_that_is_taken_apart_goes_together_again(tree):
-    rest, leaves = taken_apart(tree, lambda value: isinstance(value, np.ndarray))
-    again = put_together(rest, dict(leaves.values()))
-    assert repr(again) == repr(tree)
-    assert all(not isinstance(path, str) for path, _ in leaves.values())
