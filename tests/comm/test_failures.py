@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from tests.waiting import answered, scaled_by_load, wait_until_answered
 
-from unisono.comm import check, close_world, post_failure, world
+from unisono.comm import check, post_failure, world
 from unisono.comm.call import Call
 from unisono.comm.health import failures, watchdog
 from unisono.comm.health.failures import tells_of_another
@@ -93,14 +93,6 @@ def test_a_deadline_names_the_missing_rank_and_shows_its_stack(tmp_path):
 def test_only_what_comm_and_torch_raise_tells_of_another_rank(error, is_news):
     """Else an error of a rank's own would be taken for a consequence, and nobody were the cause."""
     assert tells_of_another(error) is is_news
-
-
-@pytest.mark.ranks(2)
-def test_a_late_rank_is_not_a_failure():
-    comm = world()
-    if comm.rank:
-        time.sleep(1.1)  # longer than the watchdog between two looks
-    assert comm.all_reduce(torch.ones(1), timeout_s=10.0).item() == 2
 
 
 @pytest.mark.ranks(3)
@@ -226,6 +218,9 @@ def test_check_mode_names_ranks_and_lines_on_all_ranks():
             assert words in text
             assert text.count("test_failures.py:") >= 3, text
             assert set(caught.value.calls) == {0, 1, 2}
+            if words == "requires_grad":
+                assert "requires_grad=True" in text.splitlines()[1]
+                assert "requires_grad=False" in text.splitlines()[2]
             if words == "different operations":
                 (odd,) = [line for line in text.splitlines() if "<- differs" in line]
                 assert odd.strip().startswith("rank 1")
@@ -255,14 +250,3 @@ def test_check_mode_passes_what_is_right():
         comm.all_reduce(torch.full((3,), float("nan")))
         comm.exchange({1 - comm.rank: torch.ones(2)}, {1 - comm.rank: torch.ones(2)})
         comm.all_gather_object([comm.rank])
-
-
-@pytest.mark.ranks(2)
-def test_closing_the_world_ends_its_thread_and_can_be_repeated():
-    comm = world()
-    comm.barrier()
-    assert any(t.name == "unisono-watchdog" for t in threading.enumerate())
-    close_world()
-    close_world()
-    assert not any(t.name == "unisono-watchdog" for t in threading.enumerate())
-    assert world().size == 1

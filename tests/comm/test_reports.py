@@ -98,17 +98,6 @@ def test_check_mode_follows_ranks_that_sent_different_numbers_of_messages():
 
 
 @on_shm
-def test_unequal_requires_grad_is_listed_for_each_rank():
-    comm = world()
-    with check(), pytest.raises(CollectiveMismatch) as caught:
-        comm.all_reduce(torch.ones(2, requires_grad=comm.rank == 0))
-    lines = str(caught.value).splitlines()
-    assert "requires_grad=True" in lines[1]
-    assert "requires_grad=False" in lines[2]
-    assert lines[-1].startswith("  HINT: x.requires_grad_() on all ranks")
-
-
-@on_shm
 def test_calls_of_torch_that_time_out_tell_who_is_missing_and_where(tmp_path):
     group = dist.new_group(backend="shm", timeout=timedelta(seconds=20))
     model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 2), process_group=group)
@@ -207,6 +196,7 @@ def test_a_world_in_which_a_rank_failed_is_left_without_waiting_for_it(tmp_path)
     time.sleep(0.3)
     began = time.monotonic()
     close_world()
+    close_world()  # can be repeated
     assert time.monotonic() - began < scaled_by_load(2.2)
     answered(tmp_path, 0)
     assert posted_failure() is None  # the world is over: nothing is asked, nothing started
