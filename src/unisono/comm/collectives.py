@@ -356,30 +356,23 @@ class Collectives(Performer):
     @verb
     def all_to_all(
         self,
-        x: Tensor | Sequence[Tensor],
+        x: Tensor,
         send_sizes: Sequence[int] | None = None,
         recv_sizes: Sequence[int] | None = None,
         *,
         timeout_s: float | None = None,
-    ) -> PreparedCall[Any]:
+    ) -> PreparedCall[Tensor]:
         """Send a block of rows to every rank and return the rows received, in rank order.
 
         Collective over the communicator.
 
         Args:
-            x: rows for rank 0, 1, ... along dim 0, or a list with one tensor for each rank (then a
-                list is returned).
+            x: rows for rank 0, 1, ... along dim 0.
             send_sizes: rows for each rank; equal shares when None.
             recv_sizes: rows from each rank; learned by one small exchange when None.
             timeout_s: deadline of this call.
         """
-        is_list = not isinstance(x, Tensor)
-        if is_list:
-            parts = self._one_per_rank(x)
-            send_sizes = [part.shape[0] if part.dim() else 1 for part in parts]
-            rows = torch.cat([rows_first(part, 0) for part in parts])
-        else:
-            rows = rows_first(check_tensor(x, self._device_for(x), "all_to_all"), 0)
+        rows = rows_first(check_tensor(x, self._device_for(x), "all_to_all"), 0)
         if send_sizes is None and rows.shape[0] % self.size:
             raise PartitionError.because(
                 f"all_to_all of {rows.shape[0]} rows in equal shares",
@@ -393,33 +386,11 @@ class Collectives(Performer):
         else:
             got = check_sizes(recv_sizes, self.size, "all_to_all", what="recv_sizes")
         out = rows.new_empty((sum(got), *rows.shape[1:]))
-        brought = rows if is_list else x
-        call = self._described("all_to_all", brought, dim=0, sizes=sent, recv_sizes=got)
-        call.sent = rows.nbytes
-        call.received = out.nbytes
+        call = self._described("all_to_all", x, dim=0, sizes=sent, recv_sizes=got)
+        call.sent, call.received = rows.nbytes, out.nbytes
         outs, ins = out.split_with_sizes(got), rows.split_with_sizes(sent)
         kernel = partial(self._engine_for(rows.device).all_to_all, outs, ins)
-        return PreparedCall(call, kernel, lambda: list(outs) if is_list else out, timeout_s)
-
-    def _one_per_rank(self, x: Sequence[Tensor]) -> list[Tensor]:
-        """Return one tensor for each rank, whose rows have one shape and dtype."""
-        tensors = list(x) if isinstance(x, Sequence) else [x]
-        parts = [check_tensor(part, self._device_for(part), "all_to_all") for part in tensors]
-        if len(parts) != self.size:
-            raise PartitionError.because(
-                f"all_to_all of a list of {len(parts)} tensors",
-                f"{self.size} ranks",
-                f"{len(parts)} != {self.size}",
-            )
-        kinds = {(part.dtype, tuple(part.shape[1:])): None for part in parts}
-        if len(kinds) > 1:
-            raise PartitionError.because(
-                "all_to_all of a list of unlike tensors",
-                "; ".join(f"rows of {list(shape)}, {dtype}" for dtype, shape in kinds),
-                None,
-                "tensors may differ in their number of rows only",
-            )
-        return parts
+        return PreparedCall(call, kernel, lambda: out, timeout_s)
 
     @verb
     def barrier(self, *, timeout_s: float | None = None) -> PreparedCall[None]:

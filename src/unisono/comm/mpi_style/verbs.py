@@ -439,7 +439,7 @@ class Verbs(ABC):
 
     def Alltoallw(self, *_: object, **__: object) -> NoReturn:
         """Refuse: blocks of different datatypes are not offered."""
-        hint = "Alltoallv for blocks of one dtype, Communicator.all_to_all([tensor, ...])"
+        hint = "Alltoallv for blocks of one dtype"
         raise NotImplementedError(
             explain("Alltoallw", "one datatype per block is not offered", None, hint)
         )
