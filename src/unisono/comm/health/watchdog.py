@@ -172,8 +172,8 @@ class Watchdog:
         records: dict[int, dict[str, Any]] = {}
         give_up = time.monotonic() + timeout_s
         while missing := [rank for rank in ranks if rank not in records]:
-            found = {rank: self.find(f"{key}/{rank}") for rank in missing}
-            records |= {rank: other for rank, other in found.items() if other is not None}
+            arrived = {rank: self.find(f"{key}/{rank}") for rank in missing}
+            records |= {rank: other for rank, other in arrived.items() if other is not None}
             if time.monotonic() > give_up:
                 return records
             if len(records) < len(ranks):
@@ -198,8 +198,8 @@ class Watchdog:
         able = {rank for rank in others if self.condition(rank) == "alive"}
         while able - answers.keys() and time.monotonic() < give_up:
             self._poll()  # two ranks may ask each other at the same time
-            found = {r: self.find(f"answer/{number}/{r}") for r in others if r not in answers}
-            answers |= {rank: answer for rank, answer in found.items() if answer is not None}
+            arrived = {r: self.find(f"answer/{number}/{r}") for r in others if r not in answers}
+            answers |= {rank: answer for rank, answer in arrived.items() if answer is not None}
             if able - answers.keys():
                 time.sleep(0.02)
         return answers
@@ -238,22 +238,22 @@ class Watchdog:
     def _run(self) -> None:
         next_poll, has_store = time.monotonic() + POLL_S, True
         while True:
-            own_lanes = [lane for lane in list(lanes) if of(lane.key) is self]
-            is_busy = any(lane.is_busy for lane in own_lanes)
+            watched = [lane for lane in list(lanes) if of(lane.key) is self]
+            is_busy = any(lane.is_busy for lane in watched)
             is_awakened = self._awake.wait(TICK_S if is_busy else POLL_S)
             self._awake.clear()
             if self._stop.is_set() or self._is_over():
                 return
             if is_awakened:
                 continue  # transfers need not be looked at before a tick has passed
-            for lane in own_lanes:
+            for lane in watched:
                 with contextlib.suppress(RuntimeError, OSError):  # calls of this rank will say so
                     lane.look()
             if has_store and time.monotonic() >= next_poll:
                 next_poll = time.monotonic() + POLL_S
                 try:
                     self._poll()
-                    for lane in own_lanes:
+                    for lane in watched:
                         lane.hear(self)
                 except (RuntimeError, OSError, ValueError):
                     has_store = False  # it is gone: the world has ended without us
