@@ -65,7 +65,7 @@ class GradientBucket:
         self.info = Bucket(index, first.dtype, first.device, numel, self.names)
         itemsize = first.element_size()
         line = max(1, _ALIGN_BYTES // itemsize)
-        *self._places, end = accumulate((-(-p.numel() // line) * line for p in params), initial=0)
+        *places, end = accumulate((-(-p.numel() // line) * line for p in params), initial=0)
         self.flat = memory(end + len(params), first.dtype, first.device)
         self.data = self.flat[:end]
         """The gradients without the flags."""
@@ -73,7 +73,7 @@ class GradientBucket:
         # The same memory with a version counter of its own, which counts the writes through `.grad`
         # and not those of the collective.
         self._shown = self.flat.data
-        pairs = zip(self._places, self.params, strict=True)
+        pairs = zip(places, self.params, strict=True)
         self.slots = [_view(self._shown, at, p) for at, p in pairs]
         """Where each gradient belongs."""
         self._pointers = [slot.data_ptr() for slot in self.slots]
@@ -189,17 +189,10 @@ class GradientBucket:
                 continue
             param.grad = None if set_to_none else grad.detach().zero_()
 
-    @torch.no_grad()
-    def take_back(self) -> None:
-        """Point slots at the bucket again: `module.double().float()` points them elsewhere.
-
-        Their values come along, and `.grad` is again what travels.
-        """
-        for i, (slot, pointer) in enumerate(zip(self.slots, self._pointers, strict=True)):
-            if slot.data_ptr() != pointer:
-                elsewhere = slot.detach()
-                slot.data = _view(self._shown, self._places[i], self.params[i])
-                slot.copy_(elsewhere)
+    def has_moved(self) -> bool:
+        """Whether gradients lie elsewhere: `module.double().float()` gives them other memory."""
+        pairs = zip(self.slots, self._pointers, strict=True)
+        return any(slot.data_ptr() != pointer for slot, pointer in pairs)
 
     @torch.no_grad()
     def forget_sum(self, was_written: bool) -> None:

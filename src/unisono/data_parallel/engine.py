@@ -270,11 +270,9 @@ class GradientEngine:
             return  # a checkpoint repeats its forward
         if self.backward.is_open:
             self._abandon_backward()
-        if self._structure != structure_of(self.module):
+        has_moved = any(bucket.has_moved() for bucket in self.buckets)
+        if has_moved or self._structure != structure_of(self.module):
             self.rebuild()
-        else:
-            for bucket in self.buckets:
-                bucket.take_back()
         if self.options.broadcast_buffers and self.require_sync:
             try:
                 self._costs.bytes += broadcast_tensors(self.module.buffers(), self.comm, src)
