@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import subprocess
-from pathlib import Path
 
 import pytest
 import torch
@@ -234,18 +232,6 @@ def test_the_second_derivative_of_a_gather_used_alike_by_all_ranks_is_that_of_on
     (second,) = torch.autograd.grad(first.sum(), x)
     assert (first.item(), second.item()) == (6.0, 4.0)
     v2.cleanup_gp()
-
-
-def test_the_trees_can_stand_on_the_search_path(warm_python):
-    where = Path(unisono.compat.__file__).parent
-    code = f"import sys; sys.path.insert(0, {str(where)!r})\n"
-    code += "from ocpmodels.common import gp_utils as a\n"
-    code += "from fairchem.core.common import gp_utils as b\n"
-    code += "a.setup_gp({'gp_gpus': 1}); print(b.initialized())"
-    done = subprocess.run(
-        [warm_python, "-c", code], capture_output=True, text=True, timeout=100, check=True
-    )
-    assert done.stdout.strip() == "True"
 
 
 def test_the_gather_for_layers_is_where_the_page_says():

@@ -153,8 +153,7 @@ def execute(args: argparse.Namespace) -> int:
             "unisono run --ranks 2 script.py -- arguments of the script",
         )
     for name in args.compat:
-        library = LIBRARIES[name]
-        print(f"unisono: {notice(library, library.installed_at())}", file=sys.stderr)
+        print(f"unisono: {notice(LIBRARIES[name])}", file=sys.stderr)
     if args.as_cpu:
         print(f"unisono: {AS_CPU}", file=sys.stderr)
     with serving(*args.compat, as_cpu=args.as_cpu):

@@ -120,13 +120,14 @@ def _licence() -> str:
     return str(metadata.metadata("unisono")["License-Expression"])
 
 
+__version__ = "6.1.3"
+
 MODULES = {
     "": Module(
         "",
         (launch, "Device Wrapper wrapper"),
         (sys.modules[__name__], "Platform"),
         computed={"__licence__": _licence},
-        version="6.1.3",
     ),
     "functional": Module(
         "DDPW's `functional`: seeds, devices, samplers, averages.",
@@ -148,4 +149,4 @@ MODULES = {
     ),
 }
 
-build(__name__, "ddpw", MODULES)
+build(__name__, MODULES)

@@ -29,4 +29,4 @@ MODULES = {
     ),
 }
 
-build(__name__, "fairchem", MODULES)
+build(__name__, MODULES)

@@ -45,4 +45,4 @@ MODULES = {
     ),
 }
 
-build(__name__, "fairchem_v2", MODULES)
+build(__name__, MODULES)

@@ -9,10 +9,11 @@ from pathlib import Path
 
 from unisono.errors import PlatformError
 
-__all__ = ["ALIASES", "LIBRARIES", "Library", "library_named"]
+__all__ = ["LIBRARIES", "Library", "library_named"]
 
-ALIASES = Path(__file__).with_name("aliases")
+_ALIASES = Path(__file__).with_name("aliases")
 """Holds for each library one directory that can stand on a search path."""
+_GRAPH_PARALLEL = "for models and data keep {0} and import unisono.compat.{1} beside it"
 
 
 @dataclass(frozen=True)
@@ -23,12 +24,6 @@ class Library:
     """Its name here, as `--compat` takes it."""
     instead: str
     """What to do when something is not offered."""
-    beside: bool = False
-    """Whether the library itself does the rest: it is to be kept, and ours imported beside it."""
-    release: str = ""
-    """Which releases of the library have these names, where that matters."""
-    insists_on_cuda: bool = False
-    """Whether its programs ask for CUDA first, and the CPU can be taken for it."""
 
     @property
     def root(self) -> str:
@@ -43,23 +38,13 @@ class Library:
     @property
     def directory(self) -> str:
         """A directory for a search path, on which `import root` leads to the package."""
-        return str(ALIASES / self.name)
+        return str(_ALIASES / self.name)
 
     def installed_at(self) -> str | None:
         """Return where the library itself is installed, None if it is not."""
-        elsewhere = [p for p in sys.path if not p.startswith(str(ALIASES))]
+        elsewhere = [p for p in sys.path if not p.startswith(str(_ALIASES))]
         spec = importlib.machinery.PathFinder.find_spec(self.root, elsewhere)
-        if spec is None:
-            return None
-        # Python takes any directory of that name for a package; one without modules does not count.
-        places = [spec.origin] if spec.origin else list(spec.submodule_search_locations or [])
-        packages = (p for p in places if Path(p).is_file() or any(Path(p).glob("*/*.py")))
-        return next(packages, None)
-
-
-def _graph_parallel(path: str, *, other: str = "") -> str:
-    package = path.partition(".")[0].removesuffix("_v2")
-    return f"{other}for models and data keep {package} and import unisono.compat.{path} beside it"
+        return None if spec is None else spec.origin
 
 
 LIBRARIES = {
@@ -72,30 +57,21 @@ LIBRARIES = {
         Library("distdl", "layers and operators are in unisono.nn and unisono.operators"),
         Library(
             "fairchem",
-            _graph_parallel(
-                "fairchem.core.common.gp_utils",
-                other="--compat fairchem_v2 serves the names of 2.x; ",
-            ),
-            beside=True,
-            release="1.x",
+            "--compat fairchem_v2 serves the names of 2.x; "
+            + _GRAPH_PARALLEL.format("fairchem", "fairchem.core.common.gp_utils"),
         ),
         Library(
             "fairchem_v2",
-            _graph_parallel(
-                "fairchem_v2.core.common.gp_utils",
-                other="--compat fairchem serves the names of 1.x; ",
-            ),
-            beside=True,
-            release="2.x",
+            "--compat fairchem serves the names of 1.x; "
+            + _GRAPH_PARALLEL.format("fairchem", "fairchem_v2.core.common.gp_utils"),
         ),
         Library(
             "heat",
             "for more of its arrays keep heat, import unisono.compat.heat as ht for the training, "
             "and pass x.larray",
-            beside=True,
         ),
-        Library("ocpmodels", _graph_parallel("ocpmodels.common.gp_utils"), beside=True),
-        Library("pytagi", "everything that is offered is in unisono.bayes", insists_on_cuda=True),
+        Library("ocpmodels", _GRAPH_PARALLEL.format("ocpmodels", "ocpmodels.common.gp_utils")),
+        Library("pytagi", "everything that is offered is in unisono.bayes"),
     )
 }
 """By name."""

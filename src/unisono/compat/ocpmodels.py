@@ -27,4 +27,4 @@ MODULES = {
     ),
 }
 
-build(__name__, "ocpmodels", MODULES)
+build(__name__, MODULES)

@@ -49,14 +49,14 @@ _LAYERS = {
 }
 """Module of `pytagi.nn` -> its classes."""
 
+__version__ = "0.2.1"
+
 MODULES = {
     "": Module(
         "",
         TOOLS,
         (bayes, "HRCSoftmaxMetric manual_seed"),
         (cuda, "is_cuda_available=is_available"),
-        hint="layers are in pytagi.nn; everything that is offered is in unisono.bayes",
-        version="0.2.1",
     ),
     "cuda": Module(
         "pytagi's `cuda`: questions about devices.",
@@ -69,11 +69,9 @@ MODULES = {
     ),
     "nn": Module(
         "pytagi's `nn`: every layer, `Sequential`, the updater, data-parallel training.",
-        inner=True,
-        star="",
-        hint="dir(pytagi.nn) lists the layers of pytagi 0.2.1; the same are in unisono.bayes",
+        *((bayes, names) for names in _LAYERS.values()),
     ),
     "tagi_utils": Module("pytagi's `tagi_utils`: scaling, schedules, class trees.", TOOLS),
 } | {f"nn.{path}": Module(f"pytagi's `nn.{path}`.", (bayes, n)) for path, n in _LAYERS.items()}
 
-build(__name__, "pytagi", MODULES)
+build(__name__, MODULES)

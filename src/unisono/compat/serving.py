@@ -17,12 +17,11 @@ from importlib.machinery import ModuleSpec, PathFinder
 from types import ModuleType
 from typing import Any
 
-from unisono.compat.libraries import LIBRARIES, Library, library_named
+from unisono.compat.libraries import Library, library_named
 from unisono.compat.modules import module_names
 from unisono.errors import PlatformError, explain
 
 __all__ = ["AS_CPU", "call_served", "serve", "serving"]
-
 
 AS_CPU = 'where there is no CUDA, "cuda" means the CPU of the rank, "nccl" the best backend here'
 
@@ -40,9 +39,9 @@ def serve(*names: str, as_cpu: bool = False) -> None:
             for it, until the process ends.
     """
     for library in map(library_named, names):
-        where = library.installed_at()
-        if _start(library) and where is not None:
-            warnings.warn(notice(library, where), UserWarning, stacklevel=2)
+        is_installed = library.installed_at() is not None
+        if _hook.start(library) and is_installed:
+            warnings.warn(notice(library), UserWarning, stacklevel=2)
     if as_cpu:
         _cuda(names).take_cpu()
         warnings.warn(AS_CPU, UserWarning, stacklevel=2)
@@ -52,8 +51,7 @@ def serve(*names: str, as_cpu: bool = False) -> None:
 def serving(*names: str, as_cpu: bool = False) -> Iterator[None]:
     """Serve these libraries inside, without warnings; what was served before stays.
 
-    An error about a name that is not offered leaves the block with what is, in a note. `as_cpu` is
-    that of `serve`.
+    `as_cpu` is that of `serve`.
 
     >>> with serving("ocpmodels"):
     ...     import ocpmodels.common
@@ -61,42 +59,25 @@ def serving(*names: str, as_cpu: bool = False) -> Iterator[None]:
     'unisono.compat.ocpmodels.common'
     """
     libraries = [library_named(name) for name in names]
-    started: list[Library] = []
     cuda = _cuda(names) if as_cpu else None
-    before = cuda is not None and cuda.take_cpu()
-    try:
-        for library in libraries:
-            if _start(library):
-                started.append(library)
-        yield
-    except (AttributeError, ImportError) as error:
-        _explain_missing(error, libraries)
-        raise
-    finally:
-        for library in started:
-            _stop(library)
+    with contextlib.ExitStack() as stack:
         if cuda is not None:
-            cuda.take_cpu(before)
+            stack.callback(cuda.take_cpu, cuda.take_cpu())
+        for library in libraries:
+            if _hook.start(library):
+                stack.callback(_hook.stop, library)
+        yield
 
 
 def _cuda(names: Sequence[str]) -> Any:
     """Return the module that can take the CPU for CUDA, if one of these libraries asks it."""
-    able = [name for name, library in LIBRARIES.items() if library.insists_on_cuda]
-    if not set(names) & set(able):
+    if "pytagi" not in names:
         raise PlatformError.because(
             f"as_cpu for {', '.join(names) or 'no library'}",
-            f"programs of {', '.join(able)} ask for CUDA",
-            hint=f"--compat {able[0]} --as-cpu",
+            "programs of pytagi ask for CUDA",
+            hint="--compat pytagi --as-cpu",
         )
     return importlib.import_module("unisono.bayes.cuda")  # loads torch
-
-
-def _explain_missing(error: Exception, libraries: Sequence[Library]) -> None:
-    """Add what is offered to Python's message about a name that is not in a module of ours."""
-    said = "\n".join([str(error), *getattr(error, "__notes__", ())])
-    for library in libraries:
-        if library.package in said and library.instead not in said:
-            error.add_note(f"{_offer(library)}\nHINT: {library.instead}")
 
 
 def call_served(names: Sequence[str], as_cpu: bool, function: Callable[[], object]) -> object:
@@ -105,14 +86,14 @@ def call_served(names: Sequence[str], as_cpu: bool, function: Callable[[], objec
         return function()
 
 
-def notice(library: Library, where: str | None = None) -> str:
+def notice(library: Library) -> str:
     """Return one line that says what answers for the library's name."""
-    release = f" (names of {library.release})" if library.release else ""
-    text = f"`import {library.root}` is served by {library.package}{release}"
+    text = f"`import {library.root}` is served by {library.package}"
+    where = library.installed_at()
     return text if where is None else f"{text}; what is installed in {where} is not used"
 
 
-class _Finder(MetaPathFinder):
+class _Hook(MetaPathFinder, Loader):
     """Answers for the roots of served libraries, and says what is left out below them."""
 
     def __init__(self) -> None:
@@ -131,79 +112,63 @@ class _Finder(MetaPathFinder):
         would take an error with our name for a missing attribute, and replace its message.
         """
         if fullname in self.served:
-            return ModuleSpec(fullname, _Tree(self.served[fullname]), is_package=True)
+            return ModuleSpec(fullname, self, is_package=True)
         for library in self.served.values():
-            is_ours = fullname.startswith(f"{library.package}.")
-            if is_ours and (spec := PathFinder.find_spec(fullname, path)) is not None:
-                return spec
-            if is_ours or fullname.startswith(f"{library.root}."):
+            if fullname.startswith((f"{library.package}.", f"{library.root}.")):
+                if (spec := PathFinder.find_spec(fullname, path)) is not None:
+                    return spec
                 name = fullname.replace(library.package, library.root, 1)
-                message = explain(f"import {name}", _offer(library), hint=library.instead)
+                inner = module_names(library.package)[1:]
+                offered = ", ".join(n.replace(library.package, library.root, 1) for n in inner)
+                problem = f"{library.package} answers, which offers {offered}"
+                message = explain(f"import {name}", problem, hint=library.instead)
                 raise ModuleNotFoundError(message, name=name)
         return None
 
+    def exec_module(self, module: ModuleType) -> None:
+        """Put our modules into `sys.modules` under the library's names, where Python takes them."""
+        library = self.served[module.__name__]
+        importlib.import_module(library.package)
+        for name, ours in list(sys.modules.items()):
+            if name == library.package or name.startswith(f"{library.package}."):
+                sys.modules[name.replace(library.package, library.root, 1)] = ours
 
-class _Tree(Loader):
-    """Loads our package and puts all of its modules into `sys.modules` under the library's name."""
+    def start(self, library: Library) -> bool:
+        """Put the library in place; False if it was."""
+        other, present = self.served.get(library.root), sys.modules.get(library.root)
+        if other == library:
+            return False
+        if other is not None or present is not None:
+            place = other.package if other else getattr(present, "__file__", None) or str(present)
+            raise PlatformError.because(
+                f"serving {library.name!r}",
+                f"`import {library.root}` finds {place} already",
+                hint=f"unisono.compat.serve({library.name!r}) before the first import of it",
+            )
+        self.served[library.root] = library
+        if self not in sys.meta_path:
+            sys.meta_path.insert(0, self)
+        if library.directory not in sys.path:
+            sys.path.insert(0, library.directory)
+        return True
 
-    def __init__(self, library: Library) -> None:
-        self._library = library
+    def stop(self, library: Library) -> None:
+        """Undo `start`."""
+        del self.served[library.root]
+        if not self.served:
+            sys.meta_path.remove(self)
+        if library.directory in sys.path:
+            sys.path.remove(library.directory)
+        for name in [n for n in sys.modules if n.partition(".")[0] == library.root]:
+            del sys.modules[name]
 
-    def exec_module(self, module: ModuleType) -> None:  # noqa: ARG002
-        """See `Loader`: Python takes the module that is in `sys.modules` afterwards."""
-        root, package = self._library.root, self._library.package
-        importlib.import_module(package)
-        for name, loaded in list(sys.modules.items()):
-            if name == package or name.startswith(f"{package}."):
-                sys.modules[name.replace(package, root, 1)] = loaded
 
-
-_finder = _Finder()
+_hook = _Hook()
 
 
 def stand_in(name: str) -> None:
     """Serve a library from within the file on the search path that has its name."""
     library = library_named(name)
     alias = sys.modules.pop(library.root)
-    _start(library)
-    _Tree(library).exec_module(alias)
-
-
-def _start(library: Library) -> bool:
-    """Put the library in place; False if it was."""
-    other = _finder.served.get(library.root)
-    if other == library:
-        return False
-    present = sys.modules.get(library.root)
-    if other is not None or present is not None:
-        who = other.package if other else getattr(present, "__file__", None) or str(present)
-        raise PlatformError.because(
-            f"serving {library.name!r}",
-            f"`import {library.root}` finds {who} already",
-            hint=f"unisono.compat.serve({library.name!r}) before the first import of it",
-        )
-    _finder.served[library.root] = library
-    if _finder not in sys.meta_path:
-        sys.meta_path.insert(0, _finder)
-    if library.directory not in sys.path:
-        sys.path.insert(0, library.directory)
-    return True
-
-
-def _stop(library: Library) -> None:
-    """Undo `_start`."""
-    del _finder.served[library.root]
-    if not _finder.served:
-        sys.meta_path.remove(_finder)
-    if library.directory in sys.path:
-        sys.path.remove(library.directory)
-    for name in [n for n in sys.modules if n.partition(".")[0] == library.root]:
-        del sys.modules[name]
-
-
-def _offer(library: Library) -> str:
-    """Say which modules are there."""
-    importlib.import_module(library.package)
-    inner = module_names(library.package)[1:]
-    offered = ", ".join(name.replace(library.package, library.root, 1) for name in inner)
-    return f"{notice(library)}, which offers {offered}"
+    _hook.start(library)
+    _hook.exec_module(alias)

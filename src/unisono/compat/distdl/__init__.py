@@ -54,10 +54,10 @@ _LAYERS = {
 }
 """Module of `distdl.nn` -> its layers."""
 _MIXINS = {
-    "conv_mixin": "ConvMixin",
-    "halo_mixin": "HaloMixin",
-    "interpolate_mixin": "InterpolateMixin",
-    "pooling_mixin": "PoolingMixin",
+    "conv_mixin": (halos, "ConvMixin"),
+    "halo_mixin": (halos, "HaloMixin"),
+    "interpolate_mixin": (halos, "InterpolateMixin"),
+    "pooling_mixin": (halos, "PoolingMixin"),
 }
 _FUNCTIONS = {
     "all_sum_reduce": (functions, "AllSumReduceFunction"),
@@ -69,10 +69,10 @@ _FUNCTIONS = {
 _STRUCTURES = (structures, "assemble_global_tensor_structure broadcast_tensor_structure")
 _CORRECTOR = (functions, "ZeroVolumeCorrectorFunction")
 
+__version__ = "0.5.0"
+
 MODULES = {
-    "": Module(
-        "", hint="unisono.nn and unisono.operators hold what these are made of", version="0.5.0"
-    ),
+    "": Module(""),
     "backend": Module("The back end in use.", same={"backend": "backends.mpi"}),
     "backends": Module("There is one, named after MPI, which is one of the networks it runs on."),
     "backends.mpi": Module(
@@ -117,9 +117,8 @@ MODULES = {
     ),
     "nn": Module(
         "Every layer, with its arguments and defaults, over the layers of `unisono.nn`.",
-        inner=True,
-        star="loss mixins",
-        hint="dir(unisono.compat.distdl.nn) lists what is offered",
+        (halos, "HaloExchange"),
+        *((layers, names) for names in _LAYERS.values()),
         instead={
             "DistributedPad": "unisono.nn.DistributedPad"
             "(backends.mpi.partition.layout_of(P_x), padding)",
@@ -135,7 +134,9 @@ MODULES = {
         },
     ),
     "nn.halo_exchange": Module("Ghosts of a padded tensor.", (halos, "HaloExchange")),
-    "nn.mixins": Module("The arithmetic of halos, for user-defined layers. All pure.", inner=True),
+    "nn.mixins": Module(
+        "The arithmetic of halos, for user-defined layers. All pure.", *_MIXINS.values()
+    ),
     "utilities": Module("Index arithmetic, structures of tensors, and small things around them."),
     "utilities.debug": Module("Prints of all ranks in order.", (partitions, "print_sequential")),
     "utilities.dtype": Module(
@@ -169,7 +170,7 @@ MODULES = {
     ),
 }
 MODULES |= {f"nn.{path}": Module("Layers.", (layers, names)) for path, names in _LAYERS.items()}
-MODULES |= {f"nn.mixins.{path}": Module("Mixin.", (halos, n)) for path, n in _MIXINS.items()}
+MODULES |= {f"nn.mixins.{path}": Module("Mixin.", mixin) for path, mixin in _MIXINS.items()}
 MODULES |= {
     f"backends.mpi.functional.{path}": Module("Function.", source)
     for path, source in _FUNCTIONS.items()
@@ -180,5 +181,5 @@ if TYPE_CHECKING:
     def __getattr__(name: str) -> Any: ...  # names that the table makes
 
 
-layers.Module._distdl_backend = build(__name__, "distdl", MODULES)["backends.mpi"]
+layers.Module._distdl_backend = build(__name__, MODULES)["backends.mpi"]
 config.set_backend()

@@ -31,6 +31,7 @@ DATA = (
 ARRAYS = (arrays, "DNDarray arange array ones resplit zeros")
 DEVICES = (arrays, "Device cpu get_device gpu use_device")
 TYPES = (torch, "bool_=bool float16 float32 float64 int8 int16 int32 int64 uint8")
+__version__ = "1.5.1"
 RANDOM = Module(
     "HeAT's `random`: numbers that do not depend on ranks.", (arrays, "rand randn seed")
 )
@@ -45,7 +46,6 @@ MODULES = {
         DEVICES,
         TYPES,
         same={"communication": "core.communication"},
-        version="1.5.1",
     ),
     "core": Module(
         "The part of HeAT's `core` that is offered.", COMMUNICATION, ARRAYS, DEVICES, TYPES
@@ -84,7 +84,6 @@ MODULES = {
     "utils.data": Module(
         "HeAT's `utils.data`: loaders, data sets and shuffles over ranks.",
         *DATA,
-        hint="load the rows of this rank and wrap them: ht.utils.data.Dataset(rows)",
     ),
     "utils.data._utils": Module(
         "HeAT's `utils.data._utils`: indices of TFRecord files.",
@@ -107,4 +106,4 @@ if TYPE_CHECKING:
     def __getattr__(name: str) -> Any: ...  # names that the table makes
 
 
-build(__name__, "heat", MODULES)
+build(__name__, MODULES)

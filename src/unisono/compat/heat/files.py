@@ -22,7 +22,6 @@ from unisono.data_parallel.dataset import generator_of
 from unisono.errors import PartitionError, explain
 from unisono.launch.job_files import appearing_whole
 from unisono.topology import decompose
-from unisono.torch_private import tree_map_only
 
 __all__ = ["DataLoader", "MNISTDataset", "PartialH5Dataset", "dali_tfrecord2idx"]
 
@@ -227,9 +226,7 @@ class _Collate:
 
     def __call__(self, items: list[Any]) -> Any:
         batch = self.together([self._transformed(item) for item in items])
-        if not self.use_gpu:
-            return batch
-        return tree_map_only(Tensor, Tensor.cuda, batch)
+        return _on_gpu(batch) if self.use_gpu else batch
 
     def _transformed(self, item: Any) -> Any:
         if self.transforms is None:
@@ -238,6 +235,12 @@ class _Collate:
         steps = zip(parts, self.transforms, strict=True)
         done = tuple(part if step is None else step(part) for part, step in steps)
         return done if isinstance(item, tuple | list) else done[0]
+
+
+def _on_gpu(batch: Any) -> Any:
+    if isinstance(batch, Tensor):
+        return batch.cuda()
+    return type(batch)(map(_on_gpu, batch)) if isinstance(batch, tuple | list) else batch
 
 
 def dali_tfrecord2idx(train_dir: str, train_idx_dir: str, val_dir: str, val_idx_dir: str) -> None:
