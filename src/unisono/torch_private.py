@@ -1,13 +1,11 @@
 """All that this package uses of torch and that torch does not promise: seen with 2.11 to 2.15.
 
-A name that a version of torch lacks has a fallback, or refuses the one feature that needs it when
-that is used; importing this never fails. `missing()` lists such names, and a test finds private
-names of torch elsewhere.
+A name that a version of torch lacks raises when the feature that needs it is used; importing this
+never fails. `missing()` lists such names, and a test finds private names of torch elsewhere.
 """
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import os
 import sys
@@ -48,27 +46,81 @@ def untested() -> str | None:
 class _Refusal:
     """Stands for a name that this torch lacks: its use raises one error."""
 
-    def __init__(self, path: str, feature: str) -> None:
-        self._words = (path, feature)
+    def __init__(self, path: str) -> None:
+        self._path = path
 
     def __call__(self, *_: Any, **__: Any) -> Any:
-        path, feature = self._words
-        raise UnisonoError.because(
-            feature, f"torch {torch.__version__} has no {path}", None, f"torch {_TESTED_NAMES}"
-        )
+        problem = f"torch {torch.__version__} has no such name"
+        raise UnisonoError.because(self._path, problem, hint=f"torch {_TESTED_NAMES}")
 
     __getattr__ = __call__
 
 
-def _lookup(path: str, feature: str, fallback: Any = None) -> Any:
-    """Return a private name of torch; else the fallback, else what refuses the feature."""
+def _lookup(path: str) -> Any:
+    """Return a private name of torch, or what refuses its use."""
     module, _, names = path.partition(":")
     try:
         return functools.reduce(getattr, names.split("."), import_module(module))
     except (ImportError, AttributeError):
         _missing.append(path.replace(":", "."))
-        return _Refusal(_missing[-1], feature) if fallback is None else fallback
+        return _Refusal(_missing[-1])
 
+
+_NAMES = {
+    # modes: what is around this call
+    "set_grad_enabled": "torch:_C._set_grad_enabled",  # a third of the price of `torch.no_grad()`
+    "is_autocast_enabled": "torch:_C._is_any_autocast_enabled",
+    "is_profiling": "torch.autograd:_profiler_enabled",
+    "profiled": "torch:_C._profiler._RecordFunctionFast",  # `record_function` shows no shapes
+    "current_backward": "torch:_C._current_graph_task_id",  # -1 outside of a backward
+    # Calls a function when the running backward has ended, as torch's own FSDP does. One that
+    # raises calls no hook, but lets go of the function: a weak reference to it tells the end.
+    "at_end_of_backward": "torch.autograd:Variable._execution_engine.queue_callback",
+    "running_ddp": "torch.nn.parallel:DistributedDataParallel._get_active_ddp_module",
+    # torch.func
+    "transforms_active": "torch:_C._are_functorch_transforms_active",
+    "is_batchedtensor": "torch._C._functorch:is_batchedtensor",
+    "is_legacy_batchedtensor": "torch._C._functorch:is_legacy_batchedtensor",
+    "is_functorch_wrapped_tensor": "torch._C._functorch:is_functorch_wrapped_tensor",
+    "unwrap_if_dead": "torch._C._functorch:unwrap_if_dead",
+    "outside_transforms": "torch._functorch.pyfunctorch:temporarily_clear_interpreter_stack",
+    # operators below wrappers
+    "OpOverload": "torch:_ops.OpOverload",
+    "no_subclass": "torch:_C.DisableTorchFunctionSubclass",
+    "exclude_set": "torch:_C._dispatch_tls_local_exclude_set",
+    "include_set": "torch:_C._dispatch_tls_local_include_set",
+    "exclude_keys": "torch:_C._ExcludeDispatchKeyGuard",
+    "force_keys": "torch:_C._ForceDispatchKeyGuard",
+    "has_kernel": "torch:_C._dispatch_has_kernel_for_dispatch_key",
+    "dispatch_modes": "torch:_C._len_torch_dispatch_stack",  # how many modes watch operators
+    "no_modes": "torch.utils._python_dispatch:_disable_current_modes",
+    # kernels and tensors
+    "increment_version": "torch:_C._increment_version",  # half the price of the public function
+    "is_zero_tensor": "torch:Tensor._is_zerotensor",  # as some derivatives are (that of `sgn`)
+    "negative_view": "torch:_neg_view",
+    "assert_async": "torch:_assert_async",
+    "copy_each_": "torch:_foreach_copy_",
+    "fft_c2c": "torch:ops.aten._fft_c2c",
+    "flash_attention": "torch:ops.aten._scaled_dot_product_flash_attention_for_cpu",
+    "flash_attention_backward": (
+        "torch:ops.aten._scaled_dot_product_flash_attention_for_cpu_backward"
+    ),
+    # modules, optimizers, checkpoints
+    "BatchNormBase": "torch.nn.modules.batchnorm:_BatchNorm",
+    "DropoutBase": "torch.nn.modules.dropout:_DropoutNd",
+    "optimizer_pre_hooks": "torch.optim.optimizer:_global_optimizer_pre_hooks",
+    "optimizer_post_hooks": "torch.optim.optimizer:_global_optimizer_post_hooks",
+}
+"""Our name -> where torch has it: the module, and the attributes below it."""
+
+if TYPE_CHECKING:
+    from torch._ops import OpOverload as OpOverload
+    from torch.nn.modules.batchnorm import _BatchNorm as BatchNormBase  # noqa: F401
+
+    def __getattr__(name: str) -> Any: ...
+
+else:
+    globals().update({name: _lookup(path) for name, path in _NAMES.items()})
 
 # -- modes ----------------------------------------------------------------------------------------
 
@@ -87,64 +139,9 @@ def traced_if_right(function: F) -> F:
     return disable(function)
 
 
-set_grad_enabled: Callable[[bool], None]
-set_grad_enabled = _lookup("torch:_C._set_grad_enabled", "gradient mode", torch.set_grad_enabled)
-"""A third of the price of `torch.no_grad()`."""
-
-increment_version: Callable[[tuple[torch.Tensor, ...]], None] = _lookup(
-    "torch:_C._increment_version", "version counters", torch.autograd.graph.increment_version
-)
-"""Half the price of the public function of this name, which first asks what it was given."""
-
-is_zero_tensor: Callable[[torch.Tensor], bool] = _lookup(
-    "torch:Tensor._is_zerotensor", "zeros without memory", lambda _: False
-)
-"""Whether a tensor is zeros without memory, as some derivatives of torch are (that of `sgn`)."""
-
-_FUNC = "calls inside torch.func"
-transforms_active: Callable[[], bool]
-transforms_active = _lookup("torch:_C._are_functorch_transforms_active", _FUNC, lambda: False)
-"""Whether a transform of torch.func is around this call."""
-is_batchedtensor: Callable[[Any], bool]
-is_batchedtensor = _lookup("torch._C._functorch:is_batchedtensor", _FUNC, lambda _: False)
-is_legacy_batchedtensor: Callable[[Any], bool]
-is_legacy_batchedtensor = _lookup(
-    "torch._C._functorch:is_legacy_batchedtensor", _FUNC, lambda _: False
-)
-is_functorch_wrapped_tensor: Callable[[Any], bool]
-is_functorch_wrapped_tensor = _lookup(
-    "torch._C._functorch:is_functorch_wrapped_tensor", _FUNC, lambda _: False
-)
-unwrap_if_dead: Callable[[torch.Tensor], torch.Tensor]
-unwrap_if_dead = _lookup("torch._C._functorch:unwrap_if_dead", _FUNC, lambda x: x)
-outside_transforms: Callable[[], contextlib.AbstractContextManager[object]] = _lookup(
-    "torch._functorch.pyfunctorch:temporarily_clear_interpreter_stack", _FUNC
-)
-"""Leave the transforms of torch.func aside for a while."""
-
-is_profiling: Callable[[], bool]
-is_profiling = _lookup("torch.autograd:_profiler_enabled", "profiles", lambda: False)
-"""Whether a profiler of torch watches this thread."""
-
-at_end_of_backward: Callable[[Callable[[], None]], None] = _lookup(
-    "torch.autograd:Variable._execution_engine.queue_callback", "gradients averaged in backward"
-)
-"""Calls a function when the running backward has ended, as torch's own FSDP does. One that raises
-calls no hook, but lets go of the function: a weak reference to it tells when a backward is over."""
-
-current_backward: Callable[[], int] = _lookup("torch:_C._current_graph_task_id", "heat's hooks")
-"""Number of the running backward; -1 outside of one."""
-
-
 def is_joining(wrapper: torch.nn.Module) -> bool:
     """Whether torch's `join` is around this call of a wrapper: other ranks may have no data."""
     return bool(getattr(getattr(wrapper, "_join_config", None), "enable", False))
-
-
-running_ddp: Callable[[], torch.nn.Module | None] = _lookup(
-    "torch.nn.parallel:DistributedDataParallel._get_active_ddp_module", "nesting", lambda: None
-)
-"""Return the DistributedDataParallel whose forward is running, if one is."""
 
 
 _backward = torch.autograd.backward
@@ -176,23 +173,6 @@ def on_backward(listener: Callable[[Sequence[torch.Tensor]], None]) -> Callable[
     return end
 
 
-def profiled(
-    name: str, tensors: Sequence[torch.Tensor]
-) -> contextlib.AbstractContextManager[object]:
-    """Show what is done inside in torch's profile, with the shapes of `tensors`.
-
-    The public `record_function` shows no shapes.
-    """
-    return _record_function(name, list(tensors))
-
-
-_record_function = _lookup(
-    "torch:_C._profiler._RecordFunctionFast",
-    "shapes in a profile",
-    lambda name, _: torch.profiler.record_function(name),
-)
-
-
 def runs_uncompiled(function: F) -> F:
     """Return the function, which compiled code calls as it is, with all that it calls.
 
@@ -201,7 +181,7 @@ def runs_uncompiled(function: F) -> F:
     """
     marked = cast("Any", function)
     marked._torchdynamo_disable = True  # a compiled caller stops before it ...
-    frames = _lookup("torch:_C._dynamo.eval_frame", "torch.compile", object())
+    frames: Any = import_module("torch._C._dynamo.eval_frame")
     if hasattr(frames, "set_code_exec_strategy") and hasattr(marked, "__code__"):
         # ... and its own frame is never compiled
         skip = frames._FrameAction.SKIP
@@ -211,35 +191,10 @@ def runs_uncompiled(function: F) -> F:
 
 # -- operators below wrappers ---------------------------------------------------------------------
 
-_SPLIT = "split tensors"
-if TYPE_CHECKING:
-    from torch._ops import OpOverload as OpOverload
-else:
-    OpOverload = _lookup("torch:_ops.OpOverload", _SPLIT)
-no_subclass: Any = _lookup("torch:_C.DisableTorchFunctionSubclass", _SPLIT)
-exclude_set: Any = _lookup("torch:_C._dispatch_tls_local_exclude_set", _SPLIT)
-include_set: Any = _lookup("torch:_C._dispatch_tls_local_include_set", _SPLIT)
-exclude_keys: Any = _lookup("torch:_C._ExcludeDispatchKeyGuard", _SPLIT)
-force_keys: Any = _lookup("torch:_C._ForceDispatchKeyGuard", _SPLIT)
-has_kernel: Callable[[str, str], bool]
-has_kernel = _lookup("torch:_C._dispatch_has_kernel_for_dispatch_key", _SPLIT)
-is_autocast_enabled: Callable[[], bool] = _lookup("torch:_C._is_any_autocast_enabled", _SPLIT)
-dispatch_modes: Callable[[], int] = _lookup("torch:_C._len_torch_dispatch_stack", _SPLIT)
-"""How many modes watch operators, such as one that counts them."""
-no_modes: Any = _lookup("torch.utils._python_dispatch:_disable_current_modes", _SPLIT)
-negative_view: Callable[[torch.Tensor], torch.Tensor] = _lookup("torch:_neg_view", _SPLIT)
-fft_c2c: Any = _lookup("torch:ops.aten._fft_c2c", "Fourier transforms of split tensors")
-
-
-_key: Any = _lookup("torch:_C.DispatchKey", _SPLIT)
-
-
-_key: Any = _lookup("torch:_C.DispatchKey", _SPLIT)
-
 
 def decomposition_of(op: Any) -> Callable[..., Any] | None:
     """Return how torch writes an operator with others; None if it does not."""
-    return _lookup("torch._decomp:decomposition_table", _SPLIT, {}).get(op)
+    return import_module("torch._decomp").decomposition_table.get(op)
 
 
 def functions_that_pass_on() -> list[type[torch.autograd.Function]]:
@@ -255,49 +210,16 @@ def functions_that_pass_on() -> list[type[torch.autograd.Function]]:
 @functools.cache
 def keys(*names: str) -> Any:
     """Return a set of dispatch keys."""
-    key_set = _lookup("torch:_C.DispatchKeySet", _SPLIT)
-    return functools.reduce(lambda a, b: a | b, (key_set(getattr(_key, name)) for name in names))
+    key_sets = (torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, name)) for name in names)
+    return functools.reduce(lambda a, b: a | b, key_sets)
 
 
 def kernel_of(op: Any, key: str) -> Callable[..., Any]:
     """Return what an operator does under a dispatch key."""
-    return functools.partial(op._op_dk, getattr(_key, key))
+    return functools.partial(op._op_dk, getattr(torch._C.DispatchKey, key))
 
 
-# -- kernels --------------------------------------------------------------------------------------
-
-flash_attention: Any
-flash_attention = _lookup("torch:ops.aten._scaled_dot_product_flash_attention_for_cpu", "attention")
-flash_attention_backward: Any = _lookup(
-    "torch:ops.aten._scaled_dot_product_flash_attention_for_cpu_backward", "attention"
-)
-
-
-def _copy_each(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
-    for target, x in zip(targets, sources, strict=True):
-        target.copy_(x)
-
-
-copy_each_: Callable[..., Any] = _lookup("torch:_foreach_copy_", "buckets", _copy_each)
-assert_async: Callable[..., None]
-assert_async = _lookup("torch:_assert_async", "checked targets")
-
-# -- modules, optimizers, checkpoints -------------------------------------------------------------
-
-if TYPE_CHECKING:
-    from torch.nn.modules.batchnorm import _BatchNorm as BatchNormBase
-else:
-    BatchNormBase = _lookup(
-        "torch.nn.modules.batchnorm:_BatchNorm", "shared batch statistics", torch.nn.BatchNorm2d
-    )
-DropoutBase: Any = _lookup("torch.nn.modules.dropout:_DropoutNd", "dropout", torch.nn.Dropout)
-optimizer_pre_hooks: MutableMapping[int, Any] = _lookup(
-    "torch.optim.optimizer:_global_optimizer_pre_hooks", "hooks of all optimizers", {}
-)
-optimizer_post_hooks: MutableMapping[int, Any] = _lookup(
-    "torch.optim.optimizer:_global_optimizer_post_hooks", "hooks of all optimizers", {}
-)
-tree_map_only: Callable[..., Any] = _lookup("torch.utils._pytree:tree_map_only", "nested arrays")
+# -- compiled code --------------------------------------------------------------------------------
 
 
 def functional_collectives() -> Any:
@@ -307,17 +229,11 @@ def functional_collectives() -> Any:
 
 # -- process groups -------------------------------------------------------------------------------
 
-# The fallbacks are the names of both in torch 2.11; newer versions warn of them.
-all_gather_single: Callable[..., Any] = _lookup(
-    "torch.distributed:all_gather_single",
-    "all_gather",
-    getattr(dist, "all_gather_into_tensor", None),
-)
-reduce_scatter_single: Callable[..., Any] = _lookup(
-    "torch.distributed:reduce_scatter_single",
-    "reduce_scatter",
-    getattr(dist, "reduce_scatter_tensor", None),
-)
+# torch 2.11 has other names, of which newer versions warn.
+all_gather_single: Callable[..., Any]
+all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+reduce_scatter_single: Callable[..., Any]
+reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 known_groups: MutableMapping[dist.ProcessGroup, Any] = c10d._world.pg_map
 """Every group that torch.distributed has not destroyed."""
 
@@ -453,24 +369,9 @@ class RecordedGroup:
 
 
 _BACKEND_VERBS = (
-    "allgather",
-    "allgather_coalesced",
-    "all_gather_single",
-    "all_gather_single_coalesced",
-    "allreduce",
-    "allreduce_coalesced",
-    "all_to_all_single",
-    "alltoall",
-    "barrier",
-    "broadcast",
-    "gather",
-    "recv",
-    "recv_anysource",
-    "reduce",
-    "reduce_scatter",
-    "reduce_scatter_single",
-    "reduce_scatter_single_coalesced",
-    "scatter",
-    "send",
+    *("allgather", "allgather_coalesced", "all_gather_single", "all_gather_single_coalesced"),
+    *("allreduce", "allreduce_coalesced", "all_to_all_single", "alltoall", "barrier", "broadcast"),
+    *("gather", "recv", "recv_anysource", "reduce", "reduce_scatter", "reduce_scatter_single"),
+    *("reduce_scatter_single_coalesced", "scatter", "send"),
 )
 """Methods that torch 2.15 calls on a backend."""
