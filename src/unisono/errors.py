@@ -61,21 +61,13 @@ def _indented(text: str) -> str:
     return text.strip("\n").replace("\n", "\n    ")
 
 
-_LIKE_YOU_OR_ONE = ("uni", "uint", "use", "utf", "one")
-
-
 def an(word: str) -> str:
-    """Put the article before a word, as it is spoken.
+    """Put the article before a word.
 
-    >>> an("int"), an("Linear"), an("AdaptiveAvgPool2d"), an("LSTM"), an("uint8")
-    ('an int', 'a Linear', 'an AdaptiveAvgPool2d', 'an LSTM', 'a uint8')
+    >>> an("int"), an("Linear")
+    ('an int', 'a Linear')
     """
-    first, lower = word[:2], word.lower()
-    if first.isupper() and first[1:] not in "AEIOU":  # spelled out: an el-es-tee-em
-        takes_n = first[0] in "AEFHILMNORSX"
-    else:
-        takes_n = lower[:1] in "aeiou" and not lower.startswith(_LIKE_YOU_OR_ONE)
-    return f"{'an' if takes_n or lower.startswith(('ndarray', 'nn.')) else 'a'} {word}"
+    return f"{'an' if word[:1].lower() in 'aeio' else 'a'} {word}"
 
 
 def name_ranks(ranks: Sequence[int]) -> str:

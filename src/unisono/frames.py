@@ -1,25 +1,22 @@
-"""Whose code a frame is, what its source line says, and stacks with other people's frames folded.
+"""Whose code a frame is, and stacks with other people's frames folded.
 
 No torch here. `comm` shows the stacks of a late rank in this form, the launcher those of a run.
 """
 
 from __future__ import annotations
 
-import ast
 import linecache
 import os
 import re
-import sys
 import sysconfig
 from collections.abc import Sequence
-from contextlib import suppress
 from itertools import groupby
 from pathlib import Path
 
 Frame = tuple[str, int, str]
 """File, line and function of a call."""
-OF_COMMAND = "<string>"
-"""The file of code that was given by `python -c`, and of code that is made at run time."""
+_OF_COMMAND = "<string>"
+"""The file of code that was given by `python -c`."""
 
 _OWN = f"{Path(__file__).resolve().parent}{os.sep}"
 _SHIPPED = (f"{_OWN}_examples", f"{_OWN}_benchmarks", f"{_OWN}cli{os.sep}demo_digits.py")
@@ -36,21 +33,6 @@ _BETWEEN = re.compile(
 )
 """What calls a user's function on behalf of Python or torch, and says nothing about it."""
 _NO_FRAMES = "  in a function that is not written in Python"
-
-_command: str | None = None
-
-
-def command_code() -> str | None:
-    """Return the code after `python -c` of this program, or of the one that started this rank."""
-    if _command is None and sys.argv[:1] == ["-c"] and "-c" in sys.orig_argv:
-        return sys.orig_argv[sys.orig_argv.index("-c") + 1]
-    return _command
-
-
-def set_command_code(text: str) -> None:
-    """Remember the code after `python -c` of the launcher of this rank."""
-    global _command
-    _command = text
 
 
 def is_user_file(file: str) -> bool:
@@ -85,23 +67,6 @@ def owner_of(file: str) -> str:
     return "unisono" if is_own_file(file) else "Python"
 
 
-def source_line(file: str, number: int, function: str) -> str:
-    """Return the source of a line inside of `function`; nothing where it is not known."""
-    if file != OF_COMMAND or (code := command_code()) is None:
-        return linecache.getline(file, number).strip()
-    lines = code.splitlines()
-    if function == "<module>":
-        return lines[number - 1].strip() if number <= len(lines) else ""
-    # Code that is made at run time has the same file, but other functions.
-    with suppress(SyntaxError):
-        for node in ast.walk(ast.parse(code)):
-            name = "<lambda>" if isinstance(node, ast.Lambda) else getattr(node, "name", "")
-            first, last = getattr(node, "lineno", 0), getattr(node, "end_lineno", 0)
-            if name == function and first <= number <= last:
-                return lines[number - 1].strip()
-    return ""
-
-
 def folded(frames: Sequence[Frame]) -> str:
     """Return a stack, the innermost call first: the user's lines, other calls as one line a run.
 
@@ -128,7 +93,7 @@ def folded(frames: Sequence[Frame]) -> str:
 def _without_launcher(frames: Sequence[Frame]) -> Sequence[Frame]:
     """Leave out the calls below the user's function, and the command of a process of ours."""
     end = len(frames)
-    if end > 1 and frames[-1] == (OF_COMMAND, 1, "<module>") and not is_user_file(frames[-2][0]):
+    if end > 1 and frames[-1] == (_OF_COMMAND, 1, "<module>") and not is_user_file(frames[-2][0]):
         end -= 1
     has_user = any(is_user_file(file) for file, _, _ in frames[:end])
     while has_user and not is_user_file(frames[end - 1][0]):
@@ -138,5 +103,5 @@ def _without_launcher(frames: Sequence[Frame]) -> Sequence[Frame]:
 
 def _shown(frame: Frame) -> str:
     file, number, function = frame
-    source = source_line(file, number, function)
+    source = linecache.getline(file, number).strip()
     return f'  File "{file}", line {number} in {function}{source and f": `{source}`"}'

@@ -5,8 +5,6 @@ from __future__ import annotations
 import functools
 import inspect
 import linecache
-import subprocess
-import sys
 import sysconfig
 import time
 import traceback
@@ -81,33 +79,6 @@ def test_a_deadline_shows_the_line_of_each_rank_with_its_source_and_folds_the_re
     waiting = ["  ... in unisono", frame.format(begin + 3, "unisono.world().barrier()")]
     assert lines[2].startswith("--- rank")
     assert [line for line in lines[2:5] if not line.startswith("---")] == waiting
-
-
-@pytest.mark.parametrize("limit", ["timeout_s", "comm_timeout_s"])
-def test_a_deadline_shows_the_source_of_a_program_that_was_given_as_a_word(tmp_path, limit):
-    program = (
-        "import time, unisono\n"
-        "def nap():\n"
-        "    if unisono.world().rank == 1: time.sleep(60)  # in no file\n"
-        "    unisono.world().barrier()\n"
-        f"place = unisono.Platform(device='cpu', ranks=3, comm_timeout_s={LIMITS[limit][0]})\n"
-        f"unisono.run(nap, on=place, timeout_s={LIMITS[limit][1]}, logs={str(tmp_path)!r})\n"
-    )
-    ended = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, timeout=100, check=False
-    )
-    text = ended.stderr
-    late = 'File "<string>", line 3 in nap: `if unisono.world().rank == 1: time.sleep(60)  # in no'
-    waiting = 'File "<string>", line 4 in nap: `unisono.world().barrier()`'
-    assert text.count("--- rank 1\n") == text.count("--- ranks 0, 2\n") == 1, text  # shown once
-    assert text.index(late) < text.index(waiting), text
-    first = next(line for line in text.splitlines() if line.startswith("unisono.errors"))
-    assert first.startswith("unisono.errors.RankTimeout: rank 1 "), text
-    assert "ranks 0, 2 wait" in first
-    assert '"<string>", line 1' not in text  # the process that forked the rank
-
-
-LIMITS = {"timeout_s": (60, 1), "comm_timeout_s": (1, 60)}
 
 
 def test_frames_of_libraries_are_folded_and_the_innermost_stays_where_there_is_no_other():

@@ -17,15 +17,7 @@ from pathlib import Path
 from types import TracebackType
 
 from unisono.errors import UnisonoError
-from unisono.frames import (
-    OF_COMMAND,
-    folded,
-    is_between,
-    is_own_file,
-    is_user_file,
-    owner_of,
-    source_line,
-)
+from unisono.frames import folded, is_between, is_own_file, is_user_file, owner_of
 from unisono.launch.logs import size_of, text_from
 
 FRAMES = "UNISONO_FRAMES"
@@ -240,17 +232,9 @@ def _folded(stack: traceback.StackSummary, error: BaseException) -> traceback.St
             run = run[hidden:]
         elif is_folded:
             run = []
-        kept += map(_with_source, run)
+        kept += run
         is_outermost = False
     return kept
-
-
-def _with_source(frame: traceback.FrameSummary) -> traceback.FrameSummary:
-    """Return a frame with its line, also where the code was given by `python -c`."""
-    if frame.filename != OF_COMMAND or frame.lineno is None or frame.line:
-        return frame
-    line = source_line(frame.filename, frame.lineno, frame.name)
-    return traceback.FrameSummary(frame.filename, frame.lineno, frame.name, line=line)
 
 
 class _Folding(traceback.StackSummary):

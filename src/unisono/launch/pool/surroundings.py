@@ -22,7 +22,6 @@ from pathlib import Path
 from typing import Any
 
 from unisono.environment import RANK_PID, Environment
-from unisono.frames import OF_COMMAND, command_code, set_command_code
 
 MISLEADING = (
     *(RANK_PID, "UNISONO_DETECT", "MASTER_ADDR", "MASTER_PORT"),
@@ -115,8 +114,7 @@ class Surroundings:
                 with suppress(Exception):
                     pickle.dumps(entry)
                     filters.append(entry)
-        command = command_code()
-        sources = {} if command is None else {OF_COMMAND: command}
+        sources: dict[str, str] = {}
         remaining = _SOURCE_BYTES
         for name, entry in reversed(list(linecache.cache.items())):  # the newest first
             # Cells have no time of change; files are read where they are needed.
@@ -147,10 +145,7 @@ class Surroundings:
 
     def apply_inside(self) -> None:
         """Apply the settings of Python."""
-        sources = dict(self.sources)
-        if (command := sources.pop(OF_COMMAND, None)) is not None:
-            set_command_code(command)
-        for name, text in sources.items():
+        for name, text in self.sources.items():
             linecache.cache[name] = (len(text), None, text.splitlines(keepends=True), name)
         root = logging.getLogger()
         # Unless a module of the function has seen to it.
