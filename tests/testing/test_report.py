@@ -8,17 +8,18 @@ import threading
 import pytest
 
 from unisono.errors import PlatformError
-from unisono.launch.pool.stacks import readable_threads
 from unisono.testing.leaks import Holdings
 from unisono.testing.plugin import RanksMarker
-from unisono.testing.report import Findings, RankFailure, headline, how_it_died
+from unisono.testing.report import Findings, Raised, RankFailure, headline, how_it_died
+
+A, B = Raised(text="a"), Raised(text="b")
 
 
 @pytest.mark.parametrize(
     ("findings", "line"),
     [
         (
-            Findings(world=4, raised={0: "a", 2: "b"}, died={1: 7}, waiting={3: ""}),
+            Findings(world=4, raised={0: A, 2: B}, died={1: 7}, waiting={3: ""}),
             "2 of 4 ranks raised, 1 died (exit code 7), 1 still waiting",
         ),
         (
@@ -26,7 +27,7 @@ from unisono.testing.report import Findings, RankFailure, headline, how_it_died
             "2 of 3 ranks died (exit code 7 / killed by SIGKILL), 1 still waiting",
         ),
         (Findings(world=2, waiting={1: ""}), "1 of 2 ranks still waiting, 1 returned"),
-        (Findings(world=2, raised={1: ""}, doing="x"), "1 of 2 ranks raised, 1 returned, while x"),
+        (Findings(world=2, raised={1: A}, doing="x"), "1 of 2 ranks raised, 1 returned, while x"),
     ],
 )
 def test_headline_counts_every_rank(findings, line):
@@ -40,7 +41,9 @@ def test_unknown_signal_is_numbered():
 def test_texts_that_differ_in_addresses_are_shown_once():
     one = "Read error [127.0.0.1]:1708: closed, <f at 0x7f00>"
     two = "Read error [127.0.0.1]:4242: closed, <f at 0x7f99>"
-    text = str(RankFailure(Findings(world=3, raised={0: one, 2: two, 1: "other"})))
+    text = str(
+        RankFailure(Findings(world=3, raised={0: Raised(text=one), 2: Raised(text=two), 1: A}))
+    )
     assert "---- ranks 0, 2 raised" in text
     assert one in text
     assert two not in text
@@ -48,46 +51,17 @@ def test_texts_that_differ_in_addresses_are_shown_once():
 
 def test_long_output_is_cut_at_its_start():
     printed = "\n".join(f"line {i}" for i in range(100))
-    text = str(RankFailure(Findings(world=1, raised={0: "x"}, output={0: printed})))
+    text = str(RankFailure(Findings(world=1, raised={0: A}, output={0: printed})))
     assert "... 60 lines before ..." in text
     assert "line 99" in text
     assert "line 59\n" not in text
 
 
 def test_failure_survives_pickling():
-    failure = RankFailure(Findings(world=2, raised={1: "x"}, died={0: -9}))
+    failure = RankFailure(Findings(world=2, raised={1: A}, died={0: -9}))
     copy = pickle.loads(pickle.dumps(failure))
     assert str(copy) == str(failure)
     assert copy.died == {0: "killed by SIGKILL"}
-
-
-def test_stacks_get_source_lines_and_end_with_the_innermost_call():
-    text = (
-        "Thread 0x1 [worker] (most recent call first):\n"
-        '  File "/no/such.py", line 3 in inner\n'
-        '  File "/no/such.py", line 9 in outer\n'
-        "\n"
-        "Current thread 0x2 (most recent call first):\n"
-        f'  File "{__file__}", line 1 in main\n'
-    )
-    assert readable_threads(text).splitlines() == [
-        "in the main thread (most recent call last):",
-        f'  File "{__file__}", line 1, in main',
-        '    """The text of the report, its stacks, the marker: all that needs no process."""',
-        "in thread worker (most recent call last):",
-        '  File "/no/such.py", line 9, in outer',
-        '  File "/no/such.py", line 3, in inner',
-    ]
-
-
-def test_last_words_of_the_interpreter_come_before_the_stack():
-    stack = 'Current thread 0x2 (most recent call first):\n  File "a", line 1 in f\n'
-    text = f"Fatal Python error: Aborted\n\n{stack}"
-    assert readable_threads(text).splitlines() == [
-        "Fatal Python error: Aborted",
-        "in the main thread (most recent call last):",
-        '  File "a", line 1, in f',
-    ]
 
 
 @pytest.mark.parametrize(

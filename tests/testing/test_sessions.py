@@ -81,7 +81,7 @@ FAILING = {
 }
 FEATURES = {
     "test_fixture_that_cannot_travel": Told(
-        "fixture 'lock' of test_fixture_that_cannot_travel is needed",
+        "argument 'lock' of test_fixture_that_cannot_travel is needed",
         ("HINT: make it inside test_fixture_that_cannot_travel",),
     ),
     "test_global_that_cannot_travel": Told(
@@ -117,7 +117,7 @@ DRAWN = {
         seconds=5,
     ),
     "test_explicit_example_is_run": Told("", ("assert 77 != 77",)),
-    "test_interactive_data_cannot_travel": Told("", ("drawn value or fixture 'data'",)),
+    "test_interactive_data_cannot_travel": Told("", ("argument 'data' of",)),
 }
 ORDINARY = FAILING | FEATURES | DRAWN
 LEFT = {

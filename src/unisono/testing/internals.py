@@ -29,12 +29,6 @@ def argument_names(item: pytest.Function) -> tuple[str, ...]:
     return item._fixtureinfo.argnames
 
 
-def is_overridden(item: pytest.Item, fixture: str) -> bool:
-    """Whether a conftest.py or the module of a test replaces a fixture of a plugin."""
-    definitions = item.session._fixturemanager.getfixturedefs(fixture, item)
-    return definitions is not None and len(definitions) > 1
-
-
 def fixture_value(item: pytest.Function, fixture: str) -> Any:
     """Return a fixture that the test function does not name; call it while the test runs."""
     return item._request.getfixturevalue(fixture)

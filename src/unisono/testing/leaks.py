@@ -65,17 +65,14 @@ class Holdings:
         pause_s = 0.001
         leaks = self._difference(ignore)
         if leaks:
-            gc.collect()  # here and at the end only: it takes longer than all the looks
-        while leaks and set(leaks) != {"environment"}:
-            is_late = time.monotonic() > deadline
-            if is_late:
-                gc.collect()
-            leaks = self._difference(ignore)
-            if is_late or not leaks:
-                break
+            gc.collect()  # it takes longer than all the looks
+        while set(leaks) - {"environment"} and time.monotonic() < deadline:
             time.sleep(pause_s)
             pause_s = min(2 * pause_s, 0.05)
-        return leaks
+            leaks = self._difference(ignore)
+        if leaks:
+            gc.collect()
+        return leaks and self._difference(ignore)
 
     def _difference(self, ignore: Collection[str]) -> dict[str, list[str]]:
         leaks: dict[str, list[str]] = {}
@@ -137,11 +134,7 @@ def _warm_server() -> Any:
 
 def _children() -> list[int]:
     lists = Path("/proc/self/task").glob("*/children")
-    pids = [int(pid) for path in lists for pid in _read(path).split()]
-    if pids or Path(f"/proc/self/task/{os.getpid()}/children").exists():
-        return pids
-    # kernels built without the children files
-    return [pid for pid, parent in _parents().items() if parent == os.getpid()]
+    return [int(pid) for path in lists for pid in _read(path).split()]
 
 
 def _parents() -> dict[int, int]:
@@ -154,9 +147,9 @@ def _files() -> dict[str, str]:
     lasting = _lasting_fds()
     entries: dict[str, str] = {}
     for entry in _numbered(_PROC):
-        target = _target(entry)  # none: the descriptor of this very listing
-        if target and int(entry.name) not in lasting:
-            entries[f"fd:{entry.name}"] = f"fd {entry.name} -> {target}"
+        with suppress(OSError):  # the descriptor of this very listing
+            if int(entry.name) not in lasting:
+                entries[f"fd:{entry.name}"] = f"fd {entry.name} -> {entry.readlink()}"
     return entries
 
 
@@ -187,8 +180,7 @@ def _belongs_to_another(path: str) -> bool:
     """Whether another test session on this host, and not this one, made the file `path`.
 
     Names or marks of ours tell the pid of their maker; what has neither is another's if a process
-    outside this one's family uses it: has it open or mapped, or names it in its command or
-    environment.
+    outside this one's family has it mapped, or names it in its command.
     """
     if Path(path).name.startswith("mpich_shm_") and "PYTEST_XDIST_WORKER" in os.environ:
         return True  # MPICH's files name no maker, and stay for a moment after killed ranks
@@ -200,20 +192,7 @@ def _belongs_to_another(path: str) -> bool:
         if Path("/proc", number).exists() and int(number) not in family:
             return True
     others = [entry for entry in _numbered("/proc") if int(entry.name) not in family]
-    return any(_uses(process, path) for process in others)
-
-
-def _uses(process: Path, path: str) -> bool:
-    if any(path in _read(process / name) for name in ("maps", "cmdline", "environ")):
-        return True
-    return any(path in _target(link) for link in (process / "cwd", *_numbered(process / "fd")))
-
-
-def _target(link: Path) -> str:
-    try:
-        return str(link.readlink())
-    except OSError:
-        return ""
+    return any(path in _read(process / name) for process in others for name in ("maps", "cmdline"))
 
 
 def _family() -> set[int]:

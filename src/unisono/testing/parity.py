@@ -6,10 +6,9 @@ itself too, so keep the sizes of a test small. A `Layout` says how a whole tenso
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import accumulate
 
 import torch
 from torch import Tensor, nn
@@ -47,7 +46,6 @@ def check_parity(
     partition: Spread | list[Spread] = None,
     *,
     out_partition: Spread | list[Spread] | str = "same",
-    parameter_grads: Callable[[], Mapping[str, Tensor | None]] | None = None,
     comm: Communicator | None = None,
     dtype: torch.dtype = torch.float64,
     seed: int = 0,
@@ -63,9 +61,6 @@ def check_parity(
         partition: how inputs lie on the ranks: a `Partition`, a `Layout`, None for replicated; a
             list has one for each input.
         out_partition: the same for outputs; `"same"` takes that of the (first) input.
-        parameter_grads: returns the gradients of the parameters of `parallel` as `serial` has them;
-            default: `.grad` of parameters that have the same name in both modules. Parameters
-            without elements on a rank are not compared there.
         comm: the ranks; default the world.
         dtype: of a random input.
         seed: of random inputs and of the direction in which gradients are taken.
@@ -130,7 +125,7 @@ def check_parity(
                     t.grad if t.grad is not None else torch.zeros_like(t) for t in (x, want)
                 )
                 compare(f"gradient of input {i}", layout.join(actual), reference)
-        grads = _own_grads(parallel) if parameter_grads is None else parameter_grads()
+        grads = _own_grads(parallel)
         for name, want in _own_grads(serial).items():
             if name not in grads or want is None:
                 continue
@@ -238,15 +233,13 @@ def blocks(partition: Partition, comm: Communicator) -> Layout:
             return whole.new_zeros(0)
         return whole[partition.local_slices(whole.shape)].contiguous()
 
-    def split_like(whole: Tensor, like: Tensor) -> Tensor:
-        shapes: list[tuple[int, ...]] = comm.all_gather_object(tuple(like.shape))
-        if not partition.active:
-            return whole.new_zeros(0)
-        return whole[_slices_of(partition, shapes)].contiguous()
-
     def join(part: Tensor) -> Tensor:
         parts: list[Tensor] = comm.all_gather_object(part.detach().cpu())
         return _assembled(partition, parts, ()).to(part.device)
+
+    def split_like(whole: Tensor, like: Tensor) -> Tensor:
+        owner = join(torch.full(like.shape, comm.rank))
+        return whole[owner == comm.rank].reshape(like.shape)
 
     return Layout(split=split, join=join, split_like=split_like)
 
@@ -265,16 +258,3 @@ def _assembled(partition: Partition, parts: Sequence[Tensor], index: tuple[int, 
     along = partition.shape[len(index)]
     pieces = [_assembled(partition, parts, (*index, i)) for i in range(along)]
     return torch.cat(pieces, dim=len(index))
-
-
-def _slices_of(partition: Partition, shapes: Sequence[Sequence[int]]) -> tuple[slice, ...]:
-    """Slices of the own block, from the sizes that the blocks really have."""
-    index = partition.index
-    assert index is not None
-    slices: list[slice] = []
-    for dim, place in enumerate(index):
-        beside = [(*index[:dim], i, *index[dim + 1 :]) for i in range(partition.shape[dim])]
-        sizes = [shapes[partition.rank_at(i)][dim] for i in beside]
-        cuts = [0, *accumulate(sizes)]
-        slices.append(slice(cuts[place], cuts[place + 1]))
-    return tuple(slices)

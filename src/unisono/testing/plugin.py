@@ -25,7 +25,6 @@ from unisono.testing.internals import (
     argument_names,
     drawn_by,
     fixture_value,
-    is_overridden,
     is_unittest,
     plain_representation,
 )
@@ -93,10 +92,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 def pytest_collection_finish(session: pytest.Session) -> None:
     """Begin to import torch for the ranks while the first tests run."""
-    marked = any(
-        item.get_closest_marker("ranks") and not is_overridden(item, "rank_pool")
-        for item in session.items
-    )
+    marked = any(item.get_closest_marker("ranks") for item in session.items)
     if marked and not session.config.option.collectonly:
         session_pool(session.config).warm_up()
 
@@ -316,8 +312,6 @@ def run_on_ranks(item: pytest.Function, marker: RanksMarker) -> dict[int, dict[s
                 lasting,
                 drawn=changing if is_drawn else None,
                 remake=remake,
-                keep=False,
-                kind="drawn value or fixture" if is_drawn else "fixture",
                 verbosity=verbosity,
             )
         except UnanimousOutcome as wish:

@@ -319,8 +319,6 @@ class RankWorld:
         *,
         drawn: Mapping[str, Any] | None = None,
         remake: tuple[str, ...] = (),
-        keep: bool = True,
-        kind: str = "argument",
         verbosity: int = 0,
     ) -> list[T]:
         """Run a function on every rank and return what each returned, by rank.
@@ -332,8 +330,6 @@ class RankWorld:
             drawn: keyword arguments that change from call to call. With them, the function and its
                 other arguments are pickled and unpickled once, which takes far longer.
             remake: pytest fixtures that each rank makes itself.
-            keep: whether what it returns is sent back; None stands for it otherwise.
-            kind: what an argument is called in messages.
             verbosity: verbosity of pytest's comparisons.
 
         Raises:
@@ -345,9 +341,9 @@ class RankWorld:
         by_value = list(self._pool.by_value())
         changing = b""
         if drawn is not None:
-            changing = pack(function, (), drawn, by_value, kind=kind, alone=True)
+            changing = pack(function, (), drawn, by_value, alone=True)
         if drawn is None or self._packed is None or self._packed[0] is not function:
-            self._packed = function, pack(function, args, kwargs or {}, by_value, kind=kind)
+            self._packed = function, pack(function, args, kwargs or {}, by_value)
         if not self.is_open:
             self.open()
         self._ask(
@@ -356,7 +352,6 @@ class RankWorld:
             call=self._packed[1],
             drawn=changing,
             remake=remake,
-            keep=keep,
             verbosity=verbosity,
         )
         values = [rank.value() for rank in self._ranks]
@@ -430,8 +425,7 @@ class RankWorld:
         findings = Findings(
             world=self.size,
             doing=doing,
-            raised={number: reply.text for number, reply in raised.items()},
-            summaries={number: reply.summary for number, reply in raised.items()},
+            raised=raised,
             died=died,
             crashes={n: readable_threads(text_from(self._ranks[n].stack_path)) for n in died},
             waiting={

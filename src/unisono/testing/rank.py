@@ -124,7 +124,7 @@ class Rank:
         return {"state": "ready"}
 
     def call(
-        self, *, call: bytes, drawn: bytes, remake: tuple[str, ...], keep: bool, verbosity: int
+        self, *, call: bytes, drawn: bytes, remake: tuple[str, ...], verbosity: int
     ) -> dict[str, str]:
         """Run a function.
 
@@ -132,7 +132,6 @@ class Rank:
             call: `(function, args, kwargs)`, pickled by cloudpickle.
             drawn: more of `kwargs`, pickled; with them, the call is kept for the next example.
             remake: names of keyword arguments that are to be a monkeypatch of this rank.
-            keep: whether the returned value is sent back.
             verbosity: verbosity of pytest's comparison of unequal values.
         """
         random.seed(0)
@@ -155,7 +154,7 @@ class Rank:
             with forks_end_here():
                 value = function(*args, **kwargs)
         try:
-            dump_value(value if keep else None, self._result)
+            dump_value(value, self._result)
         except TypeError as error:
             raise TypeError(
                 f"rank {self._rank} returned {an(type(value).__name__)} that cannot travel to the "

@@ -30,11 +30,11 @@ class Raised:
 
     text: str
     """The traceback."""
-    summary: str
+    summary: str = ""
     """The last line of it."""
-    outcome: str
+    outcome: str = "error"
     """`"skip"`, `"xfail"`, `"assume"`, or `"error"` for everything else."""
-    reason: str
+    reason: str = ""
     """The exception as text."""
 
 
@@ -46,10 +46,8 @@ class Findings:
     """Number of ranks."""
     doing: str = ""
     """What the ranks had been told to do, when it was not the test itself."""
-    raised: Mapping[int, str] = field(default_factory=dict)
-    """Tracebacks, first to fail first."""
-    summaries: Mapping[int, str] = field(default_factory=dict)
-    """Last lines of the tracebacks."""
+    raised: Mapping[int, Raised] = field(default_factory=dict)
+    """What ranks raised, first to fail first."""
     died: Mapping[int, int] = field(default_factory=dict)
     """Exit codes, or minus the number of a signal, first to die first."""
     waiting: Mapping[int, str] = field(default_factory=dict)
@@ -76,10 +74,10 @@ class RankFailure(AssertionError):
 
     def __init__(self, findings: Findings) -> None:
         super().__init__(write_report(findings))
-        first = next(iter(findings.summaries.values()), "").partition("\n")[0]
+        first = next((r.summary.partition("\n")[0] for r in findings.raised.values()), "")
         self.summary = headline(findings) + (f": {first}" if first else "")
         self.world = findings.world
-        self.raised = dict(findings.raised)
+        self.raised = {rank: raised.text for rank, raised in findings.raised.items()}
         self.died = {rank: how_it_died(code) for rank, code in findings.died.items()}
         self.waiting = dict(findings.waiting)
         self.output = dict(findings.output)
@@ -105,8 +103,8 @@ def how_it_died(code: int) -> str:
 def headline(findings: Findings) -> str:
     """Return the first line of the report.
 
-    >>> headline(Findings(world=4, raised={0: "", 2: ""}, died={1: 7}, waiting={3: ""}))
-    '2 of 4 ranks raised, 1 died (exit code 7), 1 still waiting'
+    >>> headline(Findings(world=3, died={1: 7}, waiting={2: ""}))
+    '1 of 3 ranks died (exit code 7), 1 still waiting, 1 returned'
     """
     parts: list[tuple[int, str]] = []
     if findings.raised:
@@ -131,7 +129,7 @@ def write_report(findings: Findings) -> str:
     for rank, code in findings.died.items():
         crash = findings.crashes.get(rank, "")
         sections.append(_section(f"rank {rank} died: {how_it_died(code)}", crash))
-    for ranks, text in _alike(findings.raised):
+    for ranks, text in _alike({rank: raised.text for rank, raised in findings.raised.items()}):
         sections.append(_section(f"{name_ranks(ranks)} raised", text))
     for ranks, text in _alike(findings.waiting):
         title = f"{name_ranks(ranks)} still waiting {findings.waited}".rstrip()

@@ -38,7 +38,6 @@ def pack(
     kwargs: Mapping[str, Any],
     by_value: Sequence[types.ModuleType] = (),
     *,
-    kind: str = "argument",
     alone: bool = False,
 ) -> bytes:
     """Pickle a call.
@@ -48,7 +47,6 @@ def pack(
         args: positional arguments.
         kwargs: keyword arguments.
         by_value: modules whose functions and classes are sent as code and not as a name.
-        kind: what the arguments are called when one cannot travel.
         alone: whether to send the keyword arguments alone, for a function that was packed before.
 
     Raises:
@@ -59,7 +57,7 @@ def pack(
         try:
             return _dumps(value, by_value)
         except Exception as error:
-            raise _blame(function, args, kwargs, kind, error) from None
+            raise _blame(function, args, kwargs, error) from None
 
 
 class _Pickler(PlainPickler):
@@ -168,13 +166,12 @@ def _blame(
     function: Callable[..., Any],
     args: tuple[Any, ...],
     kwargs: Mapping[str, Any],
-    kind: str,
     error: Exception,
 ) -> UnisonoError:
     """Find what could not be pickled and say it."""
     name = getattr(function, "__qualname__", repr(function))
-    arguments = {f"{kind} number {i} of {name}": value for i, value in enumerate(args)}
-    arguments |= {f"{kind} {key!r} of {name}": value for key, value in kwargs.items()}
+    arguments = {f"argument number {i} of {name}": value for i, value in enumerate(args)}
+    arguments |= {f"argument {key!r} of {name}": value for key, value in kwargs.items()}
     path, culprit = first_unpicklable({**arguments, name: function}) or (name, function)
     problem = f"{an(type(culprit).__qualname__)} that cannot be sent to another process: {error}"
     if path == name:
