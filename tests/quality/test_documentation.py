@@ -166,34 +166,15 @@ def test_the_cells_of_the_notebook_run_in_order(interpreter, tmp_path):
     assert not errors, "the notebook was saved with an error in it"
 
 
-def test_a_broken_block_is_found_at_its_line(interpreter, tmp_path):
+def test_what_a_page_gets_wrong_is_found(interpreter, tmp_path):
     page = tmp_path / "page.md"
     page.write_text("# Title\n\n```python\nx = 1\n```\n\ntext\n\n```python\nx / 0\n```\n")
-    script = script_of(blocks_of(page.read_text()))
-    (tmp_path / "page.md.py").write_text(script)
+    (tmp_path / "page.md.py").write_text(script_of(blocks_of(page.read_text())))
     with pytest.raises(AssertionError, match=r'page.md.py", line 10'):
         run(interpreter, ["python", "page.md.py"], tmp_path, page)
-
-
-def test_a_text_block_that_tells_something_else_is_found():
     text = "```python\nf()\n```\n\n```text\nloss 0.50 on 2 ranks\n```\n"
-    page, shown = Path("page.md"), shown_below(text, blocks_of(text))
+    shown = shown_below(text, blocks_of(text))
     check_shown(page, shown, f"{MARK}1\nloss 0.51 on 2 ranks\n")
-    for other in ("loss 0.50 on 3 ranks", "loss 0.60 on 2 ranks", "", "loss 0.50 on 2 ranks\nmore"):
+    for other in ("loss 0.50 on 3 ranks", "loss 0.60 on 2 ranks", ""):
         with pytest.raises(AssertionError, match=r"page.md, line 6"):
             check_shown(page, shown, f"{MARK}1\n{other}\n")
-    assert shown_below(text.replace("\n\n", "\nthen\n"), blocks_of(text)) == {}
-
-
-def test_only_python_without_title_is_executed():
-    text = '```python title="a.py"\nboom\n```\n```text\nboom\n```\n```console\n$ unisono x\n```\n'
-    blocks = blocks_of(text)
-    assert script_of(blocks) == ""
-    assert [block.title for block in blocks] == ["a.py", None, None]
-    assert commands_of(blocks) == [["unisono", "x"]]
-
-
-def test_a_block_inside_a_list_loses_its_indentation():
-    (block,) = blocks_of("1. do this\n\n    ```python\n    if x:\n        y()\n    ```\n")
-    assert block.lines == ("if x:", "    y()")
-    assert block.first_line == 3

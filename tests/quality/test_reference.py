@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import inspect
+import re
 from pathlib import Path
 
 import pytest
 
 import unisono
+from unisono.cli import build_parser
+from unisono.cli.completion import subcommands
 
 ROOT = Path(__file__).parents[2]
 
@@ -114,3 +118,31 @@ def test_names_stand_in_the_order_of_use_and_types_as_they_are_written(reference
     top = pages["reference/index.md"]
     first = top.index("`unisono.run`")
     assert all(first < top.index(f"`unisono.{name}`") for name in ("DASO", "Device", "Wrapper"))
+
+
+TEXTS = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")]
+FILES = {"toml", "key"}
+"""Ends of names of files, such as `unisono.toml`."""
+
+
+def resolved(name):
+    """Return what a dotted name stands for; raise if it stands for nothing."""
+    value, path = unisono, "unisono"
+    for part in name.split(".")[1:]:
+        path = f"{path}.{part}"
+        value = getattr(value, part) if hasattr(value, part) else importlib.import_module(path)
+    return value
+
+
+@pytest.mark.parametrize("page", TEXTS, ids=lambda page: page.name)
+def test_names_and_options_in_texts_exist(page):
+    text = page.read_text().partition("\n### Removed")[0].partition("\n## 0.")[0]
+    for name in set(re.findall(r"\bunisono(?:\.[A-Za-z_]\w*)+", text)):
+        if name.rpartition(".")[2] not in FILES:
+            resolved(name)
+    parser = build_parser()
+    for words in re.findall(r"(?:`|\$ )unisono (\w+)((?: --[a-z-]+(?: [\w./,]+)?)*)", text):
+        command = subcommands(parser).get(words[0])
+        assert command is not None, words
+        options = set(re.findall(r"--[a-z-]+", words[1]))
+        assert options <= set(command._option_string_actions), words
