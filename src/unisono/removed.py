@@ -17,9 +17,9 @@ REMOVED: dict[str, str] = {
     "unisono.Communicator.coalesce": (
         "flat = torch.cat([a.view(-1), b.view(-1)]); comm.all_reduce_(flat)"
     ),
-    "unisono.Communicator.tune": (
-        "UNISONO_ALGO=all_gather:broadcasts, if the choice is wrong for a network"
-    ),
+    "unisono.Communicator.tune": "nothing: the size of a tensor decides how it travels",
+    "UNISONO_ALGO": "nothing: the size of a tensor decides how it travels",
+    "UNISONO_SHM_MAX_MB": "UNISONO_SHM_SLOT_KB=64, which makes groups smaller",
     "unisono.Communicator.is_single_host": "len(set(comm.hosts)) == 1",
     "unisono.data_parallel.PowerSGD": (
         "compression=functools.partial(powerSGD_hook, PowerSGDState(group, ...)), of torch"

@@ -457,7 +457,7 @@ def test_tensors_that_are_reduced_together_equal_single_ones_and_make_few_calls(
 
 
 def test_a_name_that_was_removed_says_what_to_write_instead():
-    for name, words in (("coalesce", r"torch\.cat"), ("tune", "UNISONO_ALGO")):
+    for name, words in (("coalesce", r"torch\.cat"), ("tune", "the size of a tensor")):
         assert not hasattr(world(), name)
         with pytest.raises(AttributeError, match=words):
             getattr(world(), name)

@@ -95,8 +95,6 @@ def fork_world(request: dict[str, Any], step: int) -> list[tuple[int, int, int]]
     """Start the ranks of one world; return process, pipe to it and pipe from it of each."""
     shared = segment.SharedSegment.create(core.load().layout(SIZE, SLOT_BYTES)[0])
     shared.seal()
-    # Buffers of the group become named files, of which something could be left behind.
-    object.__setattr__(shared.ticket, "kind", "named")
     ranks = []
     for rank in range(SIZE):
         (orders, order), (report, reports) = os.pipe(), os.pipe()
@@ -108,7 +106,7 @@ def fork_world(request: dict[str, Any], step: int) -> list[tuple[int, int, int]]
                 os.close(report)
                 pids = json.loads(os.read(orders, 4096))
                 processes = [(pid, process_start(pid) or 0) for pid in pids]
-                engine = ShmEngine(shared, SIZE, SLOT_BYTES, rank, range(SIZE), processes)
+                engine = ShmEngine(shared, SLOT_BYTES, rank, range(SIZE), processes)
                 os.write(reports, json.dumps(run_rank(request, step, engine)).encode())
                 engine.close()
                 code = 0
@@ -160,8 +158,6 @@ def main() -> None:
             reports = end_world(request["victim"], ranks)
             hit = reports[request["victim"]] is None
             answer.append({"step": step, "hit": hit, "reports": reports})
-        if request["victim"] == 0:  # it may have made a file and died before it could tell anybody
-            segment.sweep()
         left = set(Path("/dev/shm").glob("unisono-*")) - before
         print(json.dumps({"worlds": answer, "left": sorted(map(str, left))}), flush=True)
 

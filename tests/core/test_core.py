@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from tests.waiting import scaled_by_load
 
 from unisono.comm.engines.shm import core
-from unisono.comm.engines.shm.rendezvous import fitting_slot
+from unisono.comm.engines.shm.rendezvous import slot_bytes_for
 from unisono.comm.engines.signature import OPS
 from unisono.comm.reductions import DTYPE_NUMBERS, DTYPES, defined_ops
 from unisono.errors import UnisonoError
@@ -600,8 +600,9 @@ def test_a_call_behind_another_hears_signals(is_run_by_thread):
     world.close()
 
 
-def test_slots_hold_a_line_for_every_other_rank():
-    assert fitting_slot(66, 4, None) // 65 >= 64
+def test_slots_hold_a_line_for_every_other_rank(monkeypatch):
+    monkeypatch.setenv("UNISONO_SHM_SLOT_KB", "4")
+    assert slot_bytes_for(66) // 65 >= 64
     module = core.load()
     memory = shared(module.layout(66, SLOT_BYTES)[0])
     with pytest.raises(ValueError, match="64 bytes"):

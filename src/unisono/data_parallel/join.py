@@ -14,7 +14,6 @@ import torch
 from torch import Tensor, nn, optim
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from unisono.comm.engines.algorithms import forcing
 from unisono.data_parallel.engine import GradientEngine, Unfinished, named_error
 from unisono.data_parallel.nonblocking import DataParallelOptimizer, only_observes
 from unisono.data_parallel.ranks import broadcast_module, on_device
@@ -133,12 +132,10 @@ class Weights:
             comm = on_device(comm, buckets[0].info.device)
         dtype = torch.float32 if comm.device.type == "mps" else torch.float64
         report = torch.tensor([[samples, float(counted)]], dtype=dtype, device=comm.device)
-        # Odd in bytes, and gathered by a call that gloo cannot mistake for that of a bucket:
-        # a rank without weights cannot take it for one.
+        # Odd in bytes: a rank without weights cannot take it for a bucket.
         odd = nn.functional.pad(report.view(torch.uint8), (0, 1))
         try:
-            with forcing("all_gather", "native"):
-                gathered = comm.all_gather(odd, sizes=[1] * comm.size)
+            gathered = comm.all_gather(odd, sizes=[1] * comm.size)
             reports = gathered[:, :-1].contiguous().view(dtype)
         except Unfinished as error:
             raise named_error(error, "weights of this backward, from samples() or join()") from None
@@ -242,8 +239,7 @@ class Join:
         """Return the lowest rank with data, None if there is none, and whether they synchronise."""
         flags = [int(has_data), int(has_data and self._engine.require_sync)]
         try:
-            with forcing("all_gather", "native"):  # as in `Weights`: never taken for a bucket
-                rows = self._engine.comm.all_gather_ints(flags)
+            rows = self._engine.comm.all_gather_ints(flags)
         except Unfinished as error:
             raise named_error(error, "who has data left, from join()") from None
         source = next((rank for rank, (active, _) in enumerate(rows) if active), None)

@@ -23,7 +23,7 @@ from tests.waiting import scaled_by_load
 
 from unisono.comm import Communicator, transports
 from unisono.comm.engines.mpi import library
-from unisono.comm.engines.mpi.channel import MpiWatch, Wait
+from unisono.comm.engines.mpi.channel import MpiWatch
 from unisono.comm.engines.shm.rendezvous import Member
 from unisono.errors import MissingExtra, RankFailed, RankTimeout, UnisonoError
 from unisono.processes import process_start
@@ -126,23 +126,24 @@ def test_the_job_ends_well_without_clean_up_and_ran_no_check_that_is_not_listed(
 
 
 def test_an_exception_on_one_rank_ends_the_job_and_is_known_to_the_others(run_job):
-    job = run_job(2, "endings.py", "by_an_exception", threads="serialized")
+    job = run_job(2, "endings.py", "by_an_exception")
     assert job.code != 0
-    assert job.seen[0] == ["level 2 warnings 0", "background True", "failed 1 True True"]
+    assert job.seen[0] == ["failed 1 True True"]
     assert "ValueError: raised on purpose" in job.output
     assert "aborted" not in job.output
 
 
-def test_without_threads_everything_is_done_in_the_call_and_other_threads_are_refused(run_job):
-    job = run_job(2, "endings.py", "by_an_exception_and_clean_up", threads="funneled")
+def test_a_rank_that_destroys_its_groups_while_others_wait_is_named(run_job):
+    job = run_job(2, "endings.py", "by_an_exception_and_clean_up")
     assert job.code != 0
-    assert job.seen[0] == [
-        "level 1 warnings 1",
-        "background False",
-        "thread found: MPI was initialised for its main thread alone",
-        "left 1 True",
-    ]
+    assert job.seen[0] == ["left 1 True"]
     assert "aborted" not in job.output
+
+
+def test_groups_over_mpi_need_threads(run_job):
+    job = run_job(2, "endings.py", "by_an_exception", threads="serialized")
+    assert job.code != 0
+    assert "MPI was initialised for one thread at a time" in job.output
 
 
 @pytest.mark.parametrize("core", ["0", "1"])
@@ -261,30 +262,20 @@ def test_a_dead_neighbour_is_named_during_a_wait():
     watch.judge("recv", [0])  # nobody waits for the dead one
 
 
-def test_a_wait_looks_at_its_deadline_last_of_all():
-    watch = watch_of(ME, ME)
-    wait, of_all = Wait(watch, 0.01, peers=[1]), Wait(watch, 0.01)
-    time.sleep(0.02)
-    with pytest.raises(RankTimeout, match="not arrived: rank 7"):
-        wait.step()
-    with pytest.raises(RankTimeout, match="not arrived: not known"):
-        of_all.step()
-    watch.cancelled = "the group was closed"
-    with pytest.raises(UnisonoError, match="the group was closed"):
-        wait.step()
-
-
-def test_a_store_that_has_gone_does_not_hide_why_a_wait_has_ended(monkeypatch):
+def test_a_deadline_names_the_rank_that_is_missing_also_without_a_store(monkeypatch):
     def gone(key):
         raise RuntimeError("the store is gone")
 
     monkeypatch.setattr("unisono.comm.health.watchdog.serving", gone)
     watch = watch_of(ME, ME)
     watch.tell(ValueError("the cause"), 4)
-    wait = Wait(watch, 0.01)
-    time.sleep(0.02)
+    with pytest.raises(RankTimeout, match="not arrived: rank 7"):
+        watch.look("recv", [1], 0.02, 0.01)
     with pytest.raises(RankTimeout, match="not arrived: not known"):
-        wait.step()
+        watch.look("barrier", None, 0.02, 0.01)
+    watch.cancelled = "the group was closed"
+    with pytest.raises(UnisonoError, match="the group was closed"):
+        watch.look("barrier", None, 0.0, 60.0)
 
 
 def test_a_rank_that_left_after_it_made_the_collective_is_not_missed():

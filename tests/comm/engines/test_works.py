@@ -15,15 +15,15 @@ import torch.distributed as dist
 import torch.distributed._functional_collectives as funcol
 from tests.waiting import scaled_by_load
 
-from unisono.comm.engines.mpi.queue import Job, JobQueue
+from unisono.comm.engines.mpi.channel import Order
 from unisono.comm.torch.work import TransportWork
 
 
 @pytest.fixture
 def jobs():
-    queue = JobQueue("queue under test")
-    yield queue
-    assert queue.close(5)
+    order = Order("order under test")
+    yield order
+    assert order.close(5)
 
 
 def failing():
@@ -31,8 +31,7 @@ def failing():
 
 
 def posted(jobs, call, outputs=()):
-    job = Job(jobs, call)
-    jobs.post(job)
+    job = jobs.start(call)
     pending = SimpleNamespace(wait=lambda timeout_s: job.wait(timeout_s or 60.0), done=job.done)
     return TransportWork(pending, job, outputs)
 
@@ -158,10 +157,10 @@ def test_an_ended_call_keeps_nothing_alive(jobs):
 
 def test_the_background_thread_ends_with_the_queue():
     threads = threading.active_count()
-    queue = JobQueue("short lived")
-    posted(queue, lambda: None).wait()
+    order = Order("short lived")
+    posted(order, lambda: None).wait()
     assert threading.active_count() == threads + 1
-    assert queue.close(5)
+    assert order.close(5)
     assert threading.active_count() == threads
 
 
@@ -210,20 +209,3 @@ def test_use_after_destroy_names_the_cause():
         options.asyncOp = async_op
         with pytest.raises(Exception, match="closed by destroy_process_group"):
             group.allreduce([torch.ones(1)], options)
-
-
-def test_chores_are_done_until_nothing_is_left_of_them(jobs):
-    waiting, done = list(range(5)), []
-
-    def chore():
-        done.append(waiting.pop())
-        return bool(waiting)
-
-    jobs.chore = chore
-    jobs.wake()
-    give_up = time.monotonic() + 5
-    while waiting:
-        assert time.monotonic() < give_up, f"{len(waiting)} chores are left"
-        time.sleep(0.001)
-    jobs.chore = None
-    assert len(done) == 5

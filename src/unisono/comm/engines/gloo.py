@@ -1,7 +1,8 @@
 """The kernels over torch.distributed's own backends for host memory (gloo).
 
 Tensors travel as bytes where they are only moved, so every dtype works; reductions a backend does
-not know are done in a wider dtype or locally, in rank order. The chooser picks the algorithm.
+not know are done in a wider dtype or locally, in rank order. A small collective costs its
+latencies, so its data travels along with the signatures that ranks compare.
 """
 
 from __future__ import annotations
@@ -21,9 +22,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from unisono.comm.arguments import bytes_of
-from unisono.comm.engines.algorithms import MAX_PAIRWISE_RANKS, SMALL_BYTES, choose
 from unisono.comm.engines.base import Blocks, Engine, How, Messages, SourceTicket, Ticket
 from unisono.comm.engines.signature import (
+    Compared,
     Signature,
     check,
     packed_bytes,
@@ -37,13 +38,16 @@ from unisono.comm.reductions import (
     DTYPE_NUMBERS,
     DTYPES,
     accumulation_dtype,
-    reduce_among,
     reduce_in_rank_order,
 )
 from unisono.comm.torch.staging import wrong_message
 from unisono.errors import CollectiveMismatch, UnisonoError
-from unisono.torch_private import known_groups, reduce_scatter_single
+from unisono.torch_private import known_groups
 
+_SMALL_BYTES = 64 * 1024
+"""Up to this many bytes in all, a collective is latency."""
+_MAX_PAIRWISE_RANKS = 8
+"""Above this many ranks, small data for every peer costs more than a ring."""
 _SLICE_S = 0.5
 """A blocked rank looks this often whether its wait can still end."""
 
@@ -63,8 +67,6 @@ _HEAD = struct.Struct("<4q")
 _MESSAGE = 0x756E69736F6E6F
 _BODY_TAG = 1 << 30
 """Large messages have tags from here on: each one its own, so that it finds its place."""
-MOST_KNOWN = 1024
-"""Calls that are remembered as compared."""
 _WIDENED: dict[torch.dtype, torch.dtype] = {torch.int16: torch.int32, torch.bool: torch.uint8}
 
 
@@ -144,8 +146,8 @@ class Arrival:
 
     def __init__(self, group: dist.ProcessGroup, x: Tensor, src: int | None, tag: int) -> None:
         self._group, self._x, self._src, self._tag = group, x, src, tag
-        self.is_large = x.nbytes > SMALL_BYTES
-        self._frame = torch.empty(_HEAD.size + SMALL_BYTES, dtype=torch.uint8, device="cpu")
+        self.is_large = x.nbytes > _SMALL_BYTES
+        self._frame = torch.empty(_HEAD.size + _SMALL_BYTES, dtype=torch.uint8, device="cpu")
         room = [self._frame]
         self._first = group.recv_anysource(room, tag) if src is None else group.recv(room, src, tag)
         self._refusal: UnisonoError | None = None
@@ -161,7 +163,7 @@ class Arrival:
             return
         if (nbytes, number) != (x.nbytes, DTYPE_NUMBERS[x.dtype]):
             self._refusal = wrong_message(x, src, nbytes, self._tag, DTYPES[number])
-        if nbytes > SMALL_BYTES:
+        if nbytes > _SMALL_BYTES:
             is_right = self._refusal is None
             body = bytes_of(x) if is_right else torch.empty(nbytes, dtype=torch.uint8, device="cpu")
             self._group.recv([body], src, body_tag).wait(*timeout)
@@ -279,51 +281,33 @@ class TorchEngine(Engine):
         self._places = range(self.size)
         self._others = [q for q in self._places if q != self.rank]
         self._bodies = 0
-        self._compared: set[tuple[Signature | None, Signature]] = set()
-        self._latest: Signature | None = None
-        is_pairwise = backend == "gloo" and 1 < self.size <= MAX_PAIRWISE_RANKS
-        self._along_bytes = SMALL_BYTES if is_pairwise else 0
+        self._compared = Compared()
+        is_pairwise = backend == "gloo" and 1 < self.size <= _MAX_PAIRWISE_RANKS
+        self._along_bytes = _SMALL_BYTES if is_pairwise else 0
         room = packed_bytes(self.size) + self._along_bytes
         self._rooms = [0 if q == self.rank else room for q in self._places]
 
     def all_reduce_(self, x: Tensor, op: str, **how: Unpack[How]) -> Ticket | None:
-        """See `Engine`. A sum carried wider than it travels is cut in shares."""
-        wide = accumulation_dtype(x.dtype, op)
-        local_only = op == "product" and x.dtype.is_complex
-        nbytes, rounds_once = x.nbytes, wide != x.dtype or local_only
-        name = choose("all_reduce", nbytes, True, self.size, self.backend, rounds_once=rounds_once)
-        self.last_algorithm = name
-        signature = sign("all_reduce", x.dtype, nbytes, op=op)
-        if name == "all_to_all":
+        signature = sign("all_reduce", x.dtype, x.nbytes, op=op)
+        if self._travels_along(x.nbytes) or (op == "product" and x.dtype.is_complex):
             return self._reduced_here(signature, x, [x] * self.size, op, **how)
-        if name == "scatter_gather" and (not how["async_op"] or local_only):
-            self._agree(signature, how["timeout_s"]).wait(how["timeout_s"])
-
-            def swap(outs: Blocks, ins: Blocks) -> None:
-                self._swap(outs, ins).wait(how["timeout_s"])
-
-            reduce_among(x.view(-1), op, swap, self.rank, self.size, is_whole=False)
-            return None
         comparison = self._agree(signature, how["timeout_s"])
-        return self._native_reduce(
-            x, op, wide, dist.AllreduceOptions(), self.group.allreduce, comparison
-        )
+        options = dist.AllreduceOptions()
+        return self._native_reduce(x, op, options, self.group.allreduce, comparison)
 
     def reduce_(self, x: Tensor, dst: int, op: str, **how: Unpack[How]) -> Ticket | None:
         signature = sign("reduce", x.dtype, x.nbytes, op=op, root=dst)
         if self._travels_along(x.nbytes):
-            self.last_algorithm = "all_to_all"
             blocks = [x if peer == dst else x.view(-1)[:0] for peer in range(self.size)]
             if self.rank != dst:
                 return self._tell(signature, blocks)
             return self._reduced_here(signature, x, blocks, op, **how)
         if op == "product" and x.dtype.is_complex:
             return super().reduce_(x, dst, op, **how)
-        self.last_algorithm = "native"
-        options, wide = dist.ReduceOptions(), accumulation_dtype(x.dtype, op)
+        options = dist.ReduceOptions()
         options.rootRank = dst
         comparison = self._agree(signature, how["timeout_s"])
-        return self._native_reduce(x, op, wide, options, self.group.reduce, comparison)
+        return self._native_reduce(x, op, options, self.group.reduce, comparison)
 
     def broadcast_(self, x: Tensor, src: int, **how: Unpack[How]) -> Ticket | None:
         signature, nothing = sign("broadcast", x.dtype, x.nbytes, root=src), x.view(-1)[:0]
@@ -344,19 +328,13 @@ class TorchEngine(Engine):
     ) -> Ticket | None:
         lengths = [out.numel() for out in outs]
         total = sum(lengths) * x.element_size()
-        name = choose("all_gather", total, len(set(lengths)) == 1, self.size, self.backend)
-        self.last_algorithm = name
         signature = sign("all_gather", x.dtype, total, alike, *lengths)
-        if name == "all_to_all" and self._travels_along(total):
+        if self._travels_along(total):
             return self._told_blocks(signature, outs, [x] * self.size)
         comparison = self._agree(signature, how["timeout_s"])
-        if name == "all_to_all":
-            return self._swap(outs, [x] * self.size, comparison)
-        raw = [bytes_of(out) for out in outs]
-        if name == "native":
-            return TorchTicket([self.group.allgather([raw], [bytes_of(x)])], first=comparison)
+        self.last_algorithm = "broadcasts"
         outs[self.rank].copy_(x)
-        spread = [self._spread(block, q) for q, block in enumerate(raw) if len(block)]
+        spread = [self._spread(bytes_of(out), q) for q, out in enumerate(outs) if out.numel()]
         return TorchTicket(spread, first=comparison)
 
     def reduce_scatter(
@@ -364,25 +342,8 @@ class TorchEngine(Engine):
     ) -> Ticket | None:
         lengths = [block.numel() for block in ins]
         total = sum(lengths) * out.element_size()
-        name = choose(
-            "reduce_scatter",
-            total,
-            len(set(lengths)) == 1 and out.dtype not in _WIDENED and not out.dtype.is_complex,
-            self.size,
-            self.backend,
-            rounds_once=accumulation_dtype(out.dtype, op) != out.dtype,
-        )
-        self.last_algorithm = name
         signature = sign("reduce_scatter", out.dtype, total, alike, *lengths, op=op)
-        if name != "native":
-            return self._reduced_here(signature, out, ins, op, **how)
-        comparison = self._agree(signature, how["timeout_s"])
-        joined = torch.cat([block.reshape(-1) for block in ins])
-        work = reduce_scatter_single(
-            out.view(-1), joined, NATIVE_OPS[op], group=self.group, async_op=True
-        )
-        ticket = TorchTicket([work], keep=joined, first=comparison)
-        return ticket.then(partial(out.div_, self.size)) if op == "mean" else ticket
+        return self._reduced_here(signature, out, ins, op, **how)
 
     def all_to_all(self, outs: Blocks, ins: Blocks, **how: Unpack[How]) -> TorchTicket:
         return self.swap_blocks("all_to_all", outs, ins, -1, **how)
@@ -397,6 +358,7 @@ class TorchEngine(Engine):
         self, outs: Blocks, ins: Blocks, comparison: TorchTicket | None = None
     ) -> TorchTicket:
         """Exchange blocks in one flat transfer of bytes, any sizes."""
+        self.last_algorithm = "all_to_all"
         send = one_block(ins)
         if send is None:
             send = torch.cat([bytes_of(block) for block in ins])
@@ -446,7 +408,7 @@ class TorchEngine(Engine):
         recv = torch.empty(room * len(others), dtype=torch.uint8, device="cpu")
         payload = torch.frombuffer(send, dtype=torch.uint8)
         work = self.group.alltoall_base(recv, payload, self._rooms, sent, dist.AllToAllOptions())
-        self._latest = signature
+        self.last_algorithm = "with the signature"
 
         def compare() -> None:
             received = _memory(recv)
@@ -485,13 +447,9 @@ class TorchEngine(Engine):
         Where this call did not follow the latest one before, it is compared first: data of
         another length than expected would end the process.
         """
-        key = (self._latest, signature)
         ticket = self._tell(signature)
-        if key not in self._compared:
+        if self._compared.is_new(signature):
             ticket.wait(timeout_s)
-            if len(self._compared) >= MOST_KNOWN:
-                self._compared.clear()
-            self._compared.add(key)
         return ticket
 
     def _reduced_here(
@@ -505,10 +463,8 @@ class TorchEngine(Engine):
 
         def place(block_of: Callable[[int], memoryview]) -> None:
             block_here = ins[self.rank].view(-1)
-            if self.rank and out.numel():
-                block_here = (
-                    block_here.clone()
-                )  # `out` may be the same tensor, and is written first
+            if self.rank and out.numel():  # `out` may be the same tensor, and is written first
+                block_here = block_here.clone()
             blocks = [
                 block_here if q == self.rank else _shown(block_of(q), out) for q in self._places
             ]
@@ -532,7 +488,7 @@ class TorchEngine(Engine):
 
     def _depart(self, x: Tensor, dst: int, tag: int) -> list[dist.Work]:
         """Send a message as an `Arrival` takes it."""
-        block, is_large = bytes_of(x), x.nbytes > SMALL_BYTES
+        block, is_large = bytes_of(x), x.nbytes > _SMALL_BYTES
         self._bodies = (self._bodies + is_large) % _BODY_TAG
         body_tag = _BODY_TAG + self._bodies
         head = bytearray(_HEAD.pack(_MESSAGE, x.nbytes, DTYPE_NUMBERS[x.dtype], body_tag))
@@ -554,12 +510,13 @@ class TorchEngine(Engine):
         self,
         x: Tensor,
         op: str,
-        wide: torch.dtype,
         options: Any,
         start: Callable[[list[Tensor], Any], dist.Work],
         comparison: TorchTicket,
     ) -> TorchTicket:
         """Let the backend reduce, in a dtype that it knows and that rounds once."""
+        self.last_algorithm = "native"
+        wide = accumulation_dtype(x.dtype, op)
         dtype = wide if wide != x.dtype else _WIDENED.get(x.dtype, x.dtype)
         options.reduceOp = NATIVE_OPS[BOOL_OPS.get(op, op) if x.dtype == torch.bool else op]
         work = x if dtype == x.dtype else x.to(dtype)

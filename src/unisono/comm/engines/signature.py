@@ -38,6 +38,7 @@ OP_NUMBERS = {op: number for number, op in enumerate(OPS)}
 _VERB_NUMBERS = {verb: number for number, verb in enumerate(VERBS[:-1])}
 _HAVE_TABLES = frozenset(_VERB_NUMBERS[verb] for verb in ("all_to_all", "gather", "scatter"))
 _WRAP = 1 << 63
+_MOST_STEPS = 1024
 
 
 class Signature(NamedTuple):
@@ -103,6 +104,28 @@ def sign_blocks(
     expects = tuple(block.nbytes for block in outs)
     signature = sign(verb, ins[0].dtype, sum(sends), root=root)
     return signature._replace(sends=sends, expects=expects)
+
+
+class Compared:
+    """Calls of a group that ranks have compared, each with the one before it.
+
+    Programs repeat themselves: what has followed the same call before fits without a comparison
+    that is waited for.
+    """
+
+    def __init__(self) -> None:
+        self._steps: set[tuple[Signature | None, Signature]] = set()
+        self._latest: Signature | None = None
+
+    def is_new(self, signature: Signature) -> bool:
+        """Take down the next call; return whether it has not followed the latest one before."""
+        step, self._latest = (self._latest, signature), signature
+        if step in self._steps:
+            return False
+        if len(self._steps) >= _MOST_STEPS:
+            self._steps.clear()
+        self._steps.add(step)
+        return True
 
 
 def check(signatures: Sequence[Signature], ranks: Sequence[int]) -> None:

@@ -23,8 +23,8 @@ from unisono.comm import call as calls
 from unisono.comm.arguments import bytes_of
 from unisono.comm.call import Call
 from unisono.comm.engines.base import Blocks, Engine, How, Messages, Ticket
-from unisono.comm.engines.gloo import MOST_KNOWN, NATIVE_OPS, one_block
-from unisono.comm.engines.signature import Signature, check, sign, sign_blocks
+from unisono.comm.engines.gloo import NATIVE_OPS, one_block
+from unisono.comm.engines.signature import Compared, Signature, check, sign, sign_blocks
 from unisono.comm.health.streams import Lane
 from unisono.comm.reductions import reduce_in_rank_order
 from unisono.errors import CollectiveMismatch
@@ -164,9 +164,7 @@ class StreamEngine(Engine):
         self._device = device
         self._host = host
         self._is_connected = False
-        self._compared: set[tuple[Signature | None, Signature]] = set()
-        """Calls that were compared, each with the one before it."""
-        self._latest: Signature | None = None
+        self._compared = Compared()
         group._get_backend(device).set_timeout(timedelta(seconds=timeout_s + _GRACE_S))
         self.lane = lane
 
@@ -201,8 +199,7 @@ class StreamEngine(Engine):
             signature = Signature(signature.code, 0, signature.digest)
         if calls.latest_call is not None:
             calls.latest_call.signature = signature[:3]
-        step, self._latest = (self._latest, signature), signature
-        if step in self._compared:
+        if not self._compared.is_new(signature):
             return
         try:
             rows = self.host.all_gather_ints(signature[:3], timeout_s=timeout_s)
@@ -210,9 +207,6 @@ class StreamEngine(Engine):
         except CollectiveMismatch as error:
             self.cause = error  # ranks are at different places in the order of calls
             raise
-        if len(self._compared) >= MOST_KNOWN:
-            self._compared.clear()
-        self._compared.add(step)
 
     def _started(
         self,

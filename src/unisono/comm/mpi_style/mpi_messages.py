@@ -22,7 +22,7 @@ from unisono.comm import perform
 from unisono.comm.arguments import bytes_of, is_dense
 from unisono.comm.call import Call
 from unisono.comm.communicator import Communicator
-from unisono.comm.engines.mpi.library import Threads, load
+from unisono.comm.engines.mpi.library import load, lock
 from unisono.comm.health import failures
 from unisono.comm.health.failures import posted_failure
 from unisono.comm.mpi_style.constants import is_any_tag
@@ -116,7 +116,7 @@ def _move(is_ready: Callable[[], bool], timeout_s: float) -> None:
     Raises:
         RankFailed: another rank has told that it failed.
     """
-    lock, now = Threads(load()).lock, time.monotonic()
+    now = time.monotonic()
     give_up, next_look = now + timeout_s, now + _LOOK_S
     sleep_from, nap_s = now + _YIELD_S, _FIRST_NAP_S
     while _under_way and not is_ready():
@@ -155,7 +155,6 @@ class MpiMessages(Messages):
     def __init__(self, comm: Communicator, wire: Any) -> None:
         super().__init__(comm)
         self._mpi = load()
-        self._lock = Threads(self._mpi).lock
         self._wire = wire
         # Registered when the world is up, so that it runs before the world is closed.
         atexit.unregister(_flush)
@@ -173,7 +172,7 @@ class MpiMessages(Messages):
 
     def _start(self, x: Tensor, dst: int, tag: int, *, is_sync: bool = False) -> Transfer:
         start = self._wire.Issend if is_sync else self._wire.Isend
-        with self._lock:
+        with lock:
             request = start(self._described(x), dst, tag)
         return self._track(Transfer(self._mpi, request, x))
 
@@ -190,7 +189,7 @@ class MpiMessages(Messages):
             room = buffer
             if buffer.device.type != "cpu" or not is_dense(buffer):
                 room = torch.empty(buffer.shape, dtype=buffer.dtype, device="cpu")
-            with self._lock:
+            with lock:
                 request = self._wire.Irecv(self._described(room), from_rank, with_tag)
             transfer = Transfer(mpi, request, room)
         self._track(transfer)
@@ -221,7 +220,7 @@ class MpiMessages(Messages):
         describe: Callable[[Status], None] = lambda _: None,
     ) -> Request:
         def is_ready() -> bool:
-            _step(self._lock)
+            _step(lock)
             return transfer.is_done
 
         def finish() -> Any:
@@ -240,13 +239,13 @@ class MpiMessages(Messages):
             late = failures.timed_out(call, self.comm.ranks, self.comm.timeout_s)
             if not call.receives_from:
                 raise late
-            with self._lock:
+            with lock:
                 transfer.give_up(late)  # it must not take a later message
         call.done = True
 
     def _track(self, transfer: Transfer) -> Transfer:
         _under_way.append(transfer)
-        _step(self._lock)
+        _step(lock)
         return transfer
 
     def _kind(self, itemsize: int) -> Any:

@@ -46,7 +46,6 @@ from unisono.comm.perform import Pending, Performer, PreparedCall
 from unisono.comm.reductions import PLAIN_DTYPES, check_op
 from unisono.comm.torch import sparse, staging
 from unisono.comm.torch.entry import entry, message
-from unisono.comm.torch.monitored_barrier import MonitoredBarrier
 from unisono.comm.torch.staging import OPS, Targets, cut_evenly, cut_rows, source
 from unisono.comm.torch.work import AllTickets, DoneWork, TransportWork
 from unisono.errors import MeshError, UnisonoError
@@ -94,7 +93,6 @@ class TransportProcessGroup(dist.ProcessGroup):
         self._deadline_s = deadline_s
         self._group_desc = "undefined"
         self._splits = 0
-        self._monitored_barrier = MonitoredBarrier(store, engine.rank, self._ranks)
         self._dropped: deque[TransportWork] = deque(maxlen=_KEPT_WORKS)
         """Works that were not waited for: C++ may hold one whose Python object is gone."""
         self.is_for_torch = False
@@ -579,13 +577,6 @@ class TransportProcessGroup(dist.ProcessGroup):
     def barrier(self, opts: Any) -> Work:
         """Return when all ranks have come."""
         return self._submit("barrier", [self.unisono_engine.barrier], Targets([]), opts)
-
-    def monitored_barrier(
-        self, timeout: timedelta | None = None, wait_all_ranks: bool = False
-    ) -> None:
-        """Return when all ranks have come; else rank 0 names the first that has not, or all."""
-        seconds = self._timeout_s(None) if timeout is None else timeout.total_seconds()
-        self._monitored_barrier(seconds, wait_all_ranks=wait_all_ranks)
 
     # Names of the same calls in other releases of torch.
     _allgather_base = all_gather_single

@@ -242,10 +242,6 @@ class Server:
         while self._children:
             os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOWAIT)
             self._reap()
-        with contextlib.suppress(Exception):
-            from unisono.comm.engines.shm.segment import sweep
-
-            sweep()
         remove_left_directories(None)
 
 

@@ -1,6 +1,6 @@
-"""Ways in which an MPI job ends, and levels of threads that MPI may allow.
+"""Ways in which an MPI job ends.
 
-    MPI4PY_RC_THREAD_LEVEL=serialized mpiexec -n 2 python endings.py ENDING
+    mpiexec -n 2 python endings.py ENDING
 
 Each rank says what it saw in lines `SEEN <rank> <words>`.
 """
@@ -9,9 +9,7 @@ from __future__ import annotations
 
 import os
 import sys
-import threading
 import time
-import warnings
 
 import torch
 import torch.distributed as dist
@@ -19,7 +17,7 @@ from mpi4py import MPI
 
 from unisono.comm import detect, start_world
 from unisono.comm.engines.mpi import groups
-from unisono.errors import RankFailed, UnisonoError
+from unisono.errors import RankFailed
 
 RANK = MPI.COMM_WORLD.rank
 
@@ -29,46 +27,10 @@ def seen(*words):
     os.write(1, f"SEEN {RANK} {' '.join(map(str, words))}\n".encode())
 
 
-def calls_of_all_kinds(comm):
-    """Collectives now and later, messages, DDP: right at every level of threads."""
-    x = torch.full((50_000,), float(comm.rank + 1))
-    pending = [comm.start.all_reduce(x) for _ in range(3)]
-    now = comm.all_reduce(x)
-    assert all(torch.equal(later.wait(), now) for later in pending)
-    work = dist.all_reduce(x, async_op=True)
-    assert work.get_future().wait()[0] is x
-    peer = 1 - comm.rank
-    got = comm.exchange({peer: x}, {peer: x})[peer]
-    assert torch.equal(got, x)
-    model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4, 4))
-    for _ in range(3):
-        model(torch.full((2, 4), float(comm.rank))).sum().backward()
-    gradients = comm.all_gather(model.module.weight.grad.reshape(1, -1))
-    assert torch.equal(gradients[0], gradients[1])
-
-
 def main():
-    """Run at the level of threads, then end in the way that was asked for."""
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        comm = start_world(detect(), backend="mpi", timeout_s=20)
-        calls_of_all_kinds(comm)
-        warned = [w for w in caught if "initialised for one thread" in str(w.message)]
-    seen("level", MPI.Query_thread(), "warnings", len(warned))
-    seen("background", any(t.name.startswith("unisono-mpi") for t in threading.enumerate()))
-    if MPI.Query_thread() < MPI.THREAD_SERIALIZED:
-        thread = threading.Thread(target=in_a_thread, args=(comm,))
-        thread.start()
-        thread.join()
+    """Start a world, then end in the way that was asked for."""
+    comm = start_world(detect(), backend="mpi", timeout_s=20)
     ENDINGS[sys.argv[1]](comm)
-
-
-def in_a_thread(comm):
-    """Use the group where MPI does not expect it."""
-    try:
-        comm.barrier()
-    except UnisonoError as error:
-        seen("thread", str(error).splitlines()[1].strip())
 
 
 def end_by_an_exception(comm):

@@ -5,8 +5,6 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
-from unisono.comm.engines.algorithms import forcing
-
 DEADLINE = {"async_op": False, "timeout_s": 20.0}
 LARGE = 700_001
 """Elements (float32) of a block that is above one megabyte and travels alone."""
@@ -73,32 +71,19 @@ def check_a_gather_into_a_slice_of_its_own_output():
         assert torch.equal(whole, torch.cat([block(r, n) for r in range(e.size)]))
 
 
-def check_sums_of_large_tensors_by_every_algorithm():
+def check_sums_of_small_and_large_tensors():
     e = engine()
-    for name in ("native", "all_to_all", "scatter_gather"):
+    for n in (5, LARGE // 4):
         for dtype in (torch.float32, torch.bfloat16, torch.int64, torch.complex64, torch.bool):
-            blocks = [block(r, LARGE // 4, dtype) for r in range(e.size)]
+            blocks = [block(r, n, dtype) for r in range(e.size)]
             expected = blocks[0].clone()
             for other in blocks[1:]:
                 expected = expected | other if dtype == torch.bool else expected + other
-            with forcing("all_reduce", name):
-                x, y = blocks[e.rank].clone(), blocks[e.rank].clone()
-                e.all_reduce_(x, "sum", **DEADLINE)
-                assert e.last_algorithm == name
-                e.reduce_(y, e.size - 1, "sum", **DEADLINE)
+            x, y = blocks[e.rank].clone(), blocks[e.rank].clone()
+            e.all_reduce_(x, "sum", **DEADLINE)
+            e.reduce_(y, e.size - 1, "sum", **DEADLINE)
             assert torch.equal(x, expected)
             assert torch.equal(y, expected if e.rank == e.size - 1 else blocks[e.rank])
-
-
-def check_sums_of_halves_by_mpi_itself_are_rounded_once():
-    e = engine()
-    for dtype, tiny in ((torch.bfloat16, 2.0**-8), (torch.float16, 2.0**-11)):
-        out = torch.full((10,), 1.0 if e.rank == 0 else tiny, dtype=dtype)
-        exact = torch.tensor(1.0 + (e.size - 1) * tiny).to(dtype)
-        with forcing("all_reduce", "native"):
-            e.all_reduce_(out, "sum", **DEADLINE)
-        assert torch.equal(out, exact.expand(10))
-        assert exact > 1 or e.size == 2
 
 
 def check_a_value_that_is_no_number_wins_on_all_ranks():

@@ -11,7 +11,6 @@ import contextlib
 import importlib.util
 import inspect
 import itertools
-import os
 from pathlib import Path
 
 import torch.distributed as dist
@@ -28,7 +27,7 @@ BORROWED = {
     "test_verbs.py": ["gloo", "shm"],
 }
 """Files whose tests are run here too: those marked with these backends that need no fixture."""
-_WAYS = ("plain", "in_pieces", "native")
+_WAYS = ("plain", "in_pieces")
 """Ways to do a kernel over MPI, where the tests of shared memory have large and small slots."""
 
 
@@ -42,18 +41,13 @@ def load(path):
 
 @contextlib.contextmanager
 def engine_made(way):
-    """Yield the engine of a new MPI group of all ranks: as it is, cut in pieces, or native."""
+    """Yield the engine of a new MPI group of all ranks: as it is, or cut in pieces."""
     group = dist.new_group(backend="mpi4py")
     engine = group.unisono_engine
     if way in ("in_pieces", "small_slots"):
         engine.channel.chunk_bytes = 4096
-    if way == "native":
-        os.environ["UNISONO_ALGO"] = "all_reduce:native"
-    try:
-        yield engine
-        dist.destroy_process_group(group)
-    finally:
-        os.environ.pop("UNISONO_ALGO", None)
+    yield engine
+    dist.destroy_process_group(group)
 
 
 def cases(size):

@@ -68,7 +68,7 @@ def check_an_exception_of_one_rank_reaches_those_that_wait_for_it():
     group = group_made()
     engine = group.unisono_engine
     if dist.get_rank() == 1:
-        engine.channel.start = None  # a bug: its next kernel raises TypeError
+        engine.channel.until = None  # a bug: its next kernel raises TypeError
         raised(TypeError, lambda: dist.all_reduce(torch.ones(3), group=group, async_op=True).wait())
     else:
         began = time.monotonic()

@@ -1,4 +1,4 @@
-"""The communicator of one group: transfers started without waiting, and waits that always end.
+"""The communicator of one group: waits that always end, and the order of its calls.
 
 MPI is never asked to block: every wait is a loop of `Test` calls with a deadline, which looks for
 dead, failed and departed peers now and then. Ranks tell each other of failures through the store,
@@ -10,17 +10,18 @@ from __future__ import annotations
 
 import contextlib
 import os
+import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any
 
-from torch import Tensor
+import torch
 
-from unisono.comm.engines.mpi.library import Threads
 from unisono.comm.engines.shm.rendezvous import Member
 from unisono.comm.engines.transport import Watch
 from unisono.comm.health import failures, watchdog
-from unisono.comm.perform import EXCHANGE_TAG
 from unisono.cores import usable_cores
 from unisono.errors import CollectiveMismatch, RankFailed, RankTimeout, UnisonoError
 
@@ -28,8 +29,7 @@ if TYPE_CHECKING:
     from mpi4py import MPI
 
 CHUNK_BYTES = 256 * 1024 * 1024
-"""Longest stretch that goes in one MPI call; MPI counts bytes in 32 bits."""
-MAX_BYTES = 2**31 - 1
+"""Longest stretch of memory that one part of a datatype describes; MPI counts in 32 bits."""
 PEERS_S = 0.05
 """Seconds between two looks at the peers."""
 STORE_S = 0.25
@@ -148,183 +148,106 @@ class MpiWatch(Watch):
         return sorted(self.ranks[place] for place in late)
 
 
-class Wait:
-    """One wait, step by step: give the core away, later sleep; look at the peers and the clock.
+class Channel:
+    """What calls of one group need of MPI: datatypes, waits, errors and goodbyes.
 
     Args:
+        mpi: the module `mpi4py.MPI`.
+        comm: communicator of the group.
         watch: judges the peers.
-        timeout_s: deadline of the wait.
-        nbytes: bytes under way.
-        peers: the ranks that are waited for; None is the whole group.
     """
 
-    def __init__(
-        self, watch: MpiWatch, timeout_s: float, nbytes: int = 0, peers: Sequence[int] | None = None
-    ) -> None:
-        self._began = now = time.monotonic()
-        self._watch = watch
-        self._peers = peers
-        self._timeout_s = timeout_s
-        self._sleep_from = now + _YIELD_S + nbytes * _YIELD_S_PER_BYTE
-        self._nap_s = _FIRST_NAP_S
-        self._look = now + min(PEERS_S, timeout_s / 2)
-        watch.gone_since = None
+    def __init__(self, mpi: Any, comm: MPI.Intracomm, watch: MpiWatch) -> None:
+        self.mpi = mpi
+        self.comm = comm
+        self.rank: int = comm.rank
+        self.size: int = comm.size
+        self.watch = watch
+        self.chunk_bytes = CHUNK_BYTES
+        self.waited_ns = 0
+        """Time spent in waits so far."""
+        self._goodbye_tag = int(mpi.COMM_WORLD.Get_attr(mpi.TAG_UB))
+        self.tags = self._goodbye_tag - 1
+        """How many tags messages can have; the last but one is that of `exchange`."""
+        self._spins = _SPINS if self.size <= usable_cores() else 2
+        self._goodbyes: list[Any] = []
 
-    def step(self) -> bool:
-        """Let some time pass; return whether it was time to look at the peers.
+    def kind(self, *memory: tuple[int, int]) -> MPI.Datatype:
+        """Return a datatype that holds addresses and lengths: memory from anywhere, of any size.
+
+        It can be freed as soon as the transfer has begun: MPI keeps it until that has ended.
+        """
+        places: list[int] = []
+        lengths: list[int] = []
+        for at, nbytes in memory:
+            for begin in range(0, nbytes, self.chunk_bytes):
+                places.append(at + begin)
+                lengths.append(min(self.chunk_bytes, nbytes - begin))
+        return self.mpi.BYTE.Create_hindexed(lengths, places).Commit()
+
+    def until(
+        self,
+        is_over: Callable[[], bool],
+        timeout_s: float,
+        nbytes: int = 0,
+        peers: Sequence[int] | None = None,
+    ) -> None:
+        """Return when `is_over()`: give the core away meanwhile, look at the peers and the clock.
+
+        Args:
+            is_over: moves transfers on, and returns whether they have ended.
+            timeout_s: deadline of the wait.
+            nbytes: bytes under way.
+            peers: the ranks that are waited for; None is the whole group.
 
         Raises:
             RankFailed: a rank that is waited for has failed, died or left.
             RankTimeout: the deadline has passed.
             CollectiveMismatch: ranks wait in different calls.
         """
-        now = time.monotonic()
-        if now < self._sleep_from:
-            os.sched_yield()
-        else:
-            time.sleep(self._nap_s)
-            self._nap_s = min(self._nap_s * 1.5, _LAST_NAP_S)
-        if now < self._look:
-            return False
-        self._look = min(now + PEERS_S, self._began + self._timeout_s)
-        self._watch.look(self._watch.doing, self._peers, now - self._began, self._timeout_s)
-        return True
-
-
-class Channel:
-    """Starts transfers of one group and waits for them; one kernel at a time.
-
-    Args:
-        mpi: the module `mpi4py.MPI`.
-        comm: communicator of the group.
-        threads: what threads may do.
-        watch: judges the peers.
-    """
-
-    def __init__(self, mpi: Any, comm: MPI.Intracomm, threads: Threads, watch: MpiWatch) -> None:
-        self.mpi = mpi
-        self.comm = comm
-        self.rank: int = comm.rank
-        self.size: int = comm.size
-        self.threads = threads
-        self.watch = watch
-        self.chunk_bytes = CHUNK_BYTES
-        self.timeout_s = 600.0
-        """Deadline of each wait."""
-        self.behind = False
-        """Whether the kernel runs beside the thread that computes."""
-        self.waited_ns = 0
-        """Time spent in waits so far."""
-        self.max_tag = int(mpi.COMM_WORLD.Get_attr(mpi.TAG_UB))
-        """Largest tag of this MPI, which says goodbye."""
-        self.tags = self.max_tag - 1
-        """How many tags messages can have; the last but one is that of `exchange`."""
-        self._spins = _SPINS if self.size <= usable_cores() else 2
-        self._open: list[Any] = []
-        self._kept: list[Tensor] = []
-        self._nbytes = 0
-        self._goodbyes: list[Any] = []
-
-    def wire_tag(self, tag: int) -> int:
-        """Return the tag that MPI is given: larger ones than it knows are folded.
-
-        Messages tell their own tags, so that two which meet in one are not mixed up.
-        """
-        return self.tags if tag == EXCHANGE_TAG else tag % self.tags
-
-    def memory(self, x: Tensor, begin: int = 0, nbytes: int | None = None) -> Any:
-        """Return bytes of a contiguous tensor as MPI takes them; `x` lives until `finish`."""
-        length = x.nbytes - begin if nbytes is None else nbytes
-        self._kept.append(x)
-        self._nbytes += length
-        return self.mpi.buffer.fromaddress(x.data_ptr() + begin, length)
-
-    def hold(self, tensors: Iterable[Tensor]) -> None:
-        """Let tensors live until `finish`."""
-        for x in tensors:
-            self._kept.append(x)
-            self._nbytes += x.nbytes
-
-    def pieces(self, nbytes: int) -> Iterator[tuple[int, int]]:
-        """Yield begin and length of the stretches in which `nbytes` bytes travel."""
-        for begin in range(0, nbytes, self.chunk_bytes):
-            yield begin, min(self.chunk_bytes, nbytes - begin)
-
-    def start(self, call: Callable[..., Any], *args: Any) -> None:
-        """Start a non-blocking MPI call."""
-        with self.threads.lock:
-            self._open.append(call(*args))
-
-    def finish(self) -> None:
-        """Wait for everything that was started."""
-        requests, lock = self._open, self.threads.lock
-        spins, wait, began = 0 if self.behind else self._spins, None, 0
-        while requests:
-            with lock:
-                done = requests[-1].Test()
-            if done:
-                requests.pop()
-            elif spins > 0:
-                spins -= 1
-            elif wait is None:
-                began = time.perf_counter_ns()
-                wait = Wait(self.watch, self.timeout_s, self._nbytes)
-            else:
-                self.step(wait)
-        if wait is not None:
-            self.waited_ns += time.perf_counter_ns() - began
-        self._kept.clear()
-        self._nbytes = 0
-
-    def step(self, wait: Wait) -> None:
-        """Let some time pass in a wait, and look for ranks that have left."""
-        if wait.step():
-            self.hear_goodbyes()
+        for _ in range(self._spins):
+            if is_over():
+                return
+        watch, began = self.watch, time.monotonic()
+        watch.gone_since = None
+        sleep_from = began + _YIELD_S + nbytes * _YIELD_S_PER_BYTE
+        look, nap_s = began + min(PEERS_S, timeout_s / 2), _FIRST_NAP_S
+        try:
+            while not is_over():
+                now = time.monotonic()
+                if now < sleep_from:
+                    os.sched_yield()
+                else:
+                    time.sleep(nap_s)
+                    nap_s = min(nap_s * 1.5, _LAST_NAP_S)
+                if now >= look:
+                    look = min(now + PEERS_S, began + timeout_s)
+                    watch.look(watch.doing, peers, now - began, timeout_s)
+                    self.hear_goodbyes()
+        finally:
+            self.waited_ns += int((time.monotonic() - began) * 1e9)
 
     def say_goodbye(self) -> None:
         """Tell the other ranks that this one leaves, with its number of collectives."""
         made = str(self.watch.number).encode()
         for peer in range(self.size):
             if peer != self.rank:
-                with self.threads.lock, contextlib.suppress(self.mpi.Exception):
+                with contextlib.suppress(self.mpi.Exception):
                     block = [made, self.mpi.BYTE]
-                    self._goodbyes.append(self.comm.Isend(block, peer, self.max_tag))
+                    self._goodbyes.append(self.comm.Isend(block, peer, self._goodbye_tag))
 
     def hear_goodbyes(self) -> None:
         """Take down the ranks that have left the group so far."""
-        mpi = self.mpi
-        while True:
-            with self.threads.lock:
-                status = mpi.Status()
-                message = self.comm.Improbe(mpi.ANY_SOURCE, self.max_tag, status)
-                if message is None:
-                    return
-                room = bytearray(status.Get_count(mpi.BYTE))
-                message.Recv([room, mpi.BYTE])
+        mpi, status = self.mpi, self.mpi.Status()
+        while message := self.comm.Improbe(mpi.ANY_SOURCE, self._goodbye_tag, status):
+            room = bytearray(status.Get_count(mpi.BYTE))
+            message.Recv([room, mpi.BYTE])
             self.watch.gone[status.Get_source()] = int(room)
 
-    def has_everybody_left(self) -> bool:
+    def have_all_left(self) -> bool:
         """Whether all other ranks have said that they leave, and know that this one does."""
         self.hear_goodbyes()
-        with self.threads.lock:
-            delivered = self.mpi.Request.Testall(self._goodbyes)
-        return delivered and len(self.watch.gone) == self.size - 1
-
-    def run(self, kernel: Callable[[], object]) -> None:
-        """Run one kernel: errors of MPI become ours, and what is left open is kept alive."""
-        try:
-            kernel()
-        except BaseException as error:
-            abandon(self._open, self._kept)
-            self._open, self._kept, self._nbytes = [], [], 0
-            if isinstance(error, self.mpi.Exception):
-                raise self.translated(error) from error
-            raise
-
-    def barrier(self) -> None:
-        """Return when every rank has come."""
-        self.start(self.comm.Ibarrier)
-        self.finish()
+        return self.mpi.Request.Testall(self._goodbyes) and len(self.watch.gone) == self.size - 1
 
     def translated(self, error: Any) -> UnisonoError:
         """Return our error for one of MPI."""
@@ -342,3 +265,110 @@ class Channel:
                 f"{start} broke off: another rank of the group has gone\n  MPI says: {text}"
             )
         return UnisonoError(f"{start} failed\n  MPI says: {text} (class {kind})")
+
+
+class Job(Future[None]):
+    """A started call whose end others can wait for: a `Ticket`."""
+
+    def __init__(self, order: Order, call: Callable[[], object]) -> None:
+        super().__init__()
+        self._order = order
+        self._call: Callable[[], object] | None = call
+        self._is_inference = torch.is_inference_mode_enabled()  # of a thread, as the tensors are
+
+    def run(self) -> None:
+        """Run the call; its exception is kept for those who wait."""
+        call, self._call = self._call, None
+        try:
+            if call is not None:
+                with torch.inference_mode(self._is_inference):
+                    call()
+        except BaseException as error:
+            self.set_exception(error)
+        else:
+            self.set_result(None)
+
+    def wait(self, timeout_s: float) -> None:
+        self.result(min(timeout_s, threading.TIMEOUT_MAX))
+
+    def then(self, callback: Callable[[], None]) -> None:
+        """Call `callback()` now if this job has ended, else behind all that were started before.
+
+        So what it calls comes behind those jobs on all ranks, the fast and the slow.
+        """
+        job = self if self.done() else self._order.latest_for(self)
+        job.add_done_callback(lambda _: callback())
+
+
+class Order:
+    """Runs the calls of one group in the order in which they were issued.
+
+    A blocking call runs in the caller's thread when nothing is under way, a started one in a thread
+    of the group, which the first of them starts. A call issued inside of another one in the same
+    thread (from a callback of its future) runs at once: behind it, it would wait for itself.
+
+    Args:
+        name: name of the thread.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._jobs: deque[Job | None] = deque()
+        self._latest: Job | None = None
+        """The job that was started last."""
+        self._busy = threading.Lock()
+        self._runner: int | None = None
+        self._thread: threading.Thread | None = None
+        self._bell = threading.Semaphore(0)
+
+    def run(self, call: Callable[[], object]) -> None:
+        """Run `call` now, after everything issued before it; raises what it raises."""
+        if self._runner == threading.get_ident():
+            call()
+        elif self._jobs or not self._busy.acquire(blocking=False):
+            self.start(call).wait(threading.TIMEOUT_MAX)
+        else:
+            self._runner = threading.get_ident()
+            try:
+                call()
+            finally:
+                self._runner = None
+                self._busy.release()
+
+    def start(self, call: Callable[[], object]) -> Job:
+        """Have `call` run when everything issued before it has run."""
+        job = Job(self, call)
+        if self._runner == threading.get_ident():
+            job.run()
+            return job
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._loop, name=self._name, daemon=True)
+            self._thread.start()
+        self._latest = job
+        self._jobs.append(job)
+        self._bell.release()
+        return job
+
+    def latest_for(self, job: Job) -> Job:
+        """Return the job that was started last; inside a call, which runs jobs at once, `job`."""
+        return job if self._runner == threading.get_ident() or not self._latest else self._latest
+
+    def close(self, timeout_s: float) -> bool:
+        """End the thread after what was started; return whether it has ended."""
+        thread = self._thread
+        if thread is None or thread is threading.current_thread():
+            return True
+        self._jobs.append(None)
+        self._bell.release()
+        thread.join(timeout_s)
+        return not thread.is_alive()
+
+    def _loop(self) -> None:
+        while True:
+            self._bell.acquire()
+            with self._busy:
+                if (job := self._jobs.popleft()) is None:
+                    return
+                self._runner = threading.get_ident()
+                job.run()
+                self._runner = None

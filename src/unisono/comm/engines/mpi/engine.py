@@ -1,14 +1,19 @@
 """The engine of a group whose ranks talk over an MPI communicator.
 
-What only moves travels as bytes, so every dtype does, from where it lies. MPI promises no order of
-additions. Where its order could show in the bits of a sum, ranks exchange their blocks and add them
-in rank order themselves; elsewhere its own all-reduce serves.
+Everything travels as bytes, from where it lies, so every dtype does. MPI promises no order of
+additions: ranks exchange their blocks and add them in rank order themselves.
+
+Messages are posted at once, in any order with collectives. MPI matches them by source and tag, in
+the order in which they were posted, and moves them on whenever this process is inside MPI.
 """
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Callable, Sequence
+import contextlib
+import struct
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Unpack
 
@@ -17,49 +22,53 @@ from torch import Tensor
 from torch.distributed import Store
 
 from unisono.comm.arguments import bytes_of
-from unisono.comm.engines import base
-from unisono.comm.engines.algorithms import forced_algorithms
-from unisono.comm.engines.base import Blocks, How, SourceTicket, Ticket
-from unisono.comm.engines.mpi.channel import MAX_BYTES, Channel
-from unisono.comm.engines.mpi.messages import MessageQueue, MpiTransfer
-from unisono.comm.engines.mpi.queue import Job, JobQueue
+from unisono.comm.engines.base import Blocks, How, Messages, SourceTicket, Ticket
+from unisono.comm.engines.mpi.channel import Channel, Order, abandon
 from unisono.comm.engines.signature import Signature, check, sign, sign_blocks
 from unisono.comm.engines.transport import TransportEngine
+from unisono.comm.perform import EXCHANGE_TAG
 from unisono.comm.reductions import (
-    BOOL_OPS,
-    accumulation_dtype,
+    DTYPE_NUMBERS,
+    DTYPES,
     check_op,
     reduce_among,
     reduce_in_rank_order,
 )
+from unisono.comm.torch.staging import wrong_message
+from unisono.errors import CollectiveMismatch, UnisonoError
 
 COPIES_BYTES = 256 * 1024
 """Up to this many bytes over all ranks, every rank fetches all tensors and reduces them itself."""
 SMALL_BYTES = 4 * 1024
 """Tensors up to this size are fetched whole by any number of ranks."""
-_OPS: dict[str, str] = {
-    "sum": "SUM",
-    "sum64": "SUM",
-    "mean": "SUM",
-    "product": "PROD",
-    "min": "MIN",
-    "max": "MAX",
-    "and": "BAND",
-    "or": "BOR",
-    "xor": "BXOR",
-}
-_KNOWN_TO_MPI = {
-    torch.float16: torch.float32,
-    torch.bfloat16: torch.float32,
-    torch.complex32: torch.complex64,
-}
-"""What MPI reduces for dtypes that it does not know."""
+_HEAD = struct.Struct("<3q")
+"""What a message tells first: its bytes, dtype and tag."""
 
 
-class MpiMessageTicket:
+@dataclass(slots=True, eq=False)
+class Transfer:
+    """A message that this rank sends or receives."""
+
+    tensor: Tensor
+    peer: int | None
+    """The other rank of the group; None until it is known."""
+    tag: int
+    is_receive: bool
+    head: bytearray
+    request: Any = None
+    """That of MPI; None when it has ended, well or badly."""
+    error: BaseException | None = None
+
+    def expected(self) -> bytes:
+        """Return the head of the message that belongs here."""
+        x = self.tensor
+        return _HEAD.pack(x.nbytes, DTYPE_NUMBERS.get(x.dtype, -1), self.tag)
+
+
+class MessageTicket:
     """Messages under way, as the verbs see them."""
 
-    def __init__(self, engine: MpiEngine, transfers: Sequence[MpiTransfer]) -> None:
+    def __init__(self, engine: MpiEngine, transfers: Sequence[Transfer]) -> None:
         self._engine = engine
         self._transfers = transfers
 
@@ -69,8 +78,7 @@ class MpiMessageTicket:
 
     def done(self) -> bool:
         """Whether `wait` would return (or raise) at once."""
-        self._engine.messages.progress()
-        return all(transfer.is_done for transfer in self._transfers)
+        return self._engine.have_ended(self._transfers)
 
     @property
     def source(self) -> int:
@@ -95,29 +103,29 @@ class MpiEngine(TransportEngine):
         self, channel: Channel, name: str, store: Store, leave: Callable[[MpiEngine], None]
     ) -> None:
         super().__init__(channel.rank, channel.watch.ranks)
-        self.jobs = jobs = JobQueue(
-            f"unisono-mpi-{name or 'group'}", has_thread=channel.threads.has_background
-        )
         self.channel = channel
-        self.messages = MessageQueue(channel)
-        self._store = store  # kept: served by this rank perhaps, and wanted until all have left
+        self.order = Order(f"unisono-mpi-{name or 'group'}")
         self.is_broken = False
         """Whether something went wrong, so that transfers may be open for ever."""
+        self._store = store  # kept: served by this rank perhaps, and needed until all have left
         self._leave = leave
-        jobs.chore = lambda: self.cause is None and self.messages.progress()
+        self._timeout_s = 600.0
+        """Deadline of the collective under way."""
+        self._under_way: list[Transfer] = []
+        self._moving = threading.Lock()
 
     # -- collectives ----------------------------------------------------------------------------
 
     def all_reduce_(self, x: Tensor, op: str, **how: Unpack[How]) -> Ticket | None:
         check_op(op, x.dtype)
         signature = sign("all_reduce", x.dtype, x.nbytes, op=op)
-        return self.call(signature, partial(self._all_reduce, x, op), **how)
+        return self._call(signature, partial(self._all_reduce, x, op), **how)
 
     def reduce_(self, x: Tensor, dst: int, op: str, **how: Unpack[How]) -> Ticket | None:
         check_op(op, x.dtype)
         signature = sign("reduce", x.dtype, x.nbytes, op=op, root=dst)
         work = x if self.rank == dst else x.clone()
-        return self.call(signature, partial(self._all_reduce, work, op), **how)
+        return self._call(signature, partial(self._all_reduce, work, op), **how)
 
     def reduce_scatter(
         self, out: Tensor, ins: Blocks, op: str, *, alike: int = 0, **how: Unpack[How]
@@ -125,18 +133,18 @@ class MpiEngine(TransportEngine):
         check_op(op, out.dtype)
         lengths = [block.nbytes for block in ins]
         signature = sign("reduce_scatter", out.dtype, sum(lengths), alike, *lengths, op=op)
-        return self.call(signature, partial(self._reduce_scatter, out, ins, op), **how)
+        return self._call(signature, partial(self._reduce_scatter, out, ins, op), **how)
 
     def broadcast_(self, x: Tensor, src: int, **how: Unpack[How]) -> Ticket | None:
         signature = sign("broadcast", x.dtype, x.nbytes, root=src)
-        return self.call(signature, partial(self._broadcast, x, src), **how)
+        return self._call(signature, partial(self._broadcast, x, src), **how)
 
     def all_gather(
         self, outs: Blocks, x: Tensor, *, alike: int = 0, **how: Unpack[How]
     ) -> Ticket | None:
         lengths = [out.nbytes for out in outs]
         signature = sign("all_gather", x.dtype, sum(lengths), alike, *lengths)
-        return self.call(signature, partial(self._all_gather, outs, x), **how)
+        return self._call(signature, partial(self._all_to_all, outs, [x] * self.size), **how)
 
     def all_to_all(self, outs: Blocks, ins: Blocks, **how: Unpack[How]) -> Ticket | None:
         return self.swap_blocks("all_to_all", outs, ins, -1, **how)
@@ -145,199 +153,197 @@ class MpiEngine(TransportEngine):
         self, verb: str, outs: Blocks, ins: Blocks, root: int, **how: Unpack[How]
     ) -> Ticket | None:
         signature = sign_blocks(verb, outs, ins, root)
-        return self.call(signature, partial(self._all_to_all, outs, ins), **how)
+        return self._call(signature, partial(self._all_to_all, outs, ins), **how)
 
     def barrier(self, **how: Unpack[How]) -> Ticket | None:
-        return self.call(sign("barrier", torch.uint8, 0), self.channel.barrier, **how)
+        def meet() -> None:
+            self._finish(self.channel.comm.Ibarrier())
+
+        return self._call(sign("barrier", torch.uint8, 0), meet, **how)
 
     # -- the kernels: each does the whole of a call, and waits until its deadline ----------------
 
     def _all_reduce(self, x: Tensor, op: str) -> None:
-        forced = forced_algorithms().get("all_reduce")
-        is_float = x.dtype.is_floating_point or x.dtype.is_complex
-        is_exact = not is_float or (
-            self.size == 2 and x.dtype.itemsize >= 4 and op in ("sum", "mean")
-        )
-        if not x.numel() or (forced != "native" and (forced is not None or not is_exact)):
-            self._reduce_here(x, op, forced)
-            return
-        channel, mpi = self.channel, self.channel.mpi
-        wide = accumulation_dtype(x.dtype, op)
-        wide = _KNOWN_TO_MPI.get(wide, wide)
-        is_bool = x.dtype == torch.bool
-        operation = getattr(mpi, f"L{BOOL_OPS.get(op, op)}".upper() if is_bool else _OPS[op])
-        total = x if wide == x.dtype else x.to(wide)
-        for part in total.view(-1).split(max(1, channel.chunk_bytes // total.element_size())):
-            channel.hold([part])
-            channel.start(channel.comm.Iallreduce, mpi.IN_PLACE, part.detach().numpy(), operation)
-        channel.finish()
-        if op == "mean":
-            total.div_(self.size)
-        if total is not x:
-            x.copy_(total)
-
-    def _reduce_here(self, x: Tensor, op: str, forced: str | None) -> None:
-        """Exchange blocks and reduce them in rank order, so that all ranks get the same bits."""
-        is_small = x.nbytes <= SMALL_BYTES or x.nbytes * self.size <= COPIES_BYTES
-        is_whole = is_small if forced is None else forced == "all_to_all"
-        self.last_algorithm = "all_to_all" if is_whole else "scatter_gather"
         if x.numel():
+            is_whole = x.nbytes <= SMALL_BYTES or x.nbytes * self.size <= COPIES_BYTES
             swap, place = self._all_to_all, (self.rank, self.size)
             reduce_among(x.view(-1), op, swap, *place, is_whole=is_whole)
 
     def _reduce_scatter(self, out: Tensor, ins: Blocks, op: str) -> None:
-        self.last_algorithm = "all_to_all"
         rows = list(out.new_empty(self.size, out.numel()).unbind())
         self._all_to_all(rows, [block.reshape(-1) for block in ins])
         reduce_in_rank_order(out.view(-1), rows, op)
 
     def _broadcast(self, x: Tensor, src: int) -> None:
         channel = self.channel
-        for begin, length in channel.pieces(x.nbytes):
-            part = [channel.memory(x, begin, length), channel.mpi.BYTE]
-            channel.start(channel.comm.Ibcast, part, src)
-        channel.finish()
-
-    def _all_gather(self, outs: Blocks, x: Tensor) -> None:
-        """MPI passes blocks on among many ranks if they lie behind each other in memory.
-
-        What a rank calls must follow from the sizes alone, which all ranks know: blocks that lie
-        apart here, and perhaps nowhere else, are received side by side and copied.
-        """
-        channel, sizes = self.channel, [out.nbytes for out in outs]
-        if sum(sizes) > MAX_BYTES:
-            self._all_to_all(outs, [x] * self.size)
-            return
-        if x.numel() and x.data_ptr() == outs[self.rank].data_ptr():
-            x = x.clone()  # MPI wants all ranks, or none, to work in place
-        is_apart = not _is_one_stretch(outs)
-        joined = torch.empty(sum(sizes), dtype=torch.uint8, device="cpu") if is_apart else None
-        first = next((out for out in outs if out.numel()), outs[0]) if joined is None else joined
-        places = list(itertools.accumulate(sizes[:-1], initial=0))
-        channel.hold(outs)
-        received = [channel.memory(first, 0, sum(sizes)), (sizes, places), channel.mpi.BYTE]
-        channel.start(channel.comm.Iallgatherv, [channel.memory(x), channel.mpi.BYTE], received)
-        channel.finish()
-        if joined is not None:
-            for out, block in zip(outs, joined.split(sizes), strict=True):
-                bytes_of(out).copy_(block)
+        kind = channel.kind((x.data_ptr(), x.nbytes))
+        request = channel.comm.Ibcast([channel.mpi.BOTTOM, 1, kind], src)
+        kind.Free()
+        self._finish(request, x)
 
     def _all_to_all(self, outs: Blocks, ins: Blocks) -> None:
-        channel = self.channel
-        block, out = ins[self.rank], outs[self.rank]
-        if out.numel() and out.data_ptr() != block.data_ptr():
-            bytes_of(out).copy_(bytes_of(block))
-        sent, received = self._addressed(ins), self._addressed(outs)
-        channel.start(channel.comm.Ialltoallw, sent, received)
-        for kind in (*sent[2], *received[2]):
-            if kind != channel.mpi.BYTE:
-                kind.Free()  # MPI keeps it until the transfer has ended
-        channel.finish()
-
-    def _addressed(self, blocks: Blocks) -> list[Any]:
-        """Return blocks as MPI takes them from anywhere: datatypes that hold addresses and lengths.
-
-        The own block is left out.
-        """
-        channel, mpi = self.channel, self.channel.mpi
-        counts, kinds = [0] * self.size, [mpi.BYTE] * self.size
-        for peer, block in enumerate(blocks):
-            pieces = list(channel.pieces(block.nbytes))
-            if pieces and peer != self.rank:
-                lengths = [length for _, length in pieces]
-                begins = [block.data_ptr() + begin for begin, _ in pieces]
-                counts[peer], kinds[peer] = 1, mpi.BYTE.Create_hindexed(lengths, begins).Commit()
-        channel.hold(blocks)
-        return [mpi.BOTTOM, (counts, [0] * self.size), kinds]
+        channel, here = self.channel, self.rank
+        if outs[here].numel() and outs[here].data_ptr() != ins[here].data_ptr():
+            bytes_of(outs[here]).copy_(bytes_of(ins[here]))
+        nothing = [0] * self.size
+        sides: list[list[Any]] = []
+        for blocks in (ins, outs):
+            kinds = [
+                channel.kind() if q == here else channel.kind((block.data_ptr(), block.nbytes))
+                for q, block in enumerate(blocks)
+            ]
+            sides.append([channel.mpi.BOTTOM, ([1] * self.size, nothing), kinds])
+        request = channel.comm.Ialltoallw(*sides)
+        for kind in (*sides[0][2], *sides[1][2]):
+            kind.Free()
+        self._finish(request, *ins, *outs)
 
     # -- how they are run -------------------------------------------------------------------------
 
-    def call(
+    def _call(
         self, signature: Signature, kernel: Callable[[], Any], **how: Unpack[How]
     ) -> Ticket | None:
-        """Run a kernel in the group's order of calls; `signature` says what call it is.
-
-        Only in threads that may use MPI. Ranks compare their calls first.
-        """
-        self.channel.threads.check(signature.verb)
+        """Run a kernel in the group's order of calls, when ranks have compared what call it is."""
         run = partial(self._run, signature, kernel, how["timeout_s"])
         if how["async_op"]:
             self.check_usable()
-            job = Job(self.jobs, run)
-            self.jobs.post(job)
-            return job
-        self.jobs.run(run)
+            return self.order.start(run)
+        self.order.run(run)
         return None
 
     def _run(self, signature: Signature, kernel: Callable[[], Any], timeout_s: float) -> None:
         self.check_usable()
-        channel = self.channel
-        channel.timeout_s = timeout_s
-        channel.behind = self.jobs.in_background
-        channel.watch.doing = signature.verb
-        channel.watch.number += 1
-        self.last_algorithm = "native"
-
-        def compared() -> None:
-            if signature.verb != "barrier":
-                self._compare(signature)
-            kernel()
-
+        watch, self._timeout_s = self.channel.watch, timeout_s
+        watch.doing = signature.verb
+        watch.number += 1
         try:
-            channel.run(compared)
+            with self._translating():
+                if signature.verb != "barrier":
+                    self._compare(signature)
+                kernel()
         except BaseException as error:
             self.fail(error)
             raise
 
+    def _finish(self, request: Any, *tensors: Tensor) -> None:
+        """Wait for a transfer of the collective under way; `tensors` live until it has ended."""
+        try:
+            self.channel.until(request.Test, self._timeout_s, sum(x.nbytes for x in tensors))
+        except BaseException:
+            abandon(request, tensors)
+            raise
+
     def _compare(self, signature: Signature) -> None:
         """Raise on all ranks unless their calls fit; MPI itself compares nothing."""
-        channel, head = self.channel, signature.packed(self.size)
+        head, byte = signature.packed(self.size), self.channel.mpi.BYTE
         packed = bytearray(len(head) * self.size)
-        byte = channel.mpi.BYTE
-        channel.start(channel.comm.Iallgather, [head, byte], [packed, byte])
-        channel.finish()
+        self._finish(self.channel.comm.Iallgather([head, byte], [packed, byte]))
         if packed != head * self.size:
             heads = [packed[at : at + len(head)] for at in range(0, len(packed), len(head))]
             check([Signature.unpacked(head, self.size) for head in heads], self.ranks)
 
+    @contextlib.contextmanager
+    def _translating(self) -> Iterator[None]:
+        try:
+            yield
+        except self.channel.mpi.Exception as error:
+            raise self.channel.translated(error) from error
+
     # -- messages -------------------------------------------------------------------------------
 
     def exchange(
-        self, sends: base.Messages, recvs: base.Messages, tag: int, **how: Unpack[How]
+        self, sends: Messages, recvs: Messages, tag: int, **how: Unpack[How]
     ) -> Ticket | None:
         """See `Engine`. Not queued behind collectives."""
         ticket = self._post(sends, recvs, tag)
-        if not how["async_op"]:
-            ticket.wait(how["timeout_s"])
-            return None
-        self.jobs.wake()
-        return ticket
+        if how["async_op"]:
+            return ticket
+        ticket.wait(how["timeout_s"])
+        return None
 
     def receive_any(self, x: Tensor, tag: int) -> SourceTicket:
-        ticket = self._post([], [(None, x)], tag)
-        self.jobs.wake()
-        return ticket
+        return self._post([], [(None, x)], tag)
 
     def _post(
-        self, sends: base.Messages, recvs: Sequence[tuple[int | None, Tensor]], tag: int
-    ) -> MpiMessageTicket:
-        """Start messages; woken, the background thread moves them on while no thread waits."""
+        self, sends: Messages, recvs: Sequence[tuple[int | None, Tensor]], tag: int
+    ) -> MessageTicket:
         self.check_usable()
-        self.channel.threads.check("send or recv")
-        post = self.messages.post
-        transfers = [post(src, tag, x, is_receive=True) for src, x in recvs]
-        transfers += [post(dst, tag, x, is_receive=False) for dst, x in sends]
-        self.messages.progress()
-        return MpiMessageTicket(self, transfers)
+        transfers = [Transfer(x, src, tag, True, bytearray(_HEAD.size)) for src, x in recvs]
+        for dst, x in sends:
+            transfer = Transfer(x, dst, tag, False, bytearray())
+            transfer.head = bytearray(transfer.expected())
+            transfers.append(transfer)
+        channel, mpi = self.channel, self.channel.mpi
+        with self._moving, self._translating():
+            for transfer in transfers:
+                x, head = transfer.tensor, transfer.head
+                kind = channel.kind((mpi.Get_address(head), len(head)), (x.data_ptr(), x.nbytes))
+                start = channel.comm.Irecv if transfer.is_receive else channel.comm.Isend
+                other = mpi.ANY_SOURCE if transfer.peer is None else transfer.peer
+                # Larger tags than MPI knows are folded: messages tell their own.
+                folded = channel.tags if tag == EXCHANGE_TAG else tag % channel.tags
+                transfer.request = start([mpi.BOTTOM, 1, kind], other, folded)
+                kind.Free()
+                self._under_way.append(transfer)
+        self.have_ended(transfers)
+        return MessageTicket(self, transfers)
 
-    def finish_messages(self, transfers: Sequence[MpiTransfer], timeout_s: float) -> None:
-        """Wait for messages of this rank."""
-        if all(transfer.is_done and transfer.error is None for transfer in transfers):
-            return
-        self.check_usable()
-        self.channel.watch.doing = "send or recv"
+    def have_ended(self, transfers: Sequence[Transfer]) -> bool:
+        """Let messages move on; return whether these have ended."""
+        with self._moving:
+            for transfer in self._under_way:
+                self._advance(transfer)
+            self._under_way = [t for t in self._under_way if t.request is not None]
+        return all(transfer.request is None for transfer in transfers)
+
+    def _advance(self, transfer: Transfer) -> None:
+        mpi = self.channel.mpi
+        status = mpi.Status()
         try:
-            self.messages.wait(transfers, timeout_s)
+            if not transfer.request.Test(status):
+                return
+        except mpi.Exception as error:
+            is_long = error.Get_error_class() == mpi.ERR_TRUNCATE and transfer.peer is not None
+            transfer.error = (
+                self._wrong(transfer, "longer") if is_long else self.channel.translated(error)
+            )
+        else:
+            if transfer.is_receive:
+                transfer.peer = status.Get_source()
+                is_whole = status.Get_elements(mpi.BYTE) == _HEAD.size + transfer.tensor.nbytes
+                if not is_whole or transfer.head != transfer.expected():
+                    transfer.error = self._wrong(transfer, *_HEAD.unpack(transfer.head))
+        transfer.request = None
+
+    def _wrong(
+        self, transfer: Transfer, nbytes: int | str, number: int = -1, tag: int | None = None
+    ) -> UnisonoError:
+        """Return the error for a message of another length, dtype or tag; see `wrong_message`."""
+        sender = -1 if transfer.peer is None else self.ranks[transfer.peer]
+        if tag is not None and tag != transfer.tag:
+            limit = self.channel.tags
+            return CollectiveMismatch.because(
+                f"a receive with tag {transfer.tag} from rank {sender}",
+                f"a message with tag {tag}, which this MPI cannot tell from it",
+                f"it has {limit} tags: {tag} % {limit} = {transfer.tag} % {limit}",
+                f"tags below {limit}",
+            )
+        sent = DTYPES[number] if 0 <= number < len(DTYPES) else None
+        return wrong_message(transfer.tensor, sender, nbytes, transfer.tag, sent)
+
+    def finish_messages(self, transfers: Sequence[Transfer], timeout_s: float) -> None:
+        """Wait for messages of this rank."""
+        is_over = partial(self.have_ended, transfers)
+        try:
+            if not is_over():
+                self.check_usable()
+                self.channel.watch.doing = "send or recv"
+                peers = sorted({t.peer for t in transfers if t.request and t.peer is not None})
+                nbytes = sum(transfer.tensor.nbytes for transfer in transfers)
+                self.channel.until(is_over, timeout_s, nbytes, peers)
+            for transfer in transfers:
+                if transfer.error is not None:
+                    raise transfer.error
         except BaseException as error:
             self.fail(error)
             raise
@@ -355,21 +361,20 @@ class MpiEngine(TransportEngine):
     def cancel(self, why: str) -> None:
         self.channel.watch.cancelled = why
 
-    def abandon_after_fork(self) -> None:
-        super().abandon_after_fork()
-        self.jobs.forget()
-
     def finish_started(self, timeout_s: float) -> bool:
-        return self.jobs.close(timeout_s)
+        return self.order.close(timeout_s)
 
     def release(self) -> None:
-        if not self.channel.mpi.Is_finalized():
-            self.messages.release()
-            self._leave(self)
-
-
-def _is_one_stretch(blocks: Blocks) -> bool:
-    """Whether the blocks lie behind each other in memory."""
-    present = [block for block in blocks if block.numel()]
-    ends = [block.data_ptr() + block.nbytes for block in present]
-    return all(end == block.data_ptr() for end, block in zip(ends, present[1:], strict=False))
+        """See `TransportEngine`. What is not received yet never will be."""
+        if self.channel.mpi.Is_finalized():
+            return
+        with self._moving:
+            for transfer in self._under_way:
+                # What cannot be cancelled stays as it is, and so does its memory.
+                with contextlib.suppress(self.channel.mpi.Exception):
+                    if transfer.is_receive:
+                        transfer.request.Cancel()
+                        transfer.request.Test()
+            abandon(self._under_way)
+            self._under_way = []
+        self._leave(self)

@@ -36,9 +36,9 @@ from unisono.comm.engines.base import Engine, SelfEngine
 from unisono.comm.engines.mpi.channel import Channel, MpiWatch
 from unisono.comm.engines.mpi.engine import MpiEngine
 from unisono.comm.engines.mpi.library import (
-    Threads,
     default_deadline,
     duplicate,
+    expect_threads,
     load,
     positions_of,
     share,
@@ -140,15 +140,11 @@ def _open_channel(
     mpi: Any, base: MPI.Intracomm, positions: list[int], watch: MpiWatch, timeout_s: float
 ) -> Channel:
     """Return the channel of a new group of ranks of `base`. Collective over it."""
-    threads = Threads(mpi)
-    threads.check("a new group")
-    threads.warn_of_one()
-    with threads.lock:
-        comm = _subset(base, positions, watch.token)
-        comm.Set_errhandler(mpi.ERRORS_RETURN)
-    channel = Channel(mpi, comm, threads, watch)
-    channel.timeout_s = timeout_s
-    channel.run(channel.barrier)
+    expect_threads(mpi, f"a group of ranks {list(watch.ranks)}")
+    comm = _subset(base, positions, watch.token)
+    comm.Set_errhandler(mpi.ERRORS_RETURN)
+    channel = Channel(mpi, comm, watch)
+    channel.until(comm.Ibarrier().Test, timeout_s)
     return channel
 
 
@@ -192,10 +188,9 @@ def sweep() -> bool:
 
 
 def _has_parted(comm: MPI.Intracomm, request: Any) -> bool:
-    with Threads(load()).lock:
-        is_over = request.Test()
-        if is_over:
-            comm.Free()
+    is_over = request.Test()
+    if is_over:
+        comm.Free()
     return is_over
 
 
@@ -220,11 +215,10 @@ def _is_over(engine: MpiEngine) -> bool:
     if channel.mpi.Is_finalized():
         return True
     try:
-        if not channel.has_everybody_left():
+        if not channel.have_all_left():
             return False
         if not engine.is_broken:  # else transfers may still be open
-            with channel.threads.lock:
-                channel.comm.Free()
+            channel.comm.Free()
     except channel.mpi.Exception:
         return engine.is_broken
     return True
@@ -415,8 +409,7 @@ class Standalone:
     def arrive(self) -> Any:
         """Return a request of MPI that is complete when all ranks have come to their end."""
         if self._arrival is None:
-            with Threads(load()).lock:
-                self._arrival = self._comm.Ibarrier()
+            self._arrival = self._comm.Ibarrier()
         return self._arrival
 
     def part(self) -> None:
@@ -424,5 +417,4 @@ class Standalone:
         if self in _open_standalones:
             _open_standalones.discard(self)
             self.arrive()
-            with Threads(load()).lock:
-                _parting.append((self._comm, self._comm.Ibarrier(), self))
+            _parting.append((self._comm, self._comm.Ibarrier(), self))

@@ -1,4 +1,4 @@
-"""mpi4py itself: loaded when it is first needed, its threads, and what is done with communicators.
+"""mpi4py itself: loaded when it is first needed, and what is done with communicators.
 
 Importing `mpi4py.MPI` initialises MPI, so nothing here does it before a group is asked for. A
 user's communicator carries nothing of ours but its own duplication, and every wait has a deadline.
@@ -6,7 +6,6 @@ user's communicator carries nothing of ours but its own duplication, and every w
 
 from __future__ import annotations
 
-import contextlib
 import importlib.util
 import json
 import secrets
@@ -14,7 +13,6 @@ import socket
 import sys
 import threading
 import time
-import warnings
 import weakref
 from typing import TYPE_CHECKING, Any
 
@@ -30,7 +28,8 @@ if TYPE_CHECKING:
     from mpi4py import MPI
 
 _PURPOSE = "ranks that talk over MPI (backend 'mpi')"
-_process_lock = threading.RLock()
+lock = threading.RLock()
+"""Held around calls of MPI where it may have been initialised for one thread at a time."""
 
 
 def load() -> Any:
@@ -68,47 +67,16 @@ def is_communicator(source: object) -> bool:
     return module is not None and isinstance(source, module.Comm)
 
 
-class Threads:
-    """What the threads of this process may do with MPI.
-
-    Attributes:
-        lock: held around each MPI call; a real lock only where MPI wants one thread at a time.
-        has_background: whether another thread than the main one may call MPI.
-    """
-
-    def __init__(self, mpi: Any) -> None:
-        level = mpi.Query_thread()
-        self._mpi = mpi
-        self.has_background: bool = level >= mpi.THREAD_SERIALIZED
-        self.lock: contextlib.AbstractContextManager[Any] = (
-            contextlib.nullcontext() if level == mpi.THREAD_MULTIPLE else _process_lock
+def expect_threads(mpi: Any, doing: str) -> None:
+    """Raise unless any thread may call MPI at any time: started calls run in one of the group."""
+    if mpi.Query_thread() < mpi.THREAD_MULTIPLE:
+        raise UnisonoError.because(
+            f"{doing} over MPI",
+            "MPI was initialised for one thread at a time",
+            None,
+            "mpi4py.rc.thread_level = 'multiple' before the first import of mpi4py.MPI; "
+            "backend='gloo' needs no MPI",
         )
-
-    def warn_of_one(self) -> None:
-        """Warn once where MPI leaves nothing to a background thread."""
-        global _has_warned
-        if self.has_background or _has_warned:
-            return
-        _has_warned = True
-        warnings.warn(
-            "MPI was initialised for one thread: collectives with async_op=True are done in the "
-            "call itself. HINT: mpi4py.rc.thread_level = 'multiple' before importing mpi4py.MPI",
-            RuntimeWarning,
-            stacklevel=2,
-        )
-
-    def check(self, doing: str) -> None:
-        """Refuse a call from a thread that MPI does not expect."""
-        if not self.has_background and not self._mpi.Is_thread_main():
-            raise UnisonoError.because(
-                f"{doing} over MPI in thread {threading.current_thread().name!r}",
-                "MPI was initialised for its main thread alone",
-                None,
-                "mpi4py.rc.thread_level = 'multiple' before the first import of mpi4py.MPI",
-            )
-
-
-_has_warned = False
 
 
 def _first_line(error: BaseException) -> str:
@@ -187,8 +155,7 @@ def share(mpi: Any, comm: MPI.Intracomm, text: str, timeout_s: float) -> list[st
     if len(data) > _TEXT_BYTES:
         raise UnisonoError(f"{text[:80]!r}... is too long to be shared ({len(data)} bytes)")
     texts = bytearray(_TEXT_BYTES * comm.size)
-    with Threads(mpi).lock:
-        request = comm.Iallgather([data.ljust(_TEXT_BYTES), mpi.BYTE], [texts, mpi.BYTE])
+    request = comm.Iallgather([data.ljust(_TEXT_BYTES), mpi.BYTE], [texts, mpi.BYTE])
     _finish(mpi, request, timeout_s)
     starts = range(0, len(texts), _TEXT_BYTES)
     return [texts[begin : begin + _TEXT_BYTES].decode().rstrip() for begin in starts]
@@ -196,19 +163,14 @@ def share(mpi: Any, comm: MPI.Intracomm, text: str, timeout_s: float) -> list[st
 
 def duplicate(mpi: Any, comm: MPI.Intracomm, timeout_s: float) -> MPI.Intracomm:
     """Return a duplicate of `comm`. Collective over it."""
-    with Threads(mpi).lock:
-        twin, request = comm.Idup()
+    twin, request = comm.Idup()
     _finish(mpi, request, timeout_s)
     return twin
 
 
 def _finish(mpi: Any, request: Any, timeout_s: float) -> None:
-    give_up, lock = time.monotonic() + timeout_s, Threads(mpi).lock
-    nap_s = 20e-6
-    while True:
-        with lock:
-            if request.Test():
-                return
+    give_up, nap_s = time.monotonic() + timeout_s, 20e-6
+    while not request.Test():
         if time.monotonic() > give_up:
             raise RankTimeout(
                 f"making a group of an MPI communicator on rank {mpi.COMM_WORLD.rank} of MPI "
@@ -266,6 +228,5 @@ def split(wire: MPI.Intracomm | None, color: int | None, key: int) -> Any:
     if wire is None:
         return None
     mpi = load()
-    with Threads(mpi).lock:
-        part = wire.Split(mpi.UNDEFINED if color is None else color, key)
+    part = wire.Split(mpi.UNDEFINED if color is None else color, key)
     return None if part == mpi.COMM_NULL else part

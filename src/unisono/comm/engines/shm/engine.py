@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import time
 import weakref
@@ -71,12 +72,10 @@ class ShmEngine(TransportEngine):
 
     Args:
         segment: the group's segment, mapped by all ranks.
-        size: number of its ranks.
         slot_bytes: size of its slots.
         rank: own place in it.
         ranks: world rank of each rank of the segment, for messages.
         processes: process id and start time of each rank.
-        max_mb: limit on the shared memory of the group.
     """
 
     backend = "shm"
@@ -85,25 +84,17 @@ class ShmEngine(TransportEngine):
     def __init__(
         self,
         segment: SharedSegment,
-        size: int,
         slot_bytes: int,
         rank: int,
         ranks: Sequence[int],
         processes: Sequence[tuple[int, int]],
-        *,
-        max_mb: float | None = None,
     ) -> None:
         super().__init__(rank, ranks)
-        module = core.load()
+        module, size = core.load(), self.size
         _, common, slots_bytes, self._rings, self._ring_bytes = module.layout(size, slot_bytes)
         if size * slots_bytes <= _POPULATED_BYTES:
             module.populate(segment.address, common + size * slots_bytes)
         self._address = segment.address
-        self._kind = segment.ticket.kind
-        self._max_bytes = math.inf if max_mb is None else max_mb * _MB
-        self._segment_bytes = common + size * slots_bytes
-        self._buffers: dict[int, int] = {}
-        """Bytes of each shared buffer whose tensor lives on this rank."""
         self._touched: set[int] = set()
         self._kept: deque[Any] = deque()
         self.watch = ShmWatch(rank, ranks, processes)
@@ -287,53 +278,38 @@ class ShmEngine(TransportEngine):
         request = f"shared_buffer({tuple(shape)}, {dtype})"
         stride = -(-nbytes // _PAGE) * _PAGE + _STAGGER
         total = _FIRST + self.size * stride
-        segment, text = self._allocate(nbytes, total) if self.rank == 0 else (None, "")
         offset = _FIRST + self.rank * stride
+        segment, problem = None, ""
         try:
-            answer = self._core.texts(timeout_s, text.encode())[0].decode(errors="replace")
-            word, _, text = answer.partition(" ")
-            if word == "no":
-                raise UnisonoError(text)
-            problem = ""
+            if self.rank == 0:
+                with contextlib.suppress(OSError):  # the others are told of no ticket
+                    segment = SharedSegment.create(total)
+            ticket = self._texts("" if segment is None else str(segment.ticket), timeout_s)[0]
+            if not ticket:
+                raise UnisonoError.because(request, f"rank {self.ranks[0]} cannot make a segment")
             try:
-                segment = segment or SharedSegment.open(SegmentTicket.parse(text))
+                segment = segment or SharedSegment.open(SegmentTicket.parse(ticket))
                 first = 0 if self.rank == 0 else offset
                 segment.reserve(first, offset + nbytes - first, request)
             except (OSError, UnisonoError) as error:
                 problem = f"rank {self.ranks[self.rank]}: {error}"
-            answers = self._core.texts(timeout_s, problem.encode())
-        finally:  # also when a peer has died: a named file must not stay
+            problems = [text for text in self._texts(problem, timeout_s) if text]
+        finally:
             if segment is not None:
                 segment.seal()
-        problems = [raw.decode(errors="replace") for raw in answers if raw]
         if problems or segment is None:
             raise UnisonoError.because(request, "ranks that cannot map it: " + "; ".join(problems))
         # Only now, when every rank has taken the memory of its own region.
         core.load().populate(segment.address, total)
         place = self._core.add_buffer(segment.address + _FIRST, stride, nbytes)
-        self._buffers[place] = total
         # Without a reference to the engine, which the tensor would keep alive.
-        forget = (_forget, self._core, self._buffers, place)
-        weakref.finalize(segment.memory, *forget).atexit = False
+        weakref.finalize(segment.memory, self._core.drop_buffer, place).atexit = False
         flat = torch.frombuffer(segment.memory, dtype=dtype, count=count, offset=offset)
         return flat.view(tuple(shape))
 
-    def _allocate(self, nbytes: int, total: int) -> tuple[SharedSegment | None, str]:
-        """Make the file of a buffer; return it, and what the other ranks need to know."""
-        used = self._segment_bytes + sum(list(self._buffers.values()))
-        room = self._max_bytes - used
-        try:
-            if total > room:
-                raise UnisonoError.because(
-                    f"a shared buffer of {nbytes / _MB:.1f} MB on each of {self.size} ranks",
-                    f"UNISONO_SHM_MAX_MB leaves {max(room, 0) / _MB:.1f} MB to this group",
-                    f"{self.size} * {nbytes / _MB:.1f} MB = {total / _MB:.1f} MB",
-                    "a larger UNISONO_SHM_MAX_MB, or a smaller buffer",
-                )
-            segment = SharedSegment.create(total, kind=self._kind)
-        except (OSError, UnisonoError) as error:
-            return None, f"no {error}"
-        return segment, f"ok {segment.ticket}"
+    def _texts(self, text: str, timeout_s: float) -> list[str]:
+        answers = self._core.texts(timeout_s, text.encode())
+        return [raw.decode(errors="replace") for raw in answers]
 
     # -- trouble and the end --------------------------------------------------------------------
 
@@ -419,12 +395,6 @@ class ShmEngine(TransportEngine):
         self._core.close()
         self._core.release()
         self._kept.clear()
-        self._buffers.clear()
-
-
-def _forget(group: Any, buffers: dict[int, int], place: int) -> None:
-    group.drop_buffer(place)
-    buffers.pop(place, None)
 
 
 def _of(weak: weakref.ref[ShmEngine]) -> ShmEngine:

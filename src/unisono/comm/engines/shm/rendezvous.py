@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from unisono.comm.engines.shm import core
 from unisono.comm.engines.shm.engine import ShmEngine
-from unisono.comm.engines.shm.segment import KINDS, SegmentTicket, SharedSegment
+from unisono.comm.engines.shm.segment import SegmentTicket, SharedSegment
 from unisono.comm.health import mark_as_news
 from unisono.comm.machine import host_id, is_card_dead, own_card
 from unisono.errors import RankFailed, RankTimeout, UnisonoError, compress_ranks
@@ -28,12 +28,8 @@ from unisono.processes import pid_namespace
 
 _PEERS_S = 0.05
 _LONGEST_NAP_S = 0.05
-_PAGE = 4096
-_MB = 1 << 20
-
-DEFAULT_SLOT_KB = 1024
-_LINE = 64
-MIN_SLOT_BYTES = 4096
+_DEFAULT_SLOT_KB = 1024
+_PAGE, _LINE = 4096, 64
 
 
 @dataclass(frozen=True)
@@ -115,25 +111,10 @@ class Rendezvous:
         """
         if len({member.memory for member in self.members}) > 1:
             return None
-        for attempt, kind in enumerate(KINDS):
-            reports, segment = self._attempt(attempt, kind)
-            if segment is not None and all(report == "ok" for report in reports):
-                return self._engine_on(segment)
-        return None
-
-    def _engine_on(self, segment: SharedSegment) -> ShmEngine:
-        processes = [(member.card[1], member.card[2]) for member in self.members]
-        place = self._size, self._slot_bytes, self._rank, self._ranks, processes
-        engine = ShmEngine(segment, *place, max_mb=_max_mb())
-        engine.barrier(async_op=False, timeout_s=self._timeout_s)
-        return engine
-
-    def _attempt(self, attempt: int, kind: str) -> tuple[list[str], SharedSegment | None]:
-        """Make or open the segment; return how all ranks of the group fared."""
         segment = None
         try:
-            segment, report = self._map(f"segment/{attempt}", kind)
-            reports = self.share(f"mapped/{self.members[0].nonce}/{attempt}", report)
+            segment, report = self._map("segment")
+            reports = self.share(f"mapped/{self.nonce}", report)
         finally:
             if segment is not None:
                 segment.seal()
@@ -141,35 +122,39 @@ class Rendezvous:
             word, _, message = text.partition(" ")
             if word == "error":
                 raise UnisonoError(message)
-        return reports, segment
+        if segment is None or any(report != "ok" for report in reports):
+            return None
+        processes = [(member.card[1], member.card[2]) for member in self.members]
+        engine = ShmEngine(segment, self._slot_bytes, self._rank, self._ranks, processes)
+        engine.barrier(async_op=False, timeout_s=self._timeout_s)
+        return engine
 
-    def _map(self, key: str, kind: str) -> tuple[SharedSegment | None, str]:
-        """Return the segment, or None and the reason."""
+    def _map(self, key: str) -> tuple[SharedSegment | None, str]:
+        """Make or open the segment; return it, or None, and how that went."""
         size = self._size
         if self._rank == 0:
             try:
-                self._slot_bytes = slot_bytes = wanted_slot(size)
-                segment = SharedSegment.create(core.load().layout(size, slot_bytes)[0], kind=kind)
-                touch(segment, size, slot_bytes, 0)
-            except OSError as error:
-                self._set(key, f"none {error}")
-                return None, str(error)
-            except UnisonoError as error:
-                self._set(key, f"error {error}")
-                return None, f"error {error}"
+                self._slot_bytes = slot_bytes = slot_bytes_for(size)
+                segment = SharedSegment.create(core.load().layout(size, slot_bytes)[0])
+                _touch(segment, size, slot_bytes, 0)
+            except (OSError, UnisonoError) as error:
+                word = "none" if isinstance(error, OSError) else "error"
+                self._set(key, f"{word} {error}")
+                return None, f"{word} {error}"
             self._set(key, f"{slot_bytes} {segment.ticket}")
             return segment, "ok"
         self._await([key], [0])
-        word, _, text = self._store.get(key).decode().partition(" ")
+        answer = self._store.get(key).decode()
+        word, _, text = answer.partition(" ")
         if word in ("none", "error"):
-            return None, f"error {text}" if word == "error" else text
+            return None, answer
         self._slot_bytes = int(word)
         try:
             segment = SharedSegment.open(SegmentTicket.parse(text))
         except OSError as error:
-            return None, str(error)
+            return None, f"none {error}"
         try:
-            touch(segment, size, self._slot_bytes, self._rank)
+            _touch(segment, size, self._slot_bytes, self._rank)
         except UnisonoError as error:
             return segment, f"error {error}"
         return segment, "ok"
@@ -278,7 +263,7 @@ class Rendezvous:
         )
 
 
-def touch(segment: SharedSegment, size: int, slot_bytes: int, rank: int) -> None:
+def _touch(segment: SharedSegment, size: int, slot_bytes: int, rank: int) -> None:
     """Take the memory of a rank's own slots, and with rank 0 what all ranks share."""
     _, common, slots_bytes, _, _ = core.load().layout(size, slot_bytes)
     purpose = f"a shm group of {size} ranks with slots of {slot_bytes // 1024} KB"
@@ -287,31 +272,10 @@ def touch(segment: SharedSegment, size: int, slot_bytes: int, rank: int) -> None
     segment.reserve(common + rank * slots_bytes, slots_bytes, purpose)
 
 
-def _max_mb() -> float | None:
-    return number_in("UNISONO_SHM_MAX_MB")
+def slot_bytes_for(size: int) -> int:
+    """Return the bytes of a slot for `size` ranks: whole pages, as the environment asks for it.
 
-
-def wanted_slot(size: int) -> int:
-    """Return the bytes of a slot for `size` ranks, as the environment asks for it."""
-    slot_kb = number_in("UNISONO_SHM_SLOT_KB", at_least=MIN_SLOT_BYTES / 1024)
-    return fitting_slot(size, int(slot_kb or DEFAULT_SLOT_KB), _max_mb())
-
-
-def fitting_slot(size: int, slot_kb: int, max_mb: float | None) -> int:
-    """Return the bytes of a slot for `size` ranks: `slot_kb`, made smaller to fit `max_mb`."""
-    # A slot is dealt out in shares, one cache line or more for each other rank.
-    least = max(MIN_SLOT_BYTES, -(-(size - 1) * _LINE // _PAGE) * _PAGE)
-    slot_bytes = max(-(-slot_kb * 1024 // _PAGE) * _PAGE, least)
-    if max_mb is None:
-        return slot_bytes
-    fixed = core.load().layout(size, 0)[3]  # all but slots and rings, which cost nothing unused
-    room = int((max_mb * _MB - fixed) / (2 * size)) // _PAGE * _PAGE
-    if room < least:
-        raise UnisonoError.because(
-            f"UNISONO_SHM_MAX_MB={max_mb:g} for a group of {size} ranks",
-            "less than the smallest segment",
-            f"{fixed / _MB:.2f} MB + 2 * {size} slots * {least // 1024} KB = "
-            f"{(fixed + 2 * size * least) / _MB:.2f} MB",
-            "a larger UNISONO_SHM_MAX_MB",
-        )
-    return min(slot_bytes, room)
+    A slot is dealt out in shares, one cache line or more for each other rank.
+    """
+    slot_kb = number_in("UNISONO_SHM_SLOT_KB", at_least=_PAGE / 1024) or _DEFAULT_SLOT_KB
+    return -(-max(int(slot_kb) * 1024, (size - 1) * _LINE) // _PAGE) * _PAGE
