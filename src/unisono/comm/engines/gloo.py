@@ -85,7 +85,7 @@ class TorchTicket:
         works: Sequence[dist.Work | None],
         finish: Callable[[], object] | None = None,
         *,
-        keep: Tensor | None = None,
+        keep: object = None,
         first: TorchTicket | None = None,
     ) -> None:
         self._works = [work for work in works if work is not None]
@@ -316,12 +316,9 @@ class TorchEngine(Engine):
             outs = [x if q == src else nothing for q in self._places]
             return self._told_blocks(signature, outs, ins)
         comparison = self._agree(signature, how["timeout_s"])
-        return TorchTicket([self._spread(bytes_of(x), src)] if x.numel() else [], first=comparison)
-
-    def _spread(self, block: Tensor, src: int) -> dist.Work:
-        options = dist.BroadcastOptions()
-        options.rootRank = src
-        return self.group.broadcast([block], options)
+        return TorchTicket(
+            [spread(self.group, bytes_of(x), src)] if x.numel() else [], first=comparison
+        )
 
     def all_gather(
         self, outs: Blocks, x: Tensor, *, alike: int = 0, **how: Unpack[How]
@@ -334,8 +331,8 @@ class TorchEngine(Engine):
         comparison = self._agree(signature, how["timeout_s"])
         self.last_algorithm = "broadcasts"
         outs[self.rank].copy_(x)
-        spread = [self._spread(bytes_of(out), q) for q, out in enumerate(outs) if out.numel()]
-        return TorchTicket(spread, first=comparison)
+        works = [spread(self.group, bytes_of(out), q) for q, out in enumerate(outs) if out.numel()]
+        return TorchTicket(works, first=comparison)
 
     def reduce_scatter(
         self, out: Tensor, ins: Blocks, op: str, *, alike: int = 0, **how: Unpack[How]
@@ -357,23 +354,9 @@ class TorchEngine(Engine):
     def _swap(
         self, outs: Blocks, ins: Blocks, comparison: TorchTicket | None = None
     ) -> TorchTicket:
-        """Exchange blocks in one flat transfer of bytes, any sizes."""
         self.last_algorithm = "all_to_all"
-        send = one_block(ins)
-        if send is None:
-            send = torch.cat([bytes_of(block) for block in ins])
-        received = [out.nbytes for out in outs]
-        sent = [block.nbytes for block in ins]
-        target = one_block(outs)
-        recv = target if target is not None else send.new_empty(sum(received))
-        work = self.group.alltoall_base(recv, send, received, sent, dist.AllToAllOptions())
-
-        def unpack() -> None:
-            if target is None:
-                for out, block in zip(outs, recv.split(received), strict=True):
-                    bytes_of(out).copy_(block)
-
-        return TorchTicket([work], unpack, keep=send, first=comparison)
+        work, kept, unpack = swap_flat(self.group, outs, ins)
+        return TorchTicket([work], unpack, keep=kept, first=comparison)
 
     # -- signatures of calls: gloo compares nothing -----------------------------
 
@@ -538,6 +521,35 @@ def _shown(memory: memoryview, like: Tensor) -> Tensor:
     if not like.numel():
         return like.view(-1)
     return torch.frombuffer(memory, dtype=like.dtype, count=like.numel())
+
+
+def spread(group: dist.ProcessGroup, block: Tensor, src: int) -> dist.Work:
+    """Broadcast a block of rank `src` over a group of torch's."""
+    options = dist.BroadcastOptions()
+    options.rootRank = src
+    return group.broadcast([block], options)
+
+
+def swap_flat(
+    group: dist.ProcessGroup, outs: Blocks, ins: Blocks
+) -> tuple[dist.Work, list[Tensor], Callable[[], None]]:
+    """Exchange blocks in one flat transfer of bytes over a group of torch's, any sizes.
+
+    Returns the work, the memory that it needs, and what is left to do when it is complete.
+    """
+    send, target = one_block(ins), one_block(outs)
+    if send is None:
+        send = torch.cat([bytes_of(block) for block in ins])
+    received, sent = [out.nbytes for out in outs], [block.nbytes for block in ins]
+    recv = send.new_empty(sum(received)) if target is None else target
+    work = group.alltoall_base(recv, send, received, sent, dist.AllToAllOptions())
+
+    def unpack() -> None:
+        if target is None:
+            for out, block in zip(outs, recv.split(received), strict=True):
+                bytes_of(out).copy_(block)
+
+    return work, [recv, send], unpack
 
 
 def one_block(blocks: Blocks) -> Tensor | None:

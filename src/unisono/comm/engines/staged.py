@@ -73,14 +73,18 @@ class StagedEngine(Engine):
         return self._copied_back(self._host.reduce_(copy, dst, op, **how), [(x, copy)])
 
     def broadcast_(self, x: Tensor, src: int, **how: Unpack[How]) -> Ticket | None:
-        if self.rank == src:
-            return self._host.broadcast_(x.cpu(), src, **how)
-        copy = _room(x)
-        return self._copied_back(self._host.broadcast_(copy, src, **how), [(x, copy)])
+        copy = x.cpu()
+        copies = [] if self.rank == src else [(x, copy)]
+        return self._copied_back(self._host.broadcast_(copy, src, **how), copies)
 
     def all_to_all(self, outs: Blocks, ins: Blocks, **how: Unpack[How]) -> Ticket | None:
+        return self.swap_blocks("all_to_all", outs, ins, -1, **how)
+
+    def swap_blocks(
+        self, verb: str, outs: Blocks, ins: Blocks, root: int, **how: Unpack[How]
+    ) -> Ticket | None:
         room = [_room(out) for out in outs]
-        ticket = self._host.all_to_all(room, _on_host(ins), **how)
+        ticket = self._host.swap_blocks(verb, room, _on_host(ins), root, **how)
         return self._copied_back(ticket, list(zip(outs, room, strict=True)))
 
     def reduce_scatter(
@@ -96,34 +100,6 @@ class StagedEngine(Engine):
         room = [_room(out) for out in outs]
         ticket = self._host.all_gather(room, x.cpu(), alike=alike, **how)
         return self._copied_back(ticket, list(zip(outs, room, strict=True)))
-
-    def all_gather_rows(
-        self,
-        out: Tensor,
-        lengths: Sequence[int],
-        x: Tensor,
-        *,
-        alike: int = 0,
-        async_op: bool,
-        timeout_s: float,
-    ) -> Ticket | None:
-        room = _room(out)
-        ticket = self._host.all_gather_rows(
-            room, lengths, x.cpu(), alike=alike, async_op=async_op, timeout_s=timeout_s
-        )
-        return self._copied_back(ticket, [(out, room)])
-
-    def gather(self, outs: Blocks | None, x: Tensor, dst: int, **how: Unpack[How]) -> Ticket | None:
-        room = None if outs is None else [_room(out) for out in outs]
-        ticket = self._host.gather(room, x.cpu(), dst, **how)
-        return self._copied_back(ticket, list(zip(outs or (), room or (), strict=True)))
-
-    def scatter(
-        self, out: Tensor, ins: Blocks | None, src: int, **how: Unpack[How]
-    ) -> Ticket | None:
-        room = _room(out)
-        ticket = self._host.scatter(room, None if ins is None else _on_host(ins), src, **how)
-        return self._copied_back(ticket, [(out, room)])
 
     def exchange(
         self, sends: Messages, recvs: Messages, tag: int, **how: Unpack[How]

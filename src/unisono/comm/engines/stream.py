@@ -23,7 +23,7 @@ from unisono.comm import call as calls
 from unisono.comm.arguments import bytes_of
 from unisono.comm.call import Call
 from unisono.comm.engines.base import Blocks, Engine, How, Messages, Ticket
-from unisono.comm.engines.gloo import NATIVE_OPS, one_block
+from unisono.comm.engines.gloo import NATIVE_OPS, one_block, spread, swap_flat
 from unisono.comm.engines.signature import Compared, Signature, check, sign, sign_blocks
 from unisono.comm.health.streams import Lane
 from unisono.comm.reductions import reduce_in_rank_order
@@ -283,12 +283,7 @@ class StreamEngine(Engine):
         self.last_algorithm = "native"
         if not x.nbytes:
             return None
-        return self._started([self._spread(bytes_of(x), src)], [x], how["timeout_s"])
-
-    def _spread(self, block: Tensor, src: int) -> dist.Work:
-        options = dist.BroadcastOptions()
-        options.rootRank = src
-        return self.group.broadcast([block], options)
+        return self._started([spread(self.group, bytes_of(x), src)], [x], how["timeout_s"])
 
     def all_gather(
         self, outs: Blocks, x: Tensor, *, alike: int = 0, **how: Unpack[How]
@@ -304,10 +299,12 @@ class StreamEngine(Engine):
             works = [self.group._allgather_base(whole, bytes_of(x), options)]
         else:
             outs[self.rank].view(-1).copy_(x.view(-1))
-            spread = [
-                partial(self._spread, bytes_of(out), q) for q, out in enumerate(outs) if out.numel()
+            starts = [
+                partial(spread, self.group, bytes_of(out), q)
+                for q, out in enumerate(outs)
+                if out.numel()
             ]
-            works = self._coalesced(spread, x.device)
+            works = self._coalesced(starts, x.device)
         return self._started(works, [x, *outs], how["timeout_s"]) if works else None
 
     def all_to_all(self, outs: Blocks, ins: Blocks, **how: Unpack[How]) -> StreamTicket:
@@ -320,21 +317,9 @@ class StreamEngine(Engine):
         return self._swap(outs, ins, how["timeout_s"])
 
     def _swap(self, outs: Blocks, ins: Blocks, timeout_s: float) -> StreamTicket:
-        """Exchange blocks in one flat transfer of bytes, any sizes."""
         self.last_algorithm = "native"
-        send, target = one_block(ins), one_block(outs)
-        if send is None:
-            send = torch.cat([bytes_of(block) for block in ins])
-        received, sent = [out.nbytes for out in outs], [block.nbytes for block in ins]
-        recv = send.new_empty(sum(received)) if target is None else target
-        work = self.group.alltoall_base(recv, send, received, sent, dist.AllToAllOptions())
-
-        def unpack() -> None:
-            for out, block in zip(outs, recv.split(received), strict=True):
-                bytes_of(out).copy_(block)
-
-        finish = unpack if target is None else None
-        return self._started([work], [recv, send, *ins, *outs], timeout_s, finish)
+        work, kept, unpack = swap_flat(self.group, outs, ins)
+        return self._started([work], [*kept, *ins, *outs], timeout_s, unpack)
 
     def exchange(
         self, sends: Messages, recvs: Messages, tag: int, **how: Unpack[How]
