@@ -15,7 +15,7 @@ from unisono.bayes.layers import recurrence
 from unisono.bayes.layers.recurrence import State
 from unisono.bayes.moments import Delta, Moments
 from unisono.bayes.parameters import Parameters
-from unisono.comm.engines.shm import core
+from unisono.comm.engines import core
 
 pytestmark = pytest.mark.skipif(core.unavailable() is not None, reason=str(core.unavailable()))
 

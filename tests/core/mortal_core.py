@@ -20,8 +20,8 @@ from typing import Any
 
 import torch
 
-from unisono.comm.engines.shm import core, segment
-from unisono.comm.engines.shm.engine import ShmEngine
+from unisono.comm.engines import core
+from unisono.comm.engines.shm import ShmEngine
 from unisono.processes import process_start
 
 SIZE = 3
@@ -93,7 +93,7 @@ def run_rank(request: dict[str, Any], step: int, engine: ShmEngine) -> dict[str,
 
 def fork_world(request: dict[str, Any], step: int) -> list[tuple[int, int, int]]:
     """Start the ranks of one world; return process, pipe to it and pipe from it of each."""
-    shared = segment.SharedSegment.create(core.load().layout(SIZE, SLOT_BYTES)[0])
+    shared = core.SharedSegment.create(core.load().layout(SIZE, SLOT_BYTES)[0])
     shared.seal()
     ranks = []
     for rank in range(SIZE):

@@ -17,8 +17,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tests.waiting import scaled_by_load
 
-from unisono.comm.engines.shm import core
-from unisono.comm.engines.shm.rendezvous import slot_bytes_for
+from unisono.comm.engines import core
+from unisono.comm.engines.rendezvous import slot_bytes_for
 from unisono.comm.engines.signature import OPS
 from unisono.comm.reductions import DTYPE_NUMBERS, DTYPES, defined_ops
 from unisono.errors import UnisonoError

@@ -240,7 +240,7 @@ def check_backends() -> Finding:
 @check("core", CHECKS)
 def check_core() -> Finding:
     """The compiled core, without which ranks of one host send their tensors over gloo."""
-    from unisono.comm.engines.shm import core
+    from unisono.comm.engines import core
 
     reason = core.unavailable()
     if reason is None:

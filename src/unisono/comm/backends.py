@@ -19,9 +19,9 @@ from torch.distributed import config
 
 from unisono import accelerator
 from unisono.comm.arguments import environment_timeout_s
-from unisono.comm.engines import mpi
+from unisono.comm.engines import core, mpi
 from unisono.comm.engines.base import SelfEngine
-from unisono.comm.engines.shm import Rendezvous, core
+from unisono.comm.engines.rendezvous import Rendezvous
 from unisono.comm.health import watchdog
 from unisono.comm.torch.process_group import TransportProcessGroup
 from unisono.errors import MissingExtra, PlatformError

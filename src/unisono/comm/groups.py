@@ -21,9 +21,8 @@ import torch.distributed as dist
 from unisono import torch_private as private
 from unisono.comm import call as calls
 from unisono.comm.call import Call
-from unisono.comm.engines.base import Engine, SelfEngine
+from unisono.comm.engines.base import Engine, SelfEngine, StagedEngine
 from unisono.comm.engines.gloo import TorchEngine
-from unisono.comm.engines.staged import StagedEngine
 from unisono.comm.engines.stream import StreamEngine
 from unisono.comm.health import failures, mark_as_news, streams, watchdog
 from unisono.comm.health.failures import Meaning, meaning_of

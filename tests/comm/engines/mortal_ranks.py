@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 
 import unisono.comm
-from unisono.comm.engines.shm import rendezvous
+from unisono.comm.engines import rendezvous
 from unisono.comm.health import watchdog
 
 VICTIM = 1

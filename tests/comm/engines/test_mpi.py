@@ -24,7 +24,7 @@ from tests.waiting import scaled_by_load
 from unisono.comm import Communicator, transports
 from unisono.comm.engines.mpi import library
 from unisono.comm.engines.mpi.channel import MpiWatch
-from unisono.comm.engines.shm.rendezvous import Member
+from unisono.comm.engines.rendezvous import Member
 from unisono.errors import MissingExtra, RankFailed, RankTimeout, UnisonoError
 from unisono.processes import process_start
 

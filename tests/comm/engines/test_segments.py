@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from unisono.comm import transports, world
-from unisono.comm.engines.shm.segment import SegmentTicket, SharedSegment
+from unisono.comm.engines.core import SegmentTicket, SharedSegment
 from unisono.errors import UnisonoError
 from unisono.processes import is_dead, process_start
 

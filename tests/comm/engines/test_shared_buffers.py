@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from unisono.comm import world
-from unisono.comm.engines.shm import core
+from unisono.comm.engines import core
 from unisono.errors import CollectiveMismatch, UnisonoError
 
 DEADLINE = {"async_op": False, "timeout_s": 20.0}

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from unisono.bayes.moments import Delta, Moments, to_array
 from unisono.bayes.parameters import Parameters
-from unisono.comm.engines.shm import core
+from unisono.comm.engines import core
 
 LARGEST = 64 * 128
 """Numbers of a gate's weights up to which the core is faster than torch's matrix products."""

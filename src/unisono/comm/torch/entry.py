@@ -46,26 +46,23 @@ class Form:
         has_options = len(args) > count and isinstance(args[count], self.options)
         places = (*self.names, *(("opts",) if has_options else self.short))
         values = dict(zip(places, args, strict=False))
-        for name, x in kwargs.items():
-            canonical = self._canonical.get(name, name)
-            if name not in self._canonical or canonical in values:
-                raise TypeError(f"{call}() has no argument {name!r}, or has it twice")
-            values[canonical] = x
+        named = {self._canonical.get(name, name): x for name, x in kwargs.items()}
+        is_known = self._canonical.keys() >= named.keys() and not named.keys() & values.keys()
+        values |= named
         tensors = [values.pop(name, None) for name in self.names]
-        if len(args) > len(places) or any(x is None for x in tensors):
-            raise TypeError(f"{call}() takes {', '.join(places)}; {len(args)} came by place")
-        if self.is_listed and any(isinstance(x, Tensor) for x in tensors):
-            if "root" in self.short and "root" not in values:
-                raise TypeError(f"{call}() of a tensor needs root=")
-            tensors = [[x] for x in tensors]
         options = values.pop("opts", None)
+        if self.is_listed and any(isinstance(x, Tensor) for x in tensors):
+            tensors = [[x] for x in tensors]
+            is_known = is_known and ("root" not in self.short or "root" in values)
+        if options is not None:
+            is_known = is_known and isinstance(options, self.options) and not values
+        if len(args) > len(places) or any(x is None for x in tensors) or not is_known:
+            raise TypeError(f"{call}() takes {', '.join(places)}, or {self.options.__name__}")
         if options is None:
             options = self.options()
             for name, x in values.items():
                 if x is not None:
                     setattr(options, _FIELDS[name], x)
-        elif values or not isinstance(options, self.options):
-            raise TypeError(f"{call}() takes {self.options.__name__}, or {', '.join(self.short)}")
         return (*tensors, options)
 
 

@@ -44,7 +44,7 @@ from unisono.comm.groups import GroupEntry
 from unisono.comm.health import trace, watchdog
 from unisono.comm.perform import Pending, Performer, PreparedCall
 from unisono.comm.reductions import PLAIN_DTYPES, check_op
-from unisono.comm.torch import sparse, staging
+from unisono.comm.torch import staging
 from unisono.comm.torch.entry import entry, message
 from unisono.comm.torch.staging import OPS, Targets, cut_evenly, cut_rows, source
 from unisono.comm.torch.work import AllTickets, DoneWork, TransportWork
@@ -398,13 +398,13 @@ class TransportProcessGroup(dist.ProcessGroup):
 
     def _reduce_sparse(self, xs: Blocks, op: str, opts: Any) -> Work:
         """Replace sparse tensors by their sums; how long these are, the ranks say on the way."""
-        sparse.check(xs, op)
+        staging.check_sparse(xs, op)
         performer = self._calls or self._introduce()
         entry, engine = performer._entry, self.unisono_engine
 
         def reduce_all(*, timeout_s: float) -> None:
             for x in xs:
-                sparse.all_reduce_(x, op, engine, timeout_s)
+                staging.all_reduce_sparse_(x, op, engine, timeout_s)
 
         call = Call("all_reduce", entry.name, entry.key, xs[0].shape, xs[0].dtype, op)
         performer._perform(PreparedCall(call, reduce_all, None, self._timeout_s(opts)))

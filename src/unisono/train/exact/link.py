@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from unisono.comm.engines.shm import core
+from unisono.comm.engines import core
 from unisono.errors import PlatformError, RankFailed
 from unisono.launch.context import here
 from unisono.launch.elastic.coordinator import LINE, MOST, Coordinator, Follower

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from unisono.comm.engines.shm.rendezvous import Member
+from unisono.comm.engines.rendezvous import Member
 from unisono.comm.engines.transport import Watch
 from unisono.comm.health import failures, watchdog
 from unisono.cores import usable_cores

@@ -44,7 +44,7 @@ from unisono.comm.engines.mpi.library import (
     share,
     store_of,
 )
-from unisono.comm.engines.shm.rendezvous import Member, Rendezvous
+from unisono.comm.engines.rendezvous import Member, Rendezvous
 from unisono.comm.groups import GroupEntry
 from unisono.comm.health import watchdog
 from unisono.comm.lifecycle import say_returned

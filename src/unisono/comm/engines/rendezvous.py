@@ -17,9 +17,9 @@ from typing import Any
 
 import torch.distributed as dist
 
-from unisono.comm.engines.shm import core
-from unisono.comm.engines.shm.engine import ShmEngine
-from unisono.comm.engines.shm.segment import SegmentTicket, SharedSegment
+from unisono.comm.engines import core
+from unisono.comm.engines.core import SegmentTicket, SharedSegment
+from unisono.comm.engines.shm import ShmEngine
 from unisono.comm.health import mark_as_news
 from unisono.comm.machine import host_id, is_card_dead, own_card
 from unisono.errors import RankFailed, RankTimeout, UnisonoError, compress_ranks

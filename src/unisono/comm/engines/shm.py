@@ -13,9 +13,9 @@ from typing import Any, Unpack
 import torch
 from torch import Tensor
 
+from unisono.comm.engines import core
 from unisono.comm.engines.base import Blocks, How, Messages, SourceTicket, Ticket
-from unisono.comm.engines.shm import core
-from unisono.comm.engines.shm.segment import SegmentTicket, SharedSegment
+from unisono.comm.engines.core import SegmentTicket, SharedSegment
 from unisono.comm.engines.signature import OP_NUMBERS, mismatch, name_of
 from unisono.comm.engines.transport import TransportEngine, Watch
 from unisono.comm.health import failures

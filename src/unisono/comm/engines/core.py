@@ -1,22 +1,65 @@
-"""A piece of memory shared by processes of one host, which leaves no trace in the file system.
+"""The compiled core `unisono._core`, or why it is not there, and the memory that ranks share.
 
-It is an anonymous memory file, which the peers open through `/proc`.
+A shared segment is an anonymous memory file, which the peers open through `/proc`. It leaves no
+trace in the file system.
 """
 
 from __future__ import annotations
 
 import errno
+import functools
+import importlib
 import os
 import secrets
+import sys
 from dataclasses import dataclass
 from typing import Any
 
-from unisono.comm.engines.shm import core
 from unisono.errors import UnisonoError
 
+VERSION = 9
+"""That of the core's layout and calls; `src/core/segment.hpp` has the same."""
 _NONCE_BYTES = 16
 """A segment starts with a random word, so that no rank takes another file for it."""
 _MB = 1 << 20
+
+
+@functools.cache
+def _loaded() -> tuple[Any, str]:
+    if sys.platform != "linux":
+        return None, f"the compiled core runs on Linux, not on {sys.platform}"
+    try:
+        module = importlib.import_module("unisono._core")
+    except ImportError as error:
+        return None, (
+            f"the compiled core is not there ({error}); with a C++ compiler (apt install g++), "
+            "install unisono again"
+        )
+    if module.VERSION != VERSION:  # of an editable install whose sources have moved on
+        return None, (
+            f"the compiled core has version {module.VERSION}, {VERSION} is needed; build it again: "
+            "pip install -e . --no-deps"
+        )
+    return module, ""
+
+
+def unavailable() -> str | None:
+    """Return why there is no compiled core, None if there is one."""
+    if os.environ.get("UNISONO_CORE", "") == "0":
+        return "UNISONO_CORE=0 switches the compiled core off"
+    module, reason = _loaded()
+    return None if module is not None else reason
+
+
+def load() -> Any:
+    """Return the module.
+
+    Raises:
+        UnisonoError: the core cannot be used; says why.
+    """
+    if (reason := unavailable()) is not None:
+        raise UnisonoError(reason)
+    return _loaded()[0]
 
 
 @dataclass(frozen=True)
@@ -48,7 +91,7 @@ class SharedSegment:
     """
 
     def __init__(self, fd: int, ticket: SegmentTicket) -> None:
-        self.memory: Any = core.load().map(fd, ticket.size)
+        self.memory: Any = load().map(fd, ticket.size)
         self.address: int = self.memory.address
         self.ticket = ticket
         self._fd = fd
@@ -93,7 +136,7 @@ class SharedSegment:
         """
         try:
             os.posix_fallocate(self._fd, offset, nbytes)
-            core.load().populate(self.address + offset, nbytes)
+            load().populate(self.address + offset, nbytes)
         except OSError as error:
             if error.errno not in (errno.ENOSPC, errno.ENOMEM, errno.EFAULT):
                 raise
