@@ -16,7 +16,7 @@ from torch import Tensor
 from unisono.comm.engines import core
 from unisono.comm.engines.base import Blocks, How, Messages, SourceTicket, Ticket
 from unisono.comm.engines.core import SegmentTicket, SharedSegment
-from unisono.comm.engines.signature import OP_NUMBERS, mismatch, name_of
+from unisono.comm.engines.signature import OP_NUMBERS, mismatch, name_of, wrong_block
 from unisono.comm.engines.transport import TransportEngine, Watch
 from unisono.comm.health import failures
 from unisono.comm.reductions import DTYPE_NUMBERS, DTYPES
@@ -349,27 +349,21 @@ class ShmEngine(TransportEngine):
         return error
 
     def _wrong_sizes(self, verb: int, rows: list[tuple[int, int, int]], table: list[int]) -> str:
-        size, ranks = self.size, self.ranks
-        sent = [table[r * 2 * size : r * 2 * size + size] for r in range(size)]
-        expected = [table[r * 2 * size + size : (r + 1) * 2 * size] for r in range(size)]
+        size, everyone = self.size, range(self.size)
+        sent = [table[r * 2 * size : r * 2 * size + size] for r in everyone]
+        expected = [table[r * 2 * size + size : (r + 1) * 2 * size] for r in everyone]
         root = (rows[self.rank][0] >> 24) - 1
-        brought = [nbytes for _, nbytes, _ in rows]
-        if name_of(verb) == "gather":
-            return (
-                f"rank {ranks[root]} gathers blocks of {expected[root]} bytes, "
-                f"but the ranks bring {brought}"
-            )
+        if name_of(verb) == "gather":  # the root alone has a row in the table
+            sent = [[nbytes if d == root else 0 for d in everyone] for _, nbytes, _ in rows]
+            expected = [expected[r] if r == root else [0] * size for r in everyone]
         if name_of(verb) == "scatter":
-            return (
-                f"rank {ranks[root]} scatters blocks of {sent[root]} bytes, "
-                f"but the ranks expect {brought}"
-            )
-        src, dst = next(
-            (s, d) for s in range(size) for d in range(size) if sent[s][d] != expected[d][s]
-        )
-        return (
-            f"rank {ranks[src]} sends {sent[src][dst]} bytes to rank {ranks[dst]}, "
-            f"which expects {expected[dst][src]}"
+            expected = [[nbytes if s == root else 0 for s in everyone] for _, nbytes, _ in rows]
+            sent = [sent[r] if r == root else [0] * size for r in everyone]
+        return next(
+            wrong_block(self.ranks, s, sent[s][d], d, expected[d][s])
+            for s in everyone
+            for d in everyone
+            if sent[s][d] != expected[d][s]
         )
 
     def tell_failure(self, error: BaseException) -> None:

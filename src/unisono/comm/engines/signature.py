@@ -137,11 +137,12 @@ def check(signatures: Sequence[Signature], ranks: Sequence[int]) -> None:
     for s, source in enumerate(signatures):
         for d, nbytes in enumerate(source.sends):
             if nbytes != (expected := signatures[d].expects[s]):
-                problem = (
-                    f"rank {ranks[s]} sends {nbytes} bytes to rank {ranks[d]}, "
-                    f"which expects {expected}"
-                )
-                raise mismatch(rows, ranks, problem)
+                raise mismatch(rows, ranks, wrong_block(ranks, s, nbytes, d, expected))
+
+
+def wrong_block(ranks: Sequence[int], src: int, nbytes: int, dst: int, expected: int) -> str:
+    """Return what is wrong with a block that one rank of a group sends to another."""
+    return f"rank {ranks[src]} sends {nbytes} bytes to rank {ranks[dst]}, which expects {expected}"
 
 
 _ASKED_BY_CHECK = "all_gather_ints() of 24 bytes"

@@ -22,8 +22,9 @@ import sys
 import time
 import weakref
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
@@ -165,33 +166,17 @@ def _subset(base: MPI.Intracomm, positions: Sequence[int], nonce: str) -> MPI.In
 
 # -- leaving ------------------------------------------------------------------------------------
 
-_departing: list[MpiEngine] = []
-"""Engines of groups this rank has left, until all others have, too; they keep the group's store."""
-_parting: list[tuple[Any, Any, object]] = []
-"""Communicators that all ranks are about to leave: the request that tells when they have, and what
-must live until then."""
+_leaving: list[Callable[[], bool]] = []
+"""For each communicator that this rank has left: frees it when all ranks have, and returns whether.
+
+They refer to what must live until then, such as the store that this rank may keep."""
 _watching_pid: int | None = None
 
 
-def count() -> int:
-    """Return how many communicators this process has not given back yet."""
-    sweep()
-    in_use = [e for e in transport.living() if isinstance(e, MpiEngine) and e.cause is None]
-    return len(_departing) + len(_parting) + len(in_use) + len(_open_standalones)
-
-
 def sweep() -> bool:
-    """Free the communicators of groups that all ranks have left; return whether all are free."""
-    _departing[:] = [engine for engine in _departing if not _is_over(engine)]
-    _parting[:] = [words for words in _parting if not _has_parted(*words[:2])]
-    return not _departing and not _parting
-
-
-def _has_parted(comm: MPI.Intracomm, request: Any) -> bool:
-    is_over = request.Test()
-    if is_over:
-        comm.Free()
-    return is_over
+    """Free the communicators that all ranks have left; return whether all are free."""
+    _leaving[:] = [is_over for is_over in _leaving if not is_over()]
+    return not _leaving
 
 
 def _leave_at_exit() -> None:
@@ -205,12 +190,11 @@ def _leave_at_exit() -> None:
 def _depart(engine: MpiEngine) -> None:
     """Leave a group: tell the others, and free those groups that all ranks have left."""
     engine.channel.say_goodbye()
-    _departing.append(engine)
+    _leaving.append(partial(_is_over, engine))
     sweep()
 
 
 def _is_over(engine: MpiEngine) -> bool:
-    """Whether all ranks have left; then the communicator is freed."""
     channel = engine.channel
     if channel.mpi.Is_finalized():
         return True
@@ -417,4 +401,11 @@ class Standalone:
         if self in _open_standalones:
             _open_standalones.discard(self)
             self.arrive()
-            _parting.append((self._comm, self._comm.Ibarrier(), self))
+            departure = self._comm.Ibarrier()
+
+            def is_over() -> bool:
+                if has_parted := departure.Test():
+                    self._comm.Free()
+                return has_parted
+
+            _leaving.append(is_over)
