@@ -132,7 +132,7 @@ def killed_while_ddp_waits(rank: int) -> dict:
 def killed_in_set_up(rank: int, size: int, store: dist.Store) -> dict:
     """Not in `CASES`: there is no world yet."""
     if rank == VICTIM:
-        rendezvous.Rendezvous._attempt = kill_myself
+        rendezvous.Rendezvous._map = kill_myself
     join = lambda: init(rank, size, store, 30)  # noqa: E731
     report = failure_of(join)
     report["left"] = holdings()

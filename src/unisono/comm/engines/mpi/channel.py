@@ -281,7 +281,7 @@ class Job(Future[None]):
         call, self._call = self._call, None
         try:
             if call is not None:
-                with torch.inference_mode(self._is_inference):
+                with torch.inference_mode(self._is_inference), torch.no_grad():
                     call()
         except BaseException as error:
             self.set_exception(error)
