@@ -255,7 +255,7 @@ Status Group::reduce_in_place(size_t offset, const Buffer& buffer, size_t nbytes
   return sync();
 }
 
-Status Group::reduce_scatter(uint8_t* out, const Blocks& ins, int dtype, int op, uint64_t alike) {
+Status Group::reduce_scatter(uint8_t* out, const Blocks& ins, int dtype, int op, int64_t alike) {
   const Reduce reduce = reduction(dtype, op);
   const size_t each = element_bytes(dtype), own = ins.nbytes[rank];
   const size_t before = std::accumulate(ins.nbytes.begin(), ins.nbytes.begin() + rank, size_t{0});
@@ -362,7 +362,7 @@ Status Group::broadcast(uint8_t* x, size_t nbytes, int dtype, int root) {
   return share(turn, x, brings ? nbytes : 0, sizes, brings ? nullptr : outs.data());
 }
 
-Status Group::all_gather(const Blocks& outs, const uint8_t* x, int dtype, uint64_t alike, Verb verb) {
+Status Group::gather_on_all(Verb verb, const Blocks& outs, const uint8_t* x, int dtype, int64_t alike) {
   const size_t nbytes = outs.nbytes[rank];
   const int turn = next_turn();
   const Header head{code_of(verb, dtype, -1, -1), nbytes, digest_of(alike, outs.nbytes), place(x, nbytes)};

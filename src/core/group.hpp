@@ -45,10 +45,13 @@ class Group {
   // In place; with a root, only there.
   Status all_reduce(uint8_t* x, size_t elements, int dtype, int op, int root = -1);
   // `out` becomes the reduction of every rank's `ins[rank]`. `alike` must agree, as the sizes must.
-  Status reduce_scatter(uint8_t* out, const Blocks& ins, int dtype, int op, uint64_t alike);
+  Status reduce_scatter(uint8_t* out, const Blocks& ins, int dtype, int op, int64_t alike);
   // Every rank but a root brings one block that others read: broadcast, all_gather, gather, ints.
   Status broadcast(uint8_t* x, size_t nbytes, int dtype, int root);
-  Status all_gather(const Blocks& outs, const uint8_t* x, int dtype, uint64_t alike, Verb verb = kAllGather);
+  Status all_gather(const Blocks& outs, const uint8_t* x, int dtype, int64_t alike) {
+    return gather_on_all(kAllGather, outs, x, dtype, alike);
+  }
+  Status ints(const Blocks& outs, const uint8_t* x) { return gather_on_all(kInts, outs, x, -1, 0); }
   Status gather(const Blocks& outs, const uint8_t* x, size_t nbytes, int dtype, int root);
   // Ranks bring one block for each other: all_to_all, scatter. Empty vectors where a rank has none.
   Status all_to_all(const Blocks& outs, const Blocks& ins, int dtype);
@@ -84,6 +87,7 @@ class Group {
   int next_turn() { return turn_ ^= 1; }
   Status sync();
   Status meet(int turn, Header own, bool same_size);
+  Status gather_on_all(Verb verb, const Blocks& outs, const uint8_t* x, int dtype, int64_t alike);
   Status large_all_reduce(uint8_t* x, size_t nbytes, int dtype, Reduce reduce, int turn, bool filled, bool wanted);
   Status reduce_in_place(size_t offset, const Buffer& buffer, size_t nbytes, int dtype, Reduce reduce, int root);
   Status share(int turn, const uint8_t* x, size_t nbytes, const std::vector<size_t>& sizes, uint8_t* const* outs);

@@ -248,9 +248,9 @@ template <class T> INLINED void backward(const LstmSizes& n, const LstmBackward<
 
 }  // namespace
 
-VECTORISED void lstm_forward(const LstmSizes& n, const LstmForward<float>& at) { forward(n, at); }
-VECTORISED void lstm_forward(const LstmSizes& n, const LstmForward<double>& at) { forward(n, at); }
-VECTORISED void lstm_backward(const LstmSizes& n, const LstmBackward<float>& at) { backward(n, at); }
-VECTORISED void lstm_backward(const LstmSizes& n, const LstmBackward<double>& at) { backward(n, at); }
+VECTORISED void run_pass(const LstmSizes& n, const LstmForward<float>& at) { forward(n, at); }
+VECTORISED void run_pass(const LstmSizes& n, const LstmForward<double>& at) { forward(n, at); }
+VECTORISED void run_pass(const LstmSizes& n, const LstmBackward<float>& at) { backward(n, at); }
+VECTORISED void run_pass(const LstmSizes& n, const LstmBackward<double>& at) { backward(n, at); }
 
 }  // namespace unisono

@@ -30,9 +30,9 @@ template <class T> struct LstmBackward {
   T *mean_x, *var_x;          // null if nobody wants them
 };
 
-void lstm_forward(const LstmSizes& n, const LstmForward<float>& at);
-void lstm_forward(const LstmSizes& n, const LstmForward<double>& at);
-void lstm_backward(const LstmSizes& n, const LstmBackward<float>& at);
-void lstm_backward(const LstmSizes& n, const LstmBackward<double>& at);
+void run_pass(const LstmSizes& n, const LstmForward<float>& at);
+void run_pass(const LstmSizes& n, const LstmForward<double>& at);
+void run_pass(const LstmSizes& n, const LstmBackward<float>& at);
+void run_pass(const LstmSizes& n, const LstmBackward<double>& at);
 
 }  // namespace unisono

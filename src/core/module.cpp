@@ -21,6 +21,8 @@
 #include <new>
 #include <optional>
 #include <string>
+#include <tuple>
+#include <type_traits>
 
 #include "lstm.hpp"
 #include "started.hpp"
@@ -75,6 +77,12 @@ struct Unlocked {
   PyThreadState* state = PyEval_SaveThread();
   ~Unlocked() { PyEval_RestoreThread(state); }
 };
+// Keeps an object alive, which may be null.
+struct Reference {
+  PyObject* object;
+  explicit Reference(PyObject* object) : object(object) { Py_XINCREF(object); }
+  ~Reference() { Py_XDECREF(object); }
+};
 struct Locked {
   PyGILState_STATE state = PyGILState_Ensure();
   ~Locked() { PyGILState_Release(state); }
@@ -102,23 +110,21 @@ void translate() {
   }
 }
 // An entry of the module that no exception of C++ leaves.
-template <PyObject* (*function)(PyObject*, Args, Py_ssize_t)>
-PyObject* guarded(PyObject* self, Args args, Py_ssize_t n) {
+template <auto function, class... Arguments>
+PyObject* guarded(Arguments... arguments) {
   try {
-    return function(self, args, n);
+    return function(arguments...);
   } catch (...) {
     translate();
     return nullptr;
   }
 }
-template <PyObject* (*function)(PyObject*, PyObject*)>
-PyObject* guarded(PyObject* self, PyObject* argument) {
-  try {
-    return function(self, argument);
-  } catch (...) {
-    translate();
-    return nullptr;
-  }
+
+// Ends the deallocation of an object of a heap type.
+void free_object(PyObject* self) {
+  PyTypeObject* type = Py_TYPE(self);
+  reinterpret_cast<freefunc>(PyType_GetSlot(type, Py_tp_free))(self);
+  Py_DECREF(type);
 }
 
 PyObject* raise(PyObject* error) {  // steals
@@ -144,9 +150,7 @@ void memory_free(PyObject* self) {
   auto* m = reinterpret_cast<Memory*>(self);
   if (m->weak) PyObject_ClearWeakRefs(self);
   if (m->at) munmap(m->at, m->nbytes);
-  PyTypeObject* type = Py_TYPE(self);
-  reinterpret_cast<freefunc>(PyType_GetSlot(type, Py_tp_free))(self);
-  Py_DECREF(type);
+  free_object(self);
 }
 PyObject* memory_address(PyObject* self, void*) {
   return PyLong_FromVoidPtr(reinterpret_cast<Memory*>(self)->at);
@@ -219,12 +223,11 @@ PyGroup* held(PyGroup* self) {
   return self;
 }
 
-// A rank of the group, or one that stands for none or any, from `least` on; else an exception is set.
-int rank_in(PyGroup* self, PyObject* x, int least) {
-  const long rank = PyLong_AsLong(x);
-  if (!PyErr_Occurred() && !self->is_released && (rank < least || rank >= self->group->size))
-    PyErr_Format(PyExc_ValueError, "rank %ld in a group of %d", rank, self->group->size);
-  return static_cast<int>(rank);
+// Whether `x` is a rank of the group, or one that stands for none or any, from `least` on.
+bool expect_rank(const Group& group, long rank, int least = 0) {
+  if (!PyErr_Occurred() && (rank < least || rank >= group.size))
+    PyErr_Format(PyExc_ValueError, "rank %ld in a group of %d", rank, group.size);
+  return !PyErr_Occurred();
 }
 
 thread_local PyObject* looked = nullptr;  // what `look` has raised in this thread
@@ -321,6 +324,7 @@ PyObject* run(PyGroup* self, PyObject* tensors, int verb, double timeout_s, Kern
     PyErr_SetString(PyExc_RuntimeError, "the group was closed");
     return nullptr;
   }
+  const Reference memory(self->memory);  // another thread may close the group meanwhile
   auto body = [self, verb, timeout_s, kernel](PyObject** error, Signalled* signalled) {
     Group& g = *self->group;
     Status status = kAborted;
@@ -388,9 +392,7 @@ void started_free(PyObject* self) {
   delete s->call;
   Py_XDECREF(s->tensors);
   Py_XDECREF(reinterpret_cast<PyObject*>(s->group));
-  PyTypeObject* type = Py_TYPE(self);
-  reinterpret_cast<freefunc>(PyType_GetSlot(type, Py_tp_free))(self);
-  Py_DECREF(type);
+  free_object(self);
 }
 
 PyObject* started_done(PyObject* self, PyObject*) {
@@ -497,9 +499,7 @@ void transfers_free(PyObject* self) {
   Py_XDECREF(t->sends);
   Py_XDECREF(t->recvs);
   Py_XDECREF(reinterpret_cast<PyObject*>(t->group));
-  PyTypeObject* type = Py_TYPE(self);
-  reinterpret_cast<freefunc>(PyType_GetSlot(type, Py_tp_free))(self);
-  Py_DECREF(type);
+  free_object(self);
 }
 
 PyObject* transfers_done(PyObject* self, PyObject*) {
@@ -525,6 +525,7 @@ PyObject* transfers_wait(PyObject* self, PyObject* seconds) {
   const double timeout_s = PyFloat_AsDouble(seconds);
   if (PyErr_Occurred()) return nullptr;
   PyObject* error = nullptr;
+  const Reference memory(t->group->memory);
   if (!t->group->is_released) {
     Unlocked unlocked;
     Messages& messages = t->group->group->messages;
@@ -590,8 +591,8 @@ PyObject* group_post(PyObject* object, Args args, Py_ssize_t n) {
     PyObject* list = args[1 - is_send];  // receives first: what comes finds its place
     for (Py_ssize_t i = 0; i < PyList_Size(list) && !PyErr_Occurred(); i++) {
       rows.emplace_back(PyList_GetItem(list, i));
-      const int peer = rank_in(self, PyTuple_GetItem(PyList_GetItem(list, i), 0), is_send ? 0 : -1);
-      if (peer == self->group->rank) PyErr_Format(PyExc_ValueError, "a message of rank %d to itself", peer);
+      const long peer = PyLong_AsLong(PyTuple_GetItem(PyList_GetItem(list, i), 0));
+      if (expect_rank(*self->group, peer, is_send ? 0 : -1) && peer == self->group->rank) PyErr_Format(PyExc_ValueError, "a message of rank %ld to itself", peer);
     }
   }
   if (PyErr_Occurred()) return nullptr;  // before any is posted
@@ -618,80 +619,77 @@ PyObject* group_post(PyObject* object, Args args, Py_ssize_t n) {
 
 double seconds(PyObject* x) { return PyFloat_AsDouble(x); }
 
+// Reads the arguments of a collective behind `tensors, timeout_s`, each by the type that the method
+// of the group takes, and runs it if `check` finds nothing wrong with them.
+template <class T>
+T argument(Group& group, PyObject* x) {
+  if constexpr (std::is_same_v<T, Blocks>) return blocks(x, group.size);
+  else if constexpr (std::is_pointer_v<T>) return address(x);
+  else if constexpr (std::is_same_v<T, int64_t>) return static_cast<int64_t>(PyLong_AsUnsignedLongLongMask(x));
+  else if constexpr (std::is_same_v<T, size_t>) return bytes(x);
+  else return number(x);
+}
+template <class... T, size_t... i>
+std::tuple<T...> arguments(Group& group, Args a, std::index_sequence<i...>) {
+  return {argument<T>(group, a[i])...};
+}
+template <class... Parameters, class Check>
+PyObject* collective(PyObject* self, Args a, Py_ssize_t n, const char* name, Verb verb, Status (Group::*method)(Parameters...), Check check) {
+  if (!has(n, 2 + sizeof...(Parameters), name)) return nullptr;
+  Group& group = *of(self)->group;
+  const auto values = arguments<std::decay_t<Parameters>...>(group, a + 2, std::index_sequence_for<Parameters...>());
+  if (PyErr_Occurred() || !std::apply([&](const auto&... each) { return check(group, each...); }, values)) return nullptr;
+  return run(of(self), a[0], verb, seconds(a[1]), [=](Group& g) {
+    return std::apply([&](const auto&... each) { return (g.*method)(each...); }, values);
+  });
+}
+
+bool expect_reduction(int dtype, int op) {
+  if (!reduction(dtype, op)) PyErr_Format(PyExc_ValueError, "no reduction %d of dtype %d", op, dtype);
+  return !PyErr_Occurred();
+}
+bool expect_blocks(const Blocks& all) { return expect(!all.at.empty(), "one block for each rank of the group"); }
+
 PyObject* group_barrier(PyObject* self, Args a, Py_ssize_t n) {
-  if (!has(n, 2, "barrier")) return nullptr;
-  return run(of(self), a[0], kBarrier, seconds(a[1]), [](Group& g) { return g.barrier(); });
+  return collective(self, a, n, "barrier", kBarrier, &Group::barrier, [](Group&) { return true; });
 }
 PyObject* group_all_reduce(PyObject* self, Args a, Py_ssize_t n) {
-  if (!has(n, 7, "all_reduce")) return nullptr;
-  uint8_t* x = address(a[2]);
-  const size_t elements = bytes(a[3]);
-  const int dtype = number(a[4]), op = number(a[5]), root = rank_in(of(self), a[6], -1);
-  if (!PyErr_Occurred() && !reduction(dtype, op)) return PyErr_Format(PyExc_ValueError, "no reduction %d of dtype %d", op, dtype);
-  if (!expect_memory(x, elements)) return nullptr;
-  if (!expect(elements <= SIZE_MAX / 64, "more elements than fit into memory")) return nullptr;
-  return run(of(self), a[0], root < 0 ? kAllReduce : kReduce, seconds(a[1]),
-             [=](Group& g) { return g.all_reduce(x, elements, dtype, op, root); });
+  const Verb verb = n == 7 && number(a[6]) >= 0 ? kReduce : kAllReduce;
+  return collective(self, a, n, "all_reduce", verb, &Group::all_reduce, [](Group& group, auto x, auto elements, int dtype, int op, int root) {
+    return expect_reduction(dtype, op) && expect_memory(x, elements) && expect_rank(group, root, -1) &&
+           expect(elements <= SIZE_MAX / 64, "more elements than fit into memory");
+  });
 }
 PyObject* group_reduce_scatter(PyObject* self, Args a, Py_ssize_t n) {
-  if (!has(n, 7, "reduce_scatter")) return nullptr;
-  uint8_t* out = address(a[2]);
-  Blocks ins = blocks(a[3], of(self)->group->size);
-  const int dtype = number(a[4]), op = number(a[5]);
-  const uint64_t alike = PyLong_AsUnsignedLongLongMask(a[6]);
-  if (!expect(!ins.at.empty(), "one block for each rank of the group")) return nullptr;
-  if (!expect_memory(out, ins.nbytes[of(self)->group->rank])) return nullptr;
-  if (!PyErr_Occurred() && !reduction(dtype, op)) return PyErr_Format(PyExc_ValueError, "no reduction %d of dtype %d", op, dtype);
-  return run(of(self), a[0], kReduceScatter, seconds(a[1]),
-             [=](Group& g) { return g.reduce_scatter(out, ins, dtype, op, alike); });
+  return collective(self, a, n, "reduce_scatter", kReduceScatter, &Group::reduce_scatter, [](Group& group, auto out, auto& ins, int dtype, int op, int64_t) {
+    return expect_blocks(ins) && expect_memory(out, ins.nbytes[group.rank]) && expect_reduction(dtype, op);
+  });
 }
 PyObject* group_broadcast(PyObject* self, Args a, Py_ssize_t n) {
-  if (!has(n, 6, "broadcast")) return nullptr;
-  uint8_t* x = address(a[2]);
-  const size_t nbytes = bytes(a[3]);
-  const int dtype = number(a[4]), root = rank_in(of(self), a[5], 0);
-  if (!expect_memory(x, nbytes)) return nullptr;
-  return run(of(self), a[0], kBroadcast, seconds(a[1]), [=](Group& g) { return g.broadcast(x, nbytes, dtype, root); });
+  return collective(self, a, n, "broadcast", kBroadcast, &Group::broadcast, [](Group& group, auto x, auto nbytes, int, int root) {
+    return expect_memory(x, nbytes) && expect_rank(group, root);
+  });
 }
 PyObject* group_all_gather(PyObject* self, Args a, Py_ssize_t n) {
-  if (!has(n, 6, "all_gather")) return nullptr;
-  Blocks outs = blocks(a[2], of(self)->group->size);
-  const uint8_t* x = address(a[3]);
-  const int dtype = number(a[4]);
-  const uint64_t alike = PyLong_AsUnsignedLongLongMask(a[5]);
-  if (!expect(!outs.at.empty(), "one block for each rank of the group")) return nullptr;
-  if (!expect_memory(x, outs.nbytes[of(self)->group->rank])) return nullptr;
-  return run(of(self), a[0], kAllGather, seconds(a[1]), [=](Group& g) { return g.all_gather(outs, x, dtype, alike); });
+  return collective(self, a, n, "all_gather", kAllGather, &Group::all_gather, [](Group& group, auto& outs, auto x, int, int64_t) {
+    return expect_blocks(outs) && expect_memory(x, outs.nbytes[group.rank]);
+  });
 }
 PyObject* group_gather(PyObject* self, Args a, Py_ssize_t n) {
-  if (!has(n, 7, "gather")) return nullptr;
-  Group& group = *of(self)->group;
-  Blocks outs = blocks(a[2], group.size);
-  const uint8_t* x = address(a[3]);
-  const size_t nbytes = bytes(a[4]);
-  const int dtype = number(a[5]), root = rank_in(of(self), a[6], 0);
-  if (!expect_memory(x, nbytes)) return nullptr;
-  if (!expect(root != group.rank || !outs.at.empty(), "blocks to gather into on the root")) return nullptr;
-  return run(of(self), a[0], kGather, seconds(a[1]), [=](Group& g) { return g.gather(outs, x, nbytes, dtype, root); });
+  return collective(self, a, n, "gather", kGather, &Group::gather, [](Group& group, auto& outs, auto x, auto nbytes, int, int root) {
+    return expect_memory(x, nbytes) && expect_rank(group, root) &&
+           expect(root != group.rank || !outs.at.empty(), "blocks to gather into on the root");
+  });
 }
 PyObject* group_all_to_all(PyObject* self, Args a, Py_ssize_t n) {
-  if (!has(n, 5, "all_to_all")) return nullptr;
-  const int size = of(self)->group->size;
-  Blocks outs = blocks(a[2], size), ins = blocks(a[3], size);
-  const int dtype = number(a[4]);
-  if (!expect(!outs.at.empty() && !ins.at.empty(), "one block for each rank of the group")) return nullptr;
-  return run(of(self), a[0], kAllToAll, seconds(a[1]), [=](Group& g) { return g.all_to_all(outs, ins, dtype); });
+  return collective(self, a, n, "all_to_all", kAllToAll, &Group::all_to_all,
+                    [](Group&, auto& outs, auto& ins, int) { return expect_blocks(outs) && expect_blocks(ins); });
 }
 PyObject* group_scatter(PyObject* self, Args a, Py_ssize_t n) {
-  if (!has(n, 7, "scatter")) return nullptr;
-  uint8_t* out = address(a[2]);
-  const size_t nbytes = bytes(a[3]);
-  Group& group = *of(self)->group;
-  Blocks ins = blocks(a[4], group.size);
-  const int dtype = number(a[5]), root = rank_in(of(self), a[6], 0);
-  if (!expect_memory(out, nbytes)) return nullptr;
-  if (!expect(root != group.rank || !ins.at.empty(), "blocks to scatter on the root")) return nullptr;
-  return run(of(self), a[0], kScatter, seconds(a[1]), [=](Group& g) { return g.scatter(out, nbytes, ins, dtype, root); });
+  return collective(self, a, n, "scatter", kScatter, &Group::scatter, [](Group& group, auto out, auto nbytes, auto& ins, int, int root) {
+    return expect_memory(out, nbytes) && expect_rank(group, root) &&
+           expect(root != group.rank || !ins.at.empty(), "blocks to scatter on the root");
+  });
 }
 PyObject* group_agree(PyObject* self, Args a, Py_ssize_t n) {
   if (!has(n, 4, "agree")) return nullptr;
@@ -721,7 +719,7 @@ PyObject* group_ints(PyObject* self, Args a, Py_ssize_t n) {
     outs.nbytes.push_back(own.size() * sizeof(int64_t));
   }
   const auto* x = reinterpret_cast<const uint8_t*>(own.data());
-  PyObject* ended = run(g, Py_None, kInts, seconds(a[0]), [&](Group& group) { return group.all_gather(outs, x, -1, 0, kInts); });
+  PyObject* ended = run(g, Py_None, kInts, seconds(a[0]), [&](Group& group) { return group.ints(outs, x); });
   if (!ended) return nullptr;
   Py_DECREF(ended);
   PyObject* rows = PyList_New(size);
@@ -871,7 +869,9 @@ int group_clear(PyObject* self) {
 void group_free(PyObject* self) {
   PyGroup* g = of(self);
   PyObject_GC_UnTrack(self);
-  if (getpid() == g->pid) {  // in a forked child its thread and its locks are those of the parent
+  // In a forked child its thread and its locks are those of the parent; and a callback in the group's
+  // own thread may drop the last reference, while that thread still runs.
+  if (getpid() == g->pid && !g->order->is_inside()) {
     Unlocked unlocked;
     delete g->order;
     delete g->group;
@@ -879,12 +879,10 @@ void group_free(PyObject* self) {
   Py_XDECREF(g->memory);
   Py_XDECREF(g->look);
   Py_XDECREF(g->report);
-  PyTypeObject* type = Py_TYPE(self);
-  reinterpret_cast<freefunc>(PyType_GetSlot(type, Py_tp_free))(self);
-  Py_DECREF(type);
+  free_object(self);
 }
 
-#define FAST(function) reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)(void)>(&guarded<function>)), METH_FASTCALL
+#define FAST(function) reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)(void)>(&guarded<function, PyObject*, Args, Py_ssize_t>)), METH_FASTCALL
 PyMethodDef group_methods[] = {
     {"barrier", FAST(group_barrier), "barrier(tensors, timeout_s)"},
     {"all_reduce", FAST(group_all_reduce), "all_reduce(tensors, timeout_s, address, elements, dtype, op, root)"},
@@ -941,7 +939,7 @@ PyObject* fence(PyObject*, PyObject*) {
 
 // Runs one pass of an LSTM: its addresses come in the order of its struct, None for null.
 template <class Pass>
-PyObject* run_lstm(const LstmSizes& sizes, PyObject* addresses, void (*run)(const LstmSizes&, const Pass&)) {
+PyObject* run_lstm(const LstmSizes& sizes, PyObject* addresses) {
   void* at[sizeof(Pass) / sizeof(void*)];
   constexpr Py_ssize_t count = sizeof(at) / sizeof(*at);
   if (!expect(PyTuple_Check(addresses) && PyTuple_Size(addresses) == count, "one address for each tensor of a pass"))
@@ -955,31 +953,24 @@ PyObject* run_lstm(const LstmSizes& sizes, PyObject* addresses, void (*run)(cons
   std::memcpy(&pass, at, sizeof(pass));
   {
     Unlocked unlocked;
-    run(sizes, pass);
+    run_pass(sizes, pass);
   }
   Py_RETURN_NONE;
 }
-PyObject* forward_lstm(PyObject*, Args a, Py_ssize_t n) {
-  if (!has(n, 6, "lstm_forward")) return nullptr;
+template <template <class> class Pass>
+PyObject* lstm(PyObject*, Args a, Py_ssize_t n) {
+  if (!has(n, 6, "a pass of an LSTM")) return nullptr;
   const LstmSizes sizes{bytes(a[1]), bytes(a[2]), bytes(a[3]), bytes(a[4])};
   if (PyErr_Occurred()) return nullptr;
-  if (a[0] == Py_True) return run_lstm<LstmForward<double>>(sizes, a[5], lstm_forward);
-  return run_lstm<LstmForward<float>>(sizes, a[5], lstm_forward);
-}
-PyObject* backward_lstm(PyObject*, Args a, Py_ssize_t n) {
-  if (!has(n, 6, "lstm_backward")) return nullptr;
-  const LstmSizes sizes{bytes(a[1]), bytes(a[2]), bytes(a[3]), bytes(a[4])};
-  if (PyErr_Occurred()) return nullptr;
-  if (a[0] == Py_True) return run_lstm<LstmBackward<double>>(sizes, a[5], lstm_backward);
-  return run_lstm<LstmBackward<float>>(sizes, a[5], lstm_backward);
+  return a[0] == Py_True ? run_lstm<Pass<double>>(sizes, a[5]) : run_lstm<Pass<float>>(sizes, a[5]);
 }
 
 PyMethodDef module_methods[] = {
     {"map", FAST(map_memory), "map(fd, bytes): memory shared by all who map the file."},
     {"populate", FAST(populate), "populate(address, bytes): give every page memory now; OSError if the host has no more."},
     {"layout", FAST(layout_of), "layout(size, slot_bytes): where things lie in a segment."},
-    {"lstm_forward", FAST(forward_lstm), "lstm_forward(is_double, batch, steps, width, units, addresses)"},
-    {"lstm_backward", FAST(backward_lstm), "lstm_backward(is_double, batch, steps, width, units, addresses)"},
+    {"lstm_forward", FAST(lstm<LstmForward>), "lstm_forward(is_double, batch, steps, width, units, addresses)"},
+    {"lstm_backward", FAST(lstm<LstmBackward>), "lstm_backward(is_double, batch, steps, width, units, addresses)"},
     {"fence", fence, METH_NOARGS, "fence(): memory is read and written before it, or after it."},
     {nullptr, nullptr, 0, nullptr}};
 PyModuleDef module_def = {PyModuleDef_HEAD_INIT, "_core", "Collectives and messages over shared memory; the steps of an LSTM.", -1,

@@ -34,7 +34,7 @@ class Order {
   // Runs the call now, after everything issued before it; it does not throw. False if `interrupted()`
   // while it waited for its turn: then it never runs. One that another thread runs has to end itself.
   bool perform(const std::function<void()>& run, const std::function<bool()>& interrupted = [] { return false; }) {
-    if (runner_.load() == std::this_thread::get_id()) {  // from a callback of another call
+    if (is_inside()) {  // from a callback of another call
       run();
       return true;
     }
@@ -55,7 +55,7 @@ class Order {
   StartedRef start(std::function<void()> run) {
     auto call = std::make_shared<Started>();
     call->run = std::move(run);
-    if (runner_.load() == std::this_thread::get_id()) {
+    if (is_inside()) {
       execute(*call);
       return call;
     }
@@ -77,7 +77,7 @@ class Order {
   // Whether the call has ended within the time; runs queued calls meanwhile if no other thread does.
   bool wait(const StartedRef& call, double seconds) {
     if (call->done) return true;
-    if (runner_.load() == std::this_thread::get_id()) {
+    if (is_inside()) {
       while (!call->done && run_next()) continue;
       return call->done;
     }
@@ -97,13 +97,16 @@ class Order {
   // what it calls comes behind those, as on a rank where the call has ended already. Then it returns
   // false, and the callback runs now.
   bool then(Started& call, std::function<void()> callback) {
-    const bool is_inside = runner_.load() == std::this_thread::get_id();
+    const bool runs_now = is_inside();
     std::lock_guard<std::mutex> held(lock_);
     if (call.done) return false;
-    Started& latest = is_inside || !last_ || last_->done ? call : *last_;
+    Started& latest = runs_now || !last_ || last_->done ? call : *last_;
     latest.on_done.push_back(std::move(callback));
     return true;
   }
+
+  // Whether this thread runs a call of the group, or a callback.
+  bool is_inside() const { return runner_.load() == std::this_thread::get_id(); }
 
   // Lets the thread move on messages that no thread waits for.
   void attend_messages() {
