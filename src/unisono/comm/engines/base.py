@@ -94,7 +94,7 @@ class Engine(ABC):
     """Why the group cannot be used any more."""
 
     @abstractmethod
-    def all_reduce_(self, x: Tensor, op: str, *, async_op: bool, timeout_s: float) -> Ticket | None:
+    def all_reduce_(self, x: Tensor, op: str, **how: Unpack[How]) -> Ticket | None:
         """Replace `x` on every rank by the reduction over all ranks."""
 
     @abstractmethod
@@ -146,12 +146,10 @@ class Engine(ABC):
         x: Tensor,
         *,
         alike: int = 0,
-        async_op: bool,
-        timeout_s: float,
+        **how: Unpack[How],
     ) -> Ticket | None:
         """Fill the blocks of `lengths[q]` rows of `out` with `x` of rank `q`."""
-        outs = out.split_with_sizes(lengths)
-        return self.all_gather(outs, x, alike=alike, async_op=async_op, timeout_s=timeout_s)
+        return self.all_gather(out.split_with_sizes(lengths), x, alike=alike, **how)
 
     def gather(self, outs: Blocks | None, x: Tensor, dst: int, **how: Unpack[How]) -> Ticket | None:
         """Fill `outs[q]` of `dst` with `x` of rank `q`; `outs` is None on the other ranks."""

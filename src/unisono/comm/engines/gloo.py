@@ -159,7 +159,7 @@ class Arrival:
         head = self._frame[: _HEAD.size].numpy().tobytes()
         magic, nbytes, number, body_tag = _HEAD.unpack(head)
         if magic != _MESSAGE:  # sent by something else than a communicator
-            self._refusal = wrong_message(x, src, "longer", self._tag)
+            self._refusal = wrong_message(x, src, None, self._tag)
             return
         if (nbytes, number) != (x.nbytes, DTYPE_NUMBERS[x.dtype]):
             self._refusal = wrong_message(x, src, nbytes, self._tag, DTYPES[number])

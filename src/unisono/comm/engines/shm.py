@@ -113,26 +113,16 @@ class ShmEngine(TransportEngine):
 
     # -- collectives ----------------------------------------------------------------------------
 
-    def all_reduce_(
-        self, x: Tensor, op: str, *, async_op: bool, timeout_s: float, root: int = -1
-    ) -> Ticket | None:
-        """See `Engine`; with a `root`, only there."""
-        if self.cause is not None:
-            raise self.unusable()
-        started = self._core.all_reduce(
-            x if async_op else None,
-            timeout_s,
-            x.data_ptr(),
-            x.numel(),
-            DTYPE_NUMBERS[x.dtype],
-            OP_NUMBERS[op],
-            root,
-        )
-        return None if started is None else self._keep(started)
+    def all_reduce_(self, x: Tensor, op: str, **how: Unpack[How]) -> Ticket | None:
+        return self._reduce(x, op, -1, how)
 
     def reduce_(self, x: Tensor, dst: int, op: str, **how: Unpack[How]) -> Ticket | None:
         """See `Engine`; leaves `x` as it is on the other ranks."""
-        return self.all_reduce_(x, op, root=dst, **how)
+        return self._reduce(x, op, dst, how)
+
+    def _reduce(self, x: Tensor, op: str, root: int, how: How) -> Ticket | None:
+        what = x.data_ptr(), x.numel(), DTYPE_NUMBERS[x.dtype], OP_NUMBERS[op]
+        return self._collective(self._core.all_reduce, x, how, *what, root)
 
     def _collective(
         self, call: Callable[..., Any], tensors: object, how: How, *args: object
@@ -160,23 +150,17 @@ class ShmEngine(TransportEngine):
         x: Tensor,
         *,
         alike: int = 0,
-        async_op: bool,
-        timeout_s: float,
+        **how: Unpack[How],
     ) -> Ticket | None:
         """See `Engine`; makes no tensor per block."""
-        if self.cause is not None:
-            raise self.unusable()
         at, rows = out.data_ptr(), out.shape[0]
         each = out.nbytes // rows if rows else 0
         blocks: list[tuple[int, int]] = []
         for length in lengths:
             blocks.append((at, length * each))
             at += length * each
-        dtype = DTYPE_NUMBERS.get(x.dtype, -1)
-        started = self._core.all_gather(
-            (out, x) if async_op else None, timeout_s, blocks, x.data_ptr(), dtype, alike
-        )
-        return None if started is None else self._keep(started)
+        what = blocks, x.data_ptr(), DTYPE_NUMBERS.get(x.dtype, -1)
+        return self._collective(self._core.all_gather, (out, x), how, *what, alike)
 
     def reduce_scatter(
         self, out: Tensor, ins: Blocks, op: str, *, alike: int = 0, **how: Unpack[How]

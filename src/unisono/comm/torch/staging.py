@@ -146,32 +146,24 @@ def check_same_bytes(out: Tensor, x: Tensor, what: str, times: int = 1) -> None:
 
 
 def wrong_message(
-    x: Tensor, sender: int, nbytes: int | str, tag: int, sent: torch.dtype | None = None
+    x: Tensor, sender: int, nbytes: int | None, tag: int, sent: torch.dtype | None = None
 ) -> UnisonoError:
     """Return the error for a message that was to fill `x` and cannot.
 
     Args:
         x: what it was received into.
         sender: world rank that sent it.
-        nbytes: its length; where only is known what is wrong with it, `"longer"` or `"shorter"`.
+        nbytes: its length; None: more than `x` has.
         tag: its tag.
-        sent: its dtype; None where messages carry none.
+        sent: its dtype, where it is known.
     """
-    name = str(x.dtype).removeprefix("torch.")
+    name, sent = str(x.dtype).removeprefix("torch."), sent or x.dtype
     expected = f"{x.numel()} * {x.element_size()} = {x.nbytes} bytes"
-    if isinstance(nbytes, str):
-        amount = "more" if nbytes == "longer" else "less"
-        problem, arithmetic = f"the message is {nbytes}", f"{amount} than {expected}"
-    elif sent is not None and sent != x.dtype:
+    problem, arithmetic = "the message is longer", f"more than {expected}"
+    if nbytes is not None:
         sent_name = str(sent).removeprefix("torch.")
-        count, each = nbytes // sent.itemsize, sent.itemsize
-        problem = f"the message has {count} elements of {sent_name}"
-        arithmetic = f"{sent_name} != {name}; {count} * {each} = {nbytes} bytes, {expected} wanted"
-    else:
-        count, rest = divmod(nbytes, x.element_size())
-        elements = f"not a multiple of {name}" if rest else f"{count} elements of {name}"
-        problem = f"the message has {nbytes} bytes, {elements}"
-        arithmetic = f"{nbytes} != {expected}"
+        problem = f"the message has {nbytes / sent.itemsize:g} elements of {sent_name}"
+        arithmetic = f"{nbytes} != {expected}" if sent == x.dtype else f"{sent_name} != {name}"
     return CollectiveMismatch.because(
         f"recv of {name} {list(x.shape)} (tag {tag}) from rank {sender}",
         problem,

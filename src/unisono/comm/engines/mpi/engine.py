@@ -305,7 +305,7 @@ class MpiEngine(TransportEngine):
         except mpi.Exception as error:
             is_long = error.Get_error_class() == mpi.ERR_TRUNCATE and transfer.peer is not None
             transfer.error = (
-                self._wrong(transfer, "longer") if is_long else self.channel.translated(error)
+                self._wrong(transfer, None) if is_long else self.channel.translated(error)
             )
         else:
             if transfer.is_receive:
@@ -316,7 +316,7 @@ class MpiEngine(TransportEngine):
         transfer.request = None
 
     def _wrong(
-        self, transfer: Transfer, nbytes: int | str, number: int = -1, tag: int | None = None
+        self, transfer: Transfer, nbytes: int | None, number: int = -1, tag: int | None = None
     ) -> UnisonoError:
         """Return the error for a message of another length, dtype or tag; see `wrong_message`."""
         sender = -1 if transfer.peer is None else self.ranks[transfer.peer]
