@@ -33,6 +33,8 @@ CONVOLUTIONS = {(8, 64): 0.7, (16, 256): 0.9}
 REPARTITION_TARGET = 0.5
 STEP_TARGETS = {"MLP": 0.75, "CNN": 0.9}
 Step = Callable[[], object]
+_trained: list[Any] = []
+"""Models that were trained."""
 
 
 def imported(name: str, path: Path | None) -> Any:
@@ -103,6 +105,7 @@ def heat_steps(ht: Any) -> dict[str, Step]:
             model = ht.nn.DataParallel(net, ht.MPI_WORLD, optimizer, blocking)
             name = f"{kind} step{'' if blocking else ', non-blocking'}"
             steps[name] = trained(model, optimizer, x)
+            _trained.append(model)
     return steps
 
 
@@ -164,6 +167,9 @@ def measured(distdl: Path | None, heat: Path | None, quick: bool) -> list[Row]:
             found = take_turns(comm, turns, rounds=rounds, repeats=20)
             case = f"{kind} step, non-blocking, against blocking"
             rows.append(found[", non-blocking"].row(case, found[""], "blocking", 1.0))
+    for model in _trained:
+        # Completes the updates under way: MPI would write to their memory while the process ends.
+        model.eval()
     return rows
 
 
