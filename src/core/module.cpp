@@ -14,6 +14,7 @@
 
 #include <atomic>
 #include <cerrno>
+#include <climits>
 #include <cstdint>
 #include <cstdio>
 #include <cstring>
@@ -46,7 +47,9 @@ bool has(Py_ssize_t given, Py_ssize_t wanted, const char* name) {
 }
 uint8_t* address(PyObject* x) { return static_cast<uint8_t*>(PyLong_AsVoidPtr(x)); }
 size_t bytes(PyObject* x) { return PyLong_AsSize_t(x); }
-int number(PyObject* x) { return static_cast<int>(PyLong_AsLong(x)); }
+int number(PyObject* x) {  // one that is too large stays too large
+  return static_cast<int>(std::clamp<long>(PyLong_AsLong(x), INT_MIN, INT_MAX));
+}
 
 // Whether nothing was raised and `fits`; else a ValueError is raised, unless something was.
 bool expect(bool fits, const char* what) {

@@ -1,4 +1,4 @@
-"""Long random programs of collectives, against arithmetic and against gloo."""
+"""Long random programs of collectives, against arithmetic."""
 
 from __future__ import annotations
 
@@ -8,16 +8,8 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 
 ROUNDS = 2000
-REDUCTIONS = {
-    "sum": dist.ReduceOp.SUM,
-    "product": dist.ReduceOp.PRODUCT,
-    "min": dist.ReduceOp.MIN,
-    "max": dist.ReduceOp.MAX,
-}
 
 
 def block(number, rank, n):
@@ -91,40 +83,3 @@ def test_two_thousand_random_calls_on_three_overlapping_groups(slot_kb, monkeypa
     for at, what, work, is_right in pending:
         work.wait()
         assert is_right(), (at, what)
-
-
-@settings(max_examples=30, deadline=None, suppress_health_check=list(HealthCheck))
-@given(
-    op=st.sampled_from(list(REDUCTIONS)),
-    dtype=st.sampled_from([torch.float32, torch.float64, torch.int32, torch.int64, torch.uint8]),
-    shape=st.lists(st.integers(0, 40), min_size=0, max_size=3),
-    scale=st.sampled_from([1, 60]),
-    seed=st.integers(0, 1000),
-)
-@pytest.mark.ranks([2, 4], backend="shm", timeout=60)
-def test_reductions_equal_those_of_gloo_within_rounding(op, dtype, shape, scale, seed):
-    group = gloo_beside()
-    shape = tuple(shape) + ((scale,) if scale > 1 else ())
-    generator = torch.Generator().manual_seed(seed * 10 + dist.get_rank())
-    x = (torch.randn(shape, generator=generator, dtype=torch.float64) * 3).to(dtype)
-    ours, theirs = x.clone(), x.clone()
-    dist.all_reduce(ours, REDUCTIONS[op])
-    if x.numel():
-        dist.all_reduce(theirs, REDUCTIONS[op], group=group)
-    torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
-    everybody = [torch.empty_like(ours) for _ in range(dist.get_world_size())]
-    dist.all_gather(everybody, ours)
-    assert all(torch.equal(ours, other) for other in everybody)
-
-
-_beside: list = []
-
-
-def gloo_beside():
-    """Return a gloo group of the same ranks, one for all drawn examples."""
-    world = dist.group.WORLD
-    for known, group in _beside:
-        if known is world:
-            return group
-    _beside[:] = [(world, dist.new_group(backend="gloo"))]
-    return _beside[0][1]

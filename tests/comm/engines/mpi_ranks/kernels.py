@@ -50,17 +50,6 @@ def check_large_and_empty_blocks_of_all_moves_whole_and_in_pieces():
         e.channel.chunk_bytes = before
 
 
-def check_a_gather_into_memory_that_lies_otherwise_on_each_rank():
-    """In one piece on rank 0, apart on the others: all must make the same call of MPI."""
-    e = engine()
-    for n in (3, LARGE):
-        outs = [torch.empty(n + 8)[:n] for _ in range(e.size)]
-        if e.rank == 0:
-            outs = list(torch.empty(e.size * n).split(n))
-        e.all_gather(outs, block(e.rank, n), **DEADLINE)
-        assert all(torch.equal(out, block(r, n)) for r, out in enumerate(outs))
-
-
 def check_a_gather_into_a_slice_of_its_own_output():
     e = engine()
     for n in (3, LARGE):
@@ -71,21 +60,6 @@ def check_a_gather_into_a_slice_of_its_own_output():
         assert torch.equal(whole, torch.cat([block(r, n) for r in range(e.size)]))
 
 
-def check_sums_of_small_and_large_tensors():
-    e = engine()
-    for n in (5, LARGE // 4):
-        for dtype in (torch.float32, torch.bfloat16, torch.int64, torch.complex64, torch.bool):
-            blocks = [block(r, n, dtype) for r in range(e.size)]
-            expected = blocks[0].clone()
-            for other in blocks[1:]:
-                expected = expected | other if dtype == torch.bool else expected + other
-            x, y = blocks[e.rank].clone(), blocks[e.rank].clone()
-            e.all_reduce_(x, "sum", **DEADLINE)
-            e.reduce_(y, e.size - 1, "sum", **DEADLINE)
-            assert torch.equal(x, expected)
-            assert torch.equal(y, expected if e.rank == e.size - 1 else blocks[e.rank])
-
-
 def check_a_value_that_is_no_number_wins_on_all_ranks():
     e = engine()
     for op in ("min", "max"):
@@ -93,35 +67,3 @@ def check_a_value_that_is_no_number_wins_on_all_ranks():
             x = torch.full((n,), float("nan") if e.rank == e.size - 1 else float(e.rank))
             e.all_reduce_(x, op, **DEADLINE)
             assert bool(x.isnan().all())
-
-
-def check_calls_with_tickets_of_every_kernel():
-    e = engine()
-    later = {"async_op": True, "timeout_s": 20.0}
-    me, n = e.rank, 1000
-    xs = [block(me, n) for _ in range(3)]
-    outs = [[torch.empty(n) for _ in range(e.size)] for _ in range(3)]
-    out, own = torch.empty(n), torch.empty(n)
-    tickets = [
-        e.all_reduce_(xs[0], "sum", **later),
-        e.reduce_(xs[1], 0, "sum", **later),
-        e.broadcast_(xs[2], 1, **later),
-        e.all_gather(outs[0], block(me, n), **later),
-        e.all_to_all(outs[1], [block(me + q, n) for q in range(e.size)], **later),
-        e.reduce_scatter(out, [block(me + q, n) for q in range(e.size)], "sum", **later),
-        e.gather(outs[2] if me == 0 else None, block(me, n), 0, **later),
-        e.scatter(own, [block(q, n) for q in range(e.size)] if me == 1 else None, 1, **later),
-        e.barrier(**later),
-    ]
-    for ticket in reversed(tickets):
-        ticket.wait(20)
-        assert ticket.done()
-    total = sum(block(r, n) for r in range(e.size))
-    assert torch.equal(xs[0], total)
-    assert torch.equal(xs[1], total if me == 0 else block(me, n))
-    assert torch.equal(xs[2], block(1, n))
-    assert all(torch.equal(y, block(q, n)) for q, y in enumerate(outs[0]))
-    assert all(torch.equal(y, block(q + me, n)) for q, y in enumerate(outs[1]))
-    assert torch.equal(out, sum(block(r + me, n) for r in range(e.size)))
-    assert me != 0 or all(torch.equal(y, block(q, n)) for q, y in enumerate(outs[2]))
-    assert torch.equal(own, block(me, n))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import threading
 import time
-from datetime import timedelta
 from pathlib import Path
 
 import torch
@@ -178,23 +177,6 @@ def check_a_world_that_mpiexec_started_needs_no_address():
         assert float(c.all_reduce(torch.ones(1))) == ALL.size
         stop_world()
     assert mpi.store_for(Environment(kind="mpich", rank=0, size=99), timeout_s=20) is None
-
-
-def check_a_world_made_by_torch_with_ranks_of_its_own():
-    store = mpi.store_of(ALL)
-    dist.init_process_group(
-        "mpi4py",
-        store=store,
-        rank=ALL.size - 1 - ALL.rank,
-        world_size=ALL.size,
-        timeout=timedelta(seconds=20),
-    )
-    x = torch.tensor([ALL.rank])
-    outs = [torch.empty_like(x) for _ in range(ALL.size)]
-    dist.all_gather(outs, x)
-    assert [int(y) for y in outs] == list(reversed(range(ALL.size)))
-    assert Communicator.of(ALL).rank == ALL.rank
-    close_world()
 
 
 def check_the_thread_of_a_group_ends_with_it():

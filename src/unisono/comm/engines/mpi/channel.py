@@ -43,6 +43,8 @@ _YIELD_S_PER_BYTE = 2e-9
 """MPI moves data only inside its calls, so sleep starts when the bytes should have arrived."""
 _FIRST_NAP_S = 20e-6
 _LAST_NAP_S = 200e-6
+_IDLE_S = 1e-3
+"""Seconds between two looks of an idle thread at messages under way."""
 _TEXT_LIMIT = 6000
 """Longer reports, in characters, lose their middle."""
 _LOST = ("ERR_PROC_FAILED", "ERR_PROC_FAILED_PENDING", "ERR_PROC_ABORTED", "ERR_REVOKED")
@@ -309,10 +311,12 @@ class Order:
 
     Args:
         name: name of the thread.
+        idle: what the thread does now and then, once woken; returns whether it is to go on.
     """
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, idle: Callable[[], bool] = lambda: False) -> None:
         self._name = name
+        self._idle = idle
         self._jobs: deque[Job | None] = deque()
         self._latest: Job | None = None
         """The job that was started last."""
@@ -341,13 +345,17 @@ class Order:
         if self._runner == threading.get_ident():
             job.run()
             return job
+        self._latest = job
+        self._jobs.append(job)
+        self.wake()
+        return job
+
+    def wake(self) -> None:
+        """Have the thread look for work; starts it."""
         if self._thread is None:
             self._thread = threading.Thread(target=self._loop, name=self._name, daemon=True)
             self._thread.start()
-        self._latest = job
-        self._jobs.append(job)
         self._bell.release()
-        return job
 
     def latest_for(self, job: Job) -> Job:
         """Return the job that was started last; inside a call, which runs jobs at once, `job`."""
@@ -364,11 +372,14 @@ class Order:
         return not thread.is_alive()
 
     def _loop(self) -> None:
+        rest_s = None
         while True:
-            self._bell.acquire()
+            self._bell.acquire(timeout=rest_s)
             with self._busy:
-                if (job := self._jobs.popleft()) is None:
-                    return
-                self._runner = threading.get_ident()
-                job.run()
-                self._runner = None
+                if self._jobs:
+                    if (job := self._jobs.popleft()) is None:
+                        return
+                    self._runner = threading.get_ident()
+                    job.run()
+                    self._runner = None
+            rest_s = _IDLE_S if self._idle() else None

@@ -4,7 +4,8 @@ Everything travels as bytes, from where it lies, so every dtype does. MPI promis
 additions: ranks exchange their blocks and add them in rank order themselves.
 
 Messages are posted at once, in any order with collectives. MPI matches them by source and tag, in
-the order in which they were posted, and moves them on whenever this process is inside MPI.
+the order in which they were posted, and moves them on whenever this process is inside MPI; the
+group's thread looks after them while no other does.
 """
 
 from __future__ import annotations
@@ -104,7 +105,7 @@ class MpiEngine(TransportEngine):
     ) -> None:
         super().__init__(channel.rank, channel.watch.ranks)
         self.channel = channel
-        self.order = Order(f"unisono-mpi-{name or 'group'}")
+        self.order = Order(f"unisono-mpi-{name or 'group'}", self._has_messages)
         self.is_broken = False
         """Whether something went wrong, so that transfers may be open for ever."""
         self._store = store  # kept: served by this rank perhaps, and needed until all have left
@@ -257,12 +258,15 @@ class MpiEngine(TransportEngine):
         """See `Engine`. Not queued behind collectives."""
         ticket = self._post(sends, recvs, tag)
         if how["async_op"]:
+            self.order.wake()
             return ticket
         ticket.wait(how["timeout_s"])
         return None
 
     def receive_any(self, x: Tensor, tag: int) -> SourceTicket:
-        return self._post([], [(None, x)], tag)
+        ticket = self._post([], [(None, x)], tag)
+        self.order.wake()
+        return ticket
 
     def _post(
         self, sends: Messages, recvs: Sequence[tuple[int | None, Tensor]], tag: int
@@ -295,6 +299,11 @@ class MpiEngine(TransportEngine):
                 self._advance(transfer)
             self._under_way = [t for t in self._under_way if t.request is not None]
         return all(transfer.request is None for transfer in transfers)
+
+    def _has_messages(self) -> bool:
+        """Let messages move on while no thread waits; return whether some are under way."""
+        self.have_ended(())
+        return self.cause is None and bool(self._under_way)
 
     def _advance(self, transfer: Transfer) -> None:
         mpi = self.channel.mpi
