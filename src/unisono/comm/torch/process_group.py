@@ -85,8 +85,7 @@ class TransportProcessGroup(dist.ProcessGroup):
         self._ranks = tuple(ranks)
         self._backend = backend
         self._store = store
-        self._inner: dict[tuple[str, str], dist.ProcessGroup] = {}
-        self._is_coalescing = False
+        self._inner: dict[str, dist.ProcessGroup] = {}
         self._group_name: GroupName | None = None
         self._calls: Performer | None = None
         """How calls are run; made with the first one, when the group has its name."""
@@ -189,17 +188,13 @@ class TransportProcessGroup(dist.ProcessGroup):
         group._set_group_desc(group_desc or f"{self._group_desc}:split:{self._splits}")
         return group
 
-    def inner_group(self, device: torch.device, use: str = "") -> dist.ProcessGroup:
+    def inner_group(self, device: torch.device) -> dist.ProcessGroup:
         """Return the process group of the same ranks for tensors on `device`.
 
         Made when first asked for, of the backend that was named for the device beside this one
         (`cpu:shm,cuda:nccl`), else of the device's own. Some backends connect all ranks then.
-
-        Args:
-            device: where the tensors are.
-            use: a word; each has a group of its own, whose streams do not wait for the others'.
         """
-        group = self._inner.get((device.type, use))
+        group = self._inner.get(device.type)
         if group is None:
             backend = private.backends_of(self).get(device.type) or accelerator.backend(device.type)
             if backend is None or self not in private.known_groups:
@@ -209,27 +204,16 @@ class TransportProcessGroup(dist.ProcessGroup):
                     None,
                     "x.cpu(), or a group of another backend",
                 )
-            name = f"{self.group_name}/{device.type}{use}"
+            name = f"{self.group_name}/{device.type}"
             config, timeout = f"{device.type}:{backend}", self.options._timeout
             group = private.new_group(name, self._ranks, config, timeout, is_listed=False)
-            self._inner[device.type, use] = group
+            self._inner[device.type] = group
         return group
 
-    def message_group(self, device: torch.device, sender: int, receiver: int) -> dist.ProcessGroup:
-        """Return the inner group for a message.
-
-        A stream carries messages out in order. Those that go up the ranks and those that go down
-        have streams of their own, so messages that cross each other pass, also outside a batch.
-        """
-        up, down = self.inner_group(device), self.inner_group(device, " down")  # in one order
-        return down if sender > receiver and not self._is_coalescing else up
-
     def _start_coalescing(self, device: torch.device) -> None:
-        self._is_coalescing = True
         self.inner_group(device)._start_coalescing(device)
 
     def _end_coalescing(self, device: torch.device) -> Work:
-        self._is_coalescing = False
         return self.inner_group(device)._end_coalescing(device)
 
     @property
