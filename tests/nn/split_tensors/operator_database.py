@@ -36,7 +36,7 @@ from unisono import Partition
 from unisono.comm import world
 from unisono.errors import UnisonoError
 from unisono.nn import Split
-from unisono.nn.split_tensors.cuts import SMALLER
+from unisono.nn.split_tensors.tensor import SMALLER
 
 DEADLINE_S = 20.0
 """Silence of all ranks after which they are taken for hung."""

@@ -26,7 +26,7 @@ from unisono.nn.agreement import Table
 from unisono.nn.layers.conv import choose
 from unisono.nn.layers.linear import SubLinear
 from unisono.nn.parameters import Holding
-from unisono.nn.split_tensors.resampling import Taps
+from unisono.nn.split_tensors.windows import Taps
 from unisono.operators import attach
 from unisono.topology import Partition
 from unisono.topology.halo import Box

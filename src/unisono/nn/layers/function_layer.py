@@ -18,9 +18,8 @@ from unisono.errors import PartitionError
 from unisono.nn.agreement import Cuts, Table
 from unisono.nn.planned import PlannedModule
 from unisono.nn.split_tensors.blocks import recut
-from unisono.nn.split_tensors.cuts import Cut, Run
 from unisono.nn.split_tensors.dispatch import by_blocks
-from unisono.nn.split_tensors.tensor import Split, made, mapped
+from unisono.nn.split_tensors.tensor import Cut, Run, Split, made, mapped
 from unisono.topology.decompose import split_sizes
 
 

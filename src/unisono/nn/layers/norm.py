@@ -22,8 +22,7 @@ from unisono.nn.layers.function_layer import FunctionLayer, FunctionPlan
 from unisono.nn.parameters import Weights, check_weights, held_by, nothing, part
 from unisono.nn.planned import check_dims, check_sizes
 from unisono.nn.precision import wide, wide_dtype
-from unisono.nn.split_tensors.cuts import Cut
-from unisono.nn.split_tensors.tensor import made
+from unisono.nn.split_tensors.tensor import Cut, made
 from unisono.nn.state import HoldingModule, current_state_mode
 from unisono.topology import Partition
 from unisono.topology.decompose import block, split_cuts, split_sizes

@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 from unisono.errors import PartitionError
 from unisono.nn.layers.function_layer import FunctionLayer
-from unisono.nn.split_tensors.resampling import MODES, Taps, resampled, taps_of
+from unisono.nn.split_tensors.windows import MODES, Taps, resampled, taps_of
 from unisono.topology import Partition
 from unisono.topology.resample import Resampling
 

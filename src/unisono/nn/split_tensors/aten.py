@@ -8,9 +8,10 @@ along a cut dim runs with the cut moved to another dim; an operator made of othe
 
 from __future__ import annotations
 
+import itertools
 import re
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,14 +22,27 @@ from unisono import torch_private as private
 from unisono.comm import Communicator
 from unisono.errors import UnisonoError
 from unisono.expect import is_integer
-from unisono.nn.split_tensors.blocks import moved, placed, pointwise
-from unisono.nn.split_tensors.cuts import Cut, NeedsWhole, NoRule, Run
+from unisono.nn.split_tensors.blocks import placed, pointwise
 from unisono.nn.split_tensors.dispatch import along_same_axes, applied, by_rule, gather_all
-from unisono.nn.split_tensors.memory import address
-from unisono.nn.split_tensors.preview import described, tensors_in, with_tensors, without_data
-from unisono.nn.split_tensors.rules import RULES, is_pointwise_operator
-from unisono.nn.split_tensors.tensor import CALLS, Split, splits_in, without_cuts
-from unisono.topology.decompose import split_sizes
+from unisono.nn.split_tensors.rules import (
+    RULES,
+    described,
+    is_pointwise_operator,
+    tensors_in,
+    with_tensors,
+    without_data,
+)
+from unisono.nn.split_tensors.tensor import (
+    CALLS,
+    Cut,
+    NeedsWhole,
+    NoRule,
+    Run,
+    Split,
+    address,
+    splits_in,
+    without_cuts,
+)
 from unisono.torch_private import OpOverload
 
 _AUTOGRAD = ("AutogradFunctionality", "AutogradOther", "AutogradNestedTensor", "ADInplaceOrView")
@@ -52,10 +66,10 @@ ALL, ALL_BUT_BATCH = -1, -2
 _LAST_DIMS: dict[str, tuple[int, ...]] = {
     **dict.fromkeys("one_hot polar complex view_as_real linalg_vander isreal".split(), (0,)),  # noqa: SIM905
     "bucketize": (0, ALL), "isin": (0, ALL), "embedding": (ALL, 0), "take": (ALL, 0),
-    "searchsorted": (1, 1), "view_as_complex": (1,), "diag_embed": (1,),
+    "searchsorted": (1, 1), "view_as_complex": (1,),
     "bilinear": (1, 1, ALL, ALL), "stft": (1, ALL),
     **dict.fromkeys(
-        """tril triu cholesky cholesky_inverse cholesky_solve inverse det logdet slogdet svd qr
+        """cholesky cholesky_inverse cholesky_solve inverse det logdet slogdet svd qr
         geqrf triangular_solve matrix_exp matrix_power pinverse cdist _cdist_forward nuclear_norm
         col2im
         matrix_H""".split(),  # noqa: SIM905
@@ -64,7 +78,7 @@ _LAST_DIMS: dict[str, tuple[int, ...]] = {
     "orgqr": (2, 1), "ormqr": (2, 1, 2), "linalg_householder_product": (2, 1),
     "lu_solve": (2, 2, 1), "linalg_lu_solve": (2, 1, 2),
     "linalg_ldl_solve": (2, 1, 2), "linalg_pinv": (2, 0, 0), "linalg_matrix_rank": (2, 0, 0),
-    "im2col": (3,), "pixel_shuffle": (3,), "pixel_unshuffle": (3,),
+    "im2col": (3,),
     "fractional_max_pool2d": (2, 1), "fractional_max_pool3d": (3, 1),
     **dict.fromkeys(["grid_sampler", "grid_sampler_2d", "grid_sampler_3d"], (ALL_BUT_BATCH,)),
 }  # fmt: skip
@@ -84,11 +98,6 @@ _FURTHER: dict[str, tuple[int, ...]] = {
     "linalg_solve_triangular": (1,), "triangular_solve": (0,),
 }  # fmt: skip
 """Tensors of which the last dim is beside the others': columns of right sides, or of a table."""
-_DECOMPOSED = frozenset(
-    """index_fill block_diag _softmax_backward_data nll_loss_forward
-    nll_loss2d_forward multi_margin_loss multilabel_margin_loss_forward""".split()  # noqa: SIM905
-)
-"""Operators that torch's own decompositions write with others, rather than gathering for them."""
 
 _PLACED_BY_DATA = re.compile("index|gather|scatter|take|embedding|one_hot")
 """Operators that raise for some data: on a CPU, kernels look whether an index is in range."""
@@ -271,38 +280,36 @@ def _places(
     return _PLACES[key]
 
 
-def _on_blocks(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Run an operator on blocks, along dims on which it does not act."""
+def _on_blocks(op: OpOverload, *args: Any, **kwargs: Any) -> Any:
+    """Run an operator on blocks, along dims on which it does not act.
+
+    Raises:
+        NeedsWhole: it acts along a dim that is cut.
+    """
     if torch.Tag.nondeterministic_seeded in op.tags:
         raise NoRule(f"{_name(op)} draws for whole tensors")
     operands = _operands(op, _bound(op, args, kwargs))
     run = next(x.run for x in splits_in((args, kwargs)))
     layout: dict[int, Cut] = {}
-    stray: list[tuple[_Operand, int, Cut]] = []
+    places: dict[int, tuple[int | None, ...]] = {}
+    along: list[tuple[Split, int, _Operand]] = []
     for operand in operands:
         x = operand.tensor
         for dim, cut in x.cuts.items() if isinstance(x, Split) else ():
             if any(cut.comm == other.comm for other in layout.values()):
                 continue
-            if dim in operand.batch and operand.batch.index(dim) not in layout:
-                layout[operand.batch.index(dim)] = cut
+            label = operand.batch.index(dim) if dim in operand.batch else -1
+            found = None
+            if label >= 0 and label not in layout:
+                found = _places(op, args, kwargs, operands, label)
+            if found is None:
+                along.append((x, dim, operand))
             else:
-                stray.append((operand, dim, cut))
-    places = {
-        label: found
-        for label in layout
-        if (found := _places(op, args, kwargs, operands, label)) is not None
-    }
-    if len(places) < len(layout):
-        raise NoRule(f"{_name(op)} acts along the cut")
-    for operand, _, cut in stray:
-        if any(cut.comm == other.comm for other in layout.values()):
-            continue
-        if op._schema.is_mutable:
-            raise NoRule("changed in place along the cut")
-        label, places[label] = _other_label(op, args, kwargs, operands, operand, cut, layout)
-        length = max(x.length(label) for x in operands)
-        layout[label] = Cut(split_sizes(length, cut.comm.size), cut.comm, joins=cut.joins)
+                layout[label], places[label] = cut, found
+    for x, dim, operand in along:
+        if all(x.cuts[dim].comm != other.comm for other in layout.values()):
+            acted = {d for d in range(x.ndim) if d not in operand.batch}
+            raise NeedsWhole(dim, f"{_name(op)} acts along the cut", x, acted)
     blocks = {id(x.tensor): _block(x, layout, run) for x in operands}
     call = with_tensors((args, kwargs), lambda x: blocks[id(x)])
     target = args[0] if op._schema.is_mutable else None
@@ -316,12 +323,12 @@ def _on_blocks(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
         result = op(*call[0], **call[1])
     if target is not None:
         return target
-    made = iter(range(len(list(tensors_in(result)))))
+    made = itertools.count()
 
     def whole(local: Tensor) -> Tensor:
         i = next(made)
         cuts = {d: layout[label] for label, of in places.items() if (d := of[i]) is not None}
-        return _moved_back(Split(local, cuts, run), stray, operands[0]) if cuts else local
+        return Split(local, cuts, run) if cuts else local
 
     return with_tensors(result, whole)
 
@@ -355,49 +362,6 @@ def _block(x: _Operand, layout: Mapping[int, Cut], run: Run) -> Tensor:
         else:
             cuts[dim] = cut
     return placed(x.tensor, cuts, rest, run)
-
-
-def _other_label(
-    op: OpOverload,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    operands: Sequence[_Operand],
-    operand: _Operand,
-    cut: Cut,
-    layout: Mapping[int, Cut],
-) -> tuple[int, tuple[int | None, ...]]:
-    """Return a dim that can be cut instead of one that the operator acts along.
-
-    It may be one of another tensor, if that is larger: this one is then whole on all ranks.
-    """
-    ranks = cut.comm.size
-
-    def fits(label: int) -> bool:
-        long = [x for x in operands if x.length(label) >= ranks]
-        return any(x is operand or x.tensor.numel() > operand.tensor.numel() for x in long)
-
-    labels = [i for i in range(max(len(x.batch) for x in operands)) if i not in layout and fits(i)]
-    lengths = {i: max(x.length(i) for x in operands) for i in labels}
-    for label in sorted(
-        labels, key=lambda i: (operand.length(i) < ranks, lengths[i] % ranks != 0, -i)
-    ):
-        places = _places(op, args, kwargs, operands, label)
-        if places is not None and any(d is not None for d in places):
-            return label, places
-    raise NoRule(f"{_name(op)} acts along the cut, and no other dim can be cut instead")
-
-
-def _moved_back(y: Split, stray: Sequence[tuple[_Operand, int, Cut]], lead: _Operand) -> Split:
-    """Return a result with cuts where the arguments have them, as far as it has these dims."""
-    for operand, dim, cut in stray:
-        here = [d for d, other in y.cuts.items() if other.comm == cut.comm]
-        is_alike = operand.tensor is lead.tensor and y.ndim == lead.tensor.ndim
-        if not is_alike or not here or dim in y.cuts or y.shape[dim] < cut.comm.size:
-            continue
-        is_same = y.shape[dim] == sum(cut.sizes)
-        sizes = cut.sizes if is_same else split_sizes(y.shape[dim], cut.comm.size)
-        y = moved(y, here[0], dim, sizes)
-    return y
 
 
 # -- from a function to its operators -------------------------------------------------------------
@@ -515,31 +479,38 @@ def _by_operator(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) 
         raise NoRule("a change of its shape in place")
     if changes and not _may_change(args[0] if args else None):
         raise NoRule(f"{name} of a part of a split tensor")
+    if op.namespace == "prims":
+        raise NoRule("a decomposition into operators without derivatives")
     args, kwargs = along_same_axes(_WAY.name, args, kwargs)
     if next(splits_in((args, kwargs)), None) is None:
         return op(*args, **kwargs)
-    needs_whole = False  # not the exception: its frames would keep tensors alive
+    how = RULES.get(name) or RULES.get(name.removesuffix("_copy"))
+    call = op, _WAY.name, args, kwargs
+    ways: list[Callable[[], Any]] = []
+    if how is not None:
+        ways.append(lambda: applied(how, op.overloadpacket, args, kwargs))
+    elif is_pointwise_operator(op) or _is_special(op, name):
+        ways.append(lambda: pointwise(op, *args, **kwargs))
+    ways.append(lambda: _on_blocks(op, *args, **kwargs))
+    if how is not None:
+        ways.append(lambda: by_rule(how, op.overloadpacket, *call[1:]))
+    # Of zeros, the second derivative of what linalg_norm consists of is not that of a vector's.
+    elif name != "linalg_norm" and private.has_kernel(op.name(), "CompositeImplicitAutograd"):
+        parts = private.kernel_of(op, "CompositeImplicitAutograd")
+        ways.append(lambda: through_aten(parts, *call[1:], _WAY.changed))
+    if not changes:
+        ways.append(lambda: by_rule(_on_blocks, *call, may_gather=False))
+        if torch.Tag.nondeterministic_seeded not in op.tags:
+            ways.append(lambda: _decomposed(op, args, kwargs))
+        ways.append(lambda: by_rule(_on_blocks, *call))
     reason = f"no rule for {name}"
-    for attempt in _attempts(op, name):
+    for way in ways:
         try:
-            return attempt(op, args, kwargs)
-        except NoRule as no:
+            return way()
+        except (NoRule, NeedsWhole) as no:
             reason = str(no)
-        except NeedsWhole as whole:
-            needs_whole, reason = True, str(whole)
-    if needs_whole and name in RULES:
-        try:
-            return by_rule(RULES[name], op.overloadpacket, _WAY.name, args, kwargs)
-        except NoRule as no:
-            reason = str(no)
-    elif name != "linalg_norm" and private.has_kernel(
-        op.name(), "CompositeImplicitAutograd"
-    ):  # of zeros, its second derivative is not that of the norm of a vector
-        return _taken_apart(op, args, kwargs)
     if changes:
         raise NoRule(reason)
-    if name in _DECOMPOSED and (parts := private.decomposition_of(op)) is not None:
-        return through_aten(parts, _WAY.name, args, kwargs, _WAY.changed)
     return gather_all(op, _WAY.name, reason, args, kwargs, ())
 
 
@@ -550,23 +521,16 @@ def _may_change(x: Any) -> bool:
     return address(x.local) not in _WAY.memory and x.memory is None and x.local._base is None
 
 
-def _attempts(op: OpOverload, name: str) -> Iterator[Callable[..., Any]]:
-    how = RULES.get(name) or RULES.get(name.removesuffix("_copy"))
-    if how is not None:
-        yield lambda op, args, kwargs: applied(how, op.overloadpacket, args, kwargs)
-    elif is_pointwise_operator(op) or _is_special(op, name):
-        yield lambda op, args, kwargs: pointwise(op, *args, **kwargs)
-    yield _on_blocks
-
-
 def _is_special(op: OpOverload, name: str) -> bool:
     """Whether it is a special function of points: torch tags few of them."""
     return name.startswith("special_") and all(a.name != "dim" for a in op._schema.arguments)
 
 
-def _taken_apart(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Return what the operators make of which this one consists."""
-    parts = private.kernel_of(op, "CompositeImplicitAutograd")
+def _decomposed(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Return what other operators make of the arguments, as torch writes this one with them."""
+    parts = private.decomposition_of(op)
+    if parts is None:
+        raise NoRule(f"no rule for {_name(op)}")
     return through_aten(parts, _WAY.name, args, kwargs, _WAY.changed)
 
 

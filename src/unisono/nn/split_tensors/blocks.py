@@ -12,10 +12,17 @@ import torch
 from torch import Tensor
 
 from unisono.comm import Communicator
-from unisono.nn.split_tensors.cuts import SMALLER, Cut, NeedsWhole, NoRule, Run, resized
-from unisono.nn.split_tensors.preview import with_tensors
-from unisono.nn.split_tensors.rules import is_inplace
-from unisono.nn.split_tensors.tensor import Split, splits_in
+from unisono.nn.split_tensors.rules import is_inplace, with_tensors
+from unisono.nn.split_tensors.tensor import (
+    SMALLER,
+    Cut,
+    NeedsWhole,
+    NoRule,
+    Run,
+    Split,
+    resized,
+    splits_in,
+)
 from unisono.operators import concat_replicated, copy, move_cut, slice_replicated
 from unisono.operators.halo import HaloExchangeMap, HaloOnGroup
 from unisono.topology import HaloPlan, Segment

@@ -16,27 +16,27 @@ from torch import Tensor
 
 from unisono.errors import UnisonoError
 from unisono.nn.split_tensors.blocks import joined, joined_cuts, moved, own_copy, parted_cut, sliced
-from unisono.nn.split_tensors.cuts import NeedsWhole, NoRule
-from unisono.nn.split_tensors.memory import address
-from unisono.nn.split_tensors.preview import (
+from unisono.nn.split_tensors.rules import (
+    FUNCTIONS,
+    OF_MEMORY,
     UNKNOWN,
+    Function,
     Preview,
+    Rule,
     Shown,
+    is_inplace,
+    known_function,
     previewed,
     tensors_in,
     with_tensors,
 )
-from unisono.nn.split_tensors.rules import (
-    FUNCTIONS,
-    OF_MEMORY,
-    Function,
-    Rule,
-    is_inplace,
-    known_function,
-)
 from unisono.nn.split_tensors.tensor import (
     CALLS,
+    SMALLER,
+    NeedsWhole,
+    NoRule,
     Split,
+    address,
     in_memory_of,
     made,
     mapped,
@@ -138,7 +138,12 @@ def _dispatch(
         changed = tensors[:1]
     for x in changed:
         refuse_change(x)
-    is_first = not changed or (len(changed) == 1 and changed[0] is (args or (None,))[0])
+    # Running statistics are changed by the rule itself.
+    is_first = (
+        not changed
+        or name == "instance_norm"
+        or (len(changed) == 1 and changed[0] is (args or (None,))[0])
+    )
     ways: list[Callable[[], Any]] = []
     if is_cut and is_first and kwargs.get("out") is None:
         if function.how is not None:
@@ -164,9 +169,19 @@ def _dispatch(
 
 
 def by_rule(
-    how: Rule, func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
+    how: Rule,
+    func: Callable[..., Any],
+    name: str,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    *,
+    may_gather: bool = True,
 ) -> Any:
-    """Return what the rule of a function makes of its arguments."""
+    """Return what the rule of a function makes of its arguments; move cuts that are in its way.
+
+    Raises:
+        NoRule: it does not take them, or something would have to be gathered that must not be.
+    """
     args, kwargs = along_same_axes(name, args, kwargs)
     needed = set[int]()
     while True:
@@ -175,8 +190,8 @@ def by_rule(
         except NeedsWhole as need:
             if is_inplace(name):
                 raise NoRule(str(need)) from need
-            needed.add(need.dim)
-            args, kwargs = _with_whole(name, need, needed, args, kwargs)
+            needed.update([need.dim, *need.also])
+            args, kwargs = _with_whole(name, need, needed, args, kwargs, may_gather)
             if next(splits_in((args, kwargs)), None) is None:
                 return func(*args, **kwargs)
 
@@ -326,29 +341,39 @@ def _binds(how: Rule, func: Callable[..., Any], args: Any, kwargs: Any) -> bool:
 
 
 def _with_whole(
-    name: str, need: NeedsWhole, needed: set[int], args: tuple[Any, ...], kwargs: dict[str, Any]
+    name: str,
+    need: NeedsWhole,
+    needed: set[int],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    may_gather: bool,
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return arguments, the first that is cut along a dim with that dim whole.
+    """Return arguments, one that is cut along a dim with that dim whole.
 
     Another dim is cut instead, unless the rule has `needed` it whole, too; else it is gathered.
     Layers, which keep empty blocks, return what is cut like their input.
     """
-    first = next((x for x in splits_in((args, kwargs)) if need.dim in x.cuts), None)
-    if first is None:  # one that the rule has cut itself
+    x = need.of or next((x for x in splits_in((args, kwargs)) if need.dim in x.cuts), None)
+    if x is None:  # one that the rule has cut itself
         raise NoRule(str(need))
-    ranks = first.cuts[need.dim].comm.size
-    others = [
-        d
-        for d, n in enumerate(first.shape)
-        if d not in first.cuts and d not in needed and n >= ranks
-    ]
-    if others and not first.run.keeps_empty:
-        to = min(others, key=lambda d: first.shape[d] % ranks != 0)
-        whole: Tensor = moved(first, need.dim, to, split_sizes(first.shape[to], ranks))
+    ranks = x.cuts[need.dim].comm.size
+    others = [d for d, n in enumerate(x.shape) if d not in {*x.cuts, *needed} and n >= ranks]
+    if others and not x.run.keeps_empty:
+        to = min(others, key=lambda d: x.shape[d] % ranks != 0)
+        whole: Tensor = moved(x, need.dim, to, split_sizes(x.shape[to], ranks))
+    elif may_gather or _is_smaller(x, (args, kwargs)):
+        x.run.note(name, SMALLER if _is_smaller(x, (args, kwargs)) else str(need), x)
+        whole = joined(x, [need.dim])
     else:
-        first.run.note(name, str(need), first)
-        whole = joined(first, [need.dim])
-    return mapped(lambda x: whole if x is first else x, (args, kwargs))
+        raise NoRule(str(need))
+    return mapped(lambda y: whole if y is x else y, (args, kwargs))
+
+
+def _is_smaller(x: Split, values: Any) -> bool:
+    """Whether all ranks have a larger tensor whole: then this one may be whole, too."""
+    return any(
+        y.numel() > x.numel() for y in tensors_in(values) if not (isinstance(y, Split) and y.cuts)
+    )
 
 
 # -- what has no rule -----------------------------------------------------------------------------
@@ -370,7 +395,7 @@ def gather_all(
     splits = {id(x): x for x in splits_in((args, kwargs))}
     for x in splits.values():
         if x.cuts:
-            x.run.note(name, reason, x)
+            x.run.note(name, SMALLER if _is_smaller(x, (args, kwargs)) else reason, x)
     wholes = {key: joined(x, x.cuts) for key, x in splits.items()}
     if name.startswith("embedding"):
         wholes = {key: _DenseGradient.apply(whole) for key, whole in wholes.items()}

@@ -15,10 +15,9 @@ from unisono.comm import Communicator
 from unisono.errors import UnisonoError
 from unisono.nn.precision import as_autocast, is_plain, wide
 from unisono.nn.split_tensors.blocks import fitted, placed, recut
-from unisono.nn.split_tensors.cuts import Cut, NeedsWhole, NoRule
 from unisono.nn.split_tensors.reductions import added
 from unisono.nn.split_tensors.rules import rule
-from unisono.nn.split_tensors.tensor import Split, like, without_runs
+from unisono.nn.split_tensors.tensor import Cut, NeedsWhole, NoRule, Split, like
 from unisono.operators import all_gather, all_sum_reduce
 from unisono.operators.gradients import summed_gradients
 from unisono.operators.linear import identity, slopes
@@ -279,13 +278,8 @@ def _per_channel(x: Split, *affine: Tensor | None) -> Affine:
     return weight, bias
 
 
-def _with_statistics(
-    func: Callable[..., Any],
-    x: Tensor,
-    running: Sequence[Tensor | None],
-    affine: Sequence[Tensor | None] = (),
-) -> Split:
-    """Return the input of a norm, if its running statistics can be written."""
+def _with_running(func: Callable[..., Any], x: Tensor, *running: Tensor | None) -> Split:
+    """Return the input of a norm; raise if no rank could write the running statistics."""
     channels = x.cuts.get(1) if isinstance(x, Split) else None
     for t in running:
         cuts = t.cuts if isinstance(t, Split) else {}
@@ -297,19 +291,9 @@ def _with_statistics(
                 None,
                 "running_mean.whole(), running_var.whole() before the call",
             )
-    return _lead(x, *affine)
-
-
-def _lead(x: Tensor, *affine: Tensor | None, over_last: bool = False) -> Split:
-    """Return the input of a norm; one that all ranks have is cut like scale and shift."""
-    if isinstance(x, Split):
-        return x
-    first = next((t for t in affine if isinstance(t, Split)), None)
-    if first is None:
+    if not isinstance(x, Split):
         raise NoRule("a replicated tensor first")
-    at = x.ndim - first.ndim if over_last else 1
-    cuts = {at + dim: without_runs(first, dim) for dim in first.cuts}
-    return Split(placed(x, cuts, (), first.run), cuts, first.run)
+    return x
 
 
 def _by_running(
@@ -364,7 +348,7 @@ def _native_batch_norm(
     *args: Any,
 ) -> Any:
     """Gather what torch changes without a word, unless that is split."""
-    _with_statistics(func, input, [x for x in args[:2] if isinstance(x, Tensor)])
+    _with_running(func, input, *[x for x in args[:2] if isinstance(x, Tensor)])
     raise NoRule("no rule")
 
 
@@ -381,7 +365,7 @@ def _batch_norm(
     eps: float = 1e-5,
 ) -> Tensor:
     running = running_mean, running_var
-    x = _with_statistics(func, input, running, (weight, bias))
+    x = _with_running(func, input, *running)
     if not training:
         affine = _per_channel(x, weight, bias)
         return _by_running(func, x, running, affine, False, momentum, eps)
@@ -420,7 +404,7 @@ def _instance_norm(
     eps: float = 1e-5,
 ) -> Tensor:
     running = running_mean, running_var
-    x = _with_statistics(func, input, running, (weight, bias))
+    x = _with_running(func, input, *running)
     affine = _per_channel(x, weight, bias)
     if not use_input_stats:
         return _by_running(func, x, running, affine, False, momentum, eps)
@@ -442,13 +426,13 @@ def _instance_norm(
 @rule("group_norm")
 def _group_norm(
     func: Callable[..., Any],
-    input: Tensor,
+    input: Split,
     num_groups: int,
     weight: Tensor | None = None,
     bias: Tensor | None = None,
     eps: float = 1e-5,
 ) -> Tensor:
-    x = _lead(input, weight, bias)
+    x = input
     channels = _channels(x)
     width = max(x.shape[1] // max(num_groups, 1), 1)
     if channels is not None and any(bound % width for bound in channels.bounds):
@@ -487,13 +471,13 @@ def _over_last(
 @rule("layer_norm")
 def _layer_norm(
     func: Callable[..., Any],
-    input: Tensor,
+    input: Split,
     normalized_shape: Sequence[int],
     weight: Tensor | None = None,
     bias: Tensor | None = None,
     eps: float = 1e-5,
 ) -> Tensor:
-    x = _lead(input, weight, bias, over_last=True)
+    x = input
     over, affine = _over_last(x, normalized_shape, weight, bias)
     if over.comm is None:
         return like(x, func(x.local, normalized_shape, *affine, eps))

@@ -13,10 +13,9 @@ from unisono.accelerator import is_accelerator
 from unisono.errors import PartitionError, UnisonoError
 from unisono.nn.precision import sum_dtype, wide
 from unisono.nn.split_tensors.blocks import Layout, fitted, layout_of, own_copy, pointwise, sliced
-from unisono.nn.split_tensors.cuts import Cut, NeedsWhole, NoRule, Run
 from unisono.nn.split_tensors.reductions import added, reduced
 from unisono.nn.split_tensors.rules import NOT_PREVIEWED, QUERIES, RULES, rule
-from unisono.nn.split_tensors.tensor import Split, like, mapped
+from unisono.nn.split_tensors.tensor import Cut, NeedsWhole, NoRule, Run, Split, like, mapped
 from unisono.operators import sum_to_replicated
 
 _SHOWN_BY_WRAPPER = """shape ndim dtype device layout is_sparse is_quantized is_meta is_cuda is_cpu
@@ -206,15 +205,6 @@ def _drawn(func: Callable[..., Any], input: Split, *args: Any, **kwargs: Any) ->
         input.local.copy_(drawn)
         return input
     return like(input, drawn.contiguous())
-
-
-@rule("tril", "triu")
-def _triangle(func: Callable[..., Any], input: Split, diagonal: int = 0) -> Tensor:
-    """Keep a triangle of the last two dims; where it lies follows from the shape alone."""
-    if not any(d in input.cuts for d in (input.ndim - 2, input.ndim - 1)):
-        raise NoRule("not along the cut")
-    ones = torch.ones(input.shape[-2:], dtype=torch.bool, device=input.device)
-    return pointwise(torch.where, func(ones, diagonal), input, input.local.new_zeros(()))
 
 
 # -- losses ---------------------------------------------------------------------------------------

@@ -7,8 +7,9 @@ the layers make a `PoolPlan` from the cuts of the input and let it pool the own 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -18,10 +19,14 @@ from torch.nn import functional as F
 from unisono import torch_private as private
 from unisono.accelerator import copied_once
 from unisono.comm import Communicator
+from unisono.comm.groups import when_forgotten
 from unisono.nn.precision import is_plain
+from unisono.nn.split_tensors.rules import rule
+from unisono.nn.split_tensors.tensor import Cut, Cuts, Grid, Split, like
+from unisono.nn.split_tensors.windows import cut_space, where
 from unisono.operators.halo import HaloExchangeMap, HaloOnGroup
 from unisono.topology import halo
-from unisono.topology.window import output_length, pool_counts
+from unisono.topology.window import check_pool, output_length, per_dim, pool_counts
 
 
 class Pool(torch.autograd.Function):
@@ -233,3 +238,83 @@ def pool_plan(
             )
         ),
     )
+
+
+# -- the rules -----------------------------------------------------------------------------------
+
+
+@rule("max_pool1d", "max_pool2d", "max_pool3d", "max_pool1d_with_indices",
+      "max_pool2d_with_indices", "max_pool3d_with_indices")  # fmt: skip
+def _max_pool(
+    func: Callable[..., Any],
+    input: Split,
+    kernel_size: Any,
+    stride: Any = None,
+    padding: Any = 0,
+    dilation: Any = 1,
+    ceil_mode: bool = False,
+    return_indices: bool = False,
+) -> Any:
+    wants_indices = return_indices or func.__name__.endswith("indices")
+    numbers = _pool_numbers(func, kernel_size, stride, padding, dilation)
+    y, indices = _pooled(input, PoolNumbers(*numbers, ceil_mode, is_mean=False), wants_indices)
+    return (y, indices) if wants_indices else y
+
+
+@rule("avg_pool1d", "avg_pool2d", "avg_pool3d")
+def _avg_pool(
+    func: Callable[..., Any],
+    input: Split,
+    kernel_size: Any,
+    stride: Any = None,
+    padding: Any = 0,
+    ceil_mode: bool = False,
+    count_include_pad: bool = True,
+    divisor_override: int | None = None,
+) -> Tensor:
+    numbers = _pool_numbers(func, kernel_size, stride, padding, 1)
+    means = ceil_mode, True, count_include_pad, divisor_override
+    return _pooled(input, PoolNumbers(*numbers, *means))[0]
+
+
+def _pool_numbers(
+    func: Callable[..., Any], kernel_size: Any, stride: Any, padding: Any, dilation: Any
+) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
+    """Return kernel, stride, padding and dilation of each dim."""
+    count = int(func.__name__[8])
+    kernel = per_dim(kernel_size, count, "kernel_size")
+    steps = kernel if stride in (None, [], ()) else per_dim(stride, count, "stride")
+    pads, spread = per_dim(padding, count, "padding"), per_dim(dilation, count, "dilation")
+    for k, p, d in zip(kernel, pads, spread, strict=True):
+        check_pool(k, p, d)
+    return kernel, steps, pads, spread
+
+
+def _pooled(x: Split, numbers: PoolNumbers, wants_indices: bool = False) -> tuple[Tensor, Any]:
+    count = len(numbers.kernel)
+    cuts, plan = _pool_plan(x.local.shape, *where(x, count), numbers, x.dtype)
+    is_single = x.ndim == count + 1
+    local = x.local[None] if is_single else x.local
+    y, indices = plan.pooled(local, wants_indices=wants_indices)
+    results = [like(x, t[0] if is_single else t, cuts) for t in (y, indices) if t is not None]
+    return results[0], results[-1]
+
+
+@lru_cache(4096)
+def _pool_plan(
+    shape: Sequence[int],
+    cuts: tuple[tuple[int, Cut], ...],
+    places: tuple[int, ...],
+    grid: Grid | None,
+    keeps_empty: bool,
+    numbers: PoolNumbers,
+    dtype: torch.dtype,
+) -> tuple[Cuts, PoolPlan]:
+    """Return how the result is cut, and the plan; see `_conv_plan`."""
+    count = len(numbers.kernel)
+    bounds, index, later = cut_space(shape, cuts, places, keeps_empty, count, numbers.length)
+    comm, ranks = grid or (cuts[0][1].comm, None)
+    return later, pool_plan(bounds, index, comm, ranks, numbers, dtype)
+
+
+when_forgotten(_pool_plan.cache_clear)

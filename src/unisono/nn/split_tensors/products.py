@@ -9,7 +9,6 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from unisono import torch_private as private
@@ -27,11 +26,10 @@ from unisono.nn.split_tensors.blocks import (
     sliced,
     unrolled,
 )
-from unisono.nn.split_tensors.cuts import Cut, NoRule
-from unisono.nn.split_tensors.dispatch import call, gather_all
+from unisono.nn.split_tensors.dispatch import call
 from unisono.nn.split_tensors.reductions import added
 from unisono.nn.split_tensors.rules import rule
-from unisono.nn.split_tensors.tensor import Split, like
+from unisono.nn.split_tensors.tensor import Cut, NoRule, Split, like
 from unisono.operators import all_gather
 from unisono.topology.decompose import split_sizes
 
@@ -156,57 +154,6 @@ def _matmul(func: Callable[..., Any], input: Tensor, other: Tensor) -> Tensor:
     return contracted([f"{first}xy", f"{second}yz"], f"{batch}xz", [a, b], torch.matmul)
 
 
-@rule("dot", "vdot")
-def _dot(func: Callable[..., Any], input: Tensor, other: Tensor) -> Tensor:
-    first = call(torch.conj, input) if func.__name__ == "vdot" else input
-    return call(torch.sum, call(torch.mul, first, other))
-
-
-@rule("mv")
-def _vector_product(func: Callable[..., Any], input: Tensor, vec: Tensor) -> Tensor:
-    column = call(torch.unsqueeze, vec, 1)
-    return call(torch.squeeze, contracted(["xy", "yz"], "xz", [input, column], torch.mm), 1)
-
-
-@rule("addr")
-def _add_outer(
-    func: Callable[..., Any], input: Tensor, a: Tensor, b: Tensor, *, beta: float = 1,
-    alpha: float = 1,
-) -> Tensor:  # fmt: skip
-    column, row = call(torch.unsqueeze, a, 1), call(torch.unsqueeze, b, 0)
-    return _add_product(func, input, column, row, beta=beta, alpha=alpha)
-
-
-@rule("addbmm")
-def _add_sum(
-    func: Callable[..., Any], input: Tensor, a: Tensor, b: Tensor, *, beta: float = 1,
-    alpha: float = 1,
-) -> Tensor:  # fmt: skip
-    return _added(input, call(torch.sum, call(torch.bmm, a, b), 0), beta, alpha)
-
-
-@rule("baddbmm", "addmm", "addmv")
-def _add_product(
-    func: Callable[..., Any],
-    input: Tensor,
-    a: Tensor,
-    b: Tensor,
-    *,
-    beta: float = 1,
-    alpha: float = 1,
-) -> Tensor:
-    return _added(input, call(torch.matmul, a, b), beta, alpha)
-
-
-def _added(input: Tensor, product: Tensor, beta: float, alpha: float) -> Tensor:
-    if beta == 0:
-        raise NoRule("a term that is left out")
-    product = call(torch.mul, product, alpha)
-    if torch.broadcast_shapes(input.shape, product.shape) != product.shape:
-        raise NoRule("sizes that do not fit")
-    return call(torch.add, call(torch.mul, input, beta), product)
-
-
 @rule("einsum")
 def _einsum(func: Callable[..., Any], equation: str, *operands: Any) -> Tensor:
     items = (
@@ -223,38 +170,6 @@ def _einsum(func: Callable[..., Any], equation: str, *operands: Any) -> Tensor:
         raise NoRule("a diagonal")
     names = [_apart(name, x) for name, x in zip(names, items, strict=True)]
     return contracted(names, out, items, lambda *blocks: func(spelled, *blocks))
-
-
-@rule("bilinear")
-def _bilinear(
-    func: Callable[..., Any], x: Tensor, other: Tensor, weight: Tensor, bias: Tensor | None = None
-) -> Tensor:
-    batch = "abcdefghijklm"[: x.ndim - 1]
-    equation = f"{batch}x,{batch}y,zxy->{batch}z"
-    y = _einsum(torch.einsum, equation, x, other, weight)
-    return y if bias is None else call(torch.add, y, bias)
-
-
-@rule("linear_cross_entropy")
-def _linear_cross_entropy(
-    func: Callable[..., Any],
-    input: Tensor,
-    linear_weight: Tensor,
-    target: Tensor,
-    *,
-    linear_bias: Tensor | None = None,
-    ignore_index: int | None = None,
-    options: Any = None,
-    **loss: Any,
-) -> Tensor:
-    """Keep the logits of own points; chunks of them are not needed where they are cut."""
-    if linear_weight.ndim != 2:
-        args = input, linear_weight, target
-        more = {"linear_bias": linear_bias, "ignore_index": ignore_index, "options": options}
-        return gather_all(func, func.__name__, "features of several dims", args, more | loss, ())
-    logits = call(F.linear, input, linear_weight, linear_bias)
-    ignored = {} if ignore_index is None else {"ignore_index": ignore_index}
-    return call(F.cross_entropy, logits, target, **ignored, **loss)
 
 
 # -- recurrent layers -----------------------------------------------------------------------------
@@ -306,47 +221,22 @@ def _shares(length: int, ranks: int) -> tuple[int, ...]:
 # -- spectra --------------------------------------------------------------------------------------
 
 
-def _dims_apart(x: Split, dim: Sequence[int]) -> tuple[list[int], list[int]]:
-    """Return dims of a transform that are whole, and those that are cut."""
-    dims = [d % x.ndim for d in dim]
-    apart = [d for d in dims if d not in x.cuts], [d for d in dims if d in x.cuts]
-    if len(dims) < 2 or not apart[1]:
-        raise NoRule("one dim at a time")
-    return apart
-
-
-@rule("_fft_c2c")
+@rule("_fft_c2c", "_fft_r2c", "_fft_c2r")
 def _transform(
-    func: Callable[..., Any], input: Split, dim: Sequence[int], normalization: int, forward: bool
+    func: Callable[..., Any], input: Split, dim: Sequence[int], normalization: int, last: Any
 ) -> Tensor:
-    """Transform whole dims, then cut ones, with the cut moved to a whole one meanwhile."""
-    whole, cut = _dims_apart(input, dim)
-    x: Tensor = input
-    for dims in ([whole] if whole else []) + [[d] for d in cut]:
-        x = call(func, x, dims, normalization, forward)
-    return x
-
-
-@rule("_fft_r2c")
-def _transform_real(
-    func: Callable[..., Any], input: Split, dim: Sequence[int], normalization: int, onesided: bool
-) -> Tensor:
-    _dims_apart(input, dim)
-    half = call(func, input, [dim[-1]], normalization, onesided)
-    return call(private.fft_c2c, half, list(dim[:-1]), normalization, True)
-
-
-@rule("_fft_c2r")
-def _transform_to_real(
-    func: Callable[..., Any],
-    input: Split,
-    dim: Sequence[int],
-    normalization: int,
-    last_dim_size: int,
-) -> Tensor:
-    _dims_apart(input, dim)
-    half = call(private.fft_c2c, input, list(dim[:-1]), normalization, False)
-    return call(func, half, [dim[-1]], normalization, last_dim_size)
+    """Transform one dim after the other, with the cut moved to another one meanwhile."""
+    dims = [d % input.ndim for d in dim]
+    if len(dims) < 2 or not any(d in input.cuts for d in dims):
+        raise NoRule("one dim at a time")
+    kind, y = func.__name__, input
+    of_complex = dims if kind == "_fft_c2c" else dims[:-1]
+    if kind == "_fft_r2c":
+        y = call(func, y, dims[-1:], normalization, last)
+    for d in sorted(of_complex, key=lambda d: d in input.cuts):
+        is_forward = last if kind == "_fft_c2c" else kind == "_fft_r2c"
+        y = call(private.fft_c2c, y, [d], normalization, is_forward)
+    return call(func, y, dims[-1:], normalization, last) if kind == "_fft_c2r" else y
 
 
 # -- attention ------------------------------------------------------------------------------------

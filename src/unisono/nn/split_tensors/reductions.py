@@ -12,10 +12,9 @@ from torch import Tensor
 from unisono.expect import is_integer
 from unisono.nn.precision import as_autocast, sum_dtype, wide
 from unisono.nn.split_tensors.blocks import fitted, layout_of, own_copy
-from unisono.nn.split_tensors.cuts import Cut, NoRule, Run
 from unisono.nn.split_tensors.dispatch import call
 from unisono.nn.split_tensors.rules import rule
-from unisono.nn.split_tensors.tensor import Split, like, without_runs
+from unisono.nn.split_tensors.tensor import Cut, NoRule, Run, Split, like, without_runs
 from unisono.operators import all_gather, concat_replicated, sum_to_replicated
 
 
@@ -132,7 +131,7 @@ def _one_per_rank(x: Tensor, dim: int, cut: Cut) -> Tensor:
     return concat_replicated(x, dim, [1] * cut.comm.size, comm=cut.comm)
 
 
-@rule("prod", "logsumexp", "nansum")
+@rule("prod", "logsumexp")
 def _twice(
     func: Callable[..., Any],
     input: Split,
@@ -141,15 +140,14 @@ def _twice(
     *,
     dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """Reduce the blocks, then what ranks have found."""
+    """Reduce the blocks, then what ranks have come to."""
     dims, kind = _dims(input, dim), {} if dtype is None else {"dtype": dtype}
     _free_unless_cut(input, dims)
     x = input.local
     for d in dims:
-        again = {} if func.__name__ == "logsumexp" else kind
-        x = func(x, d, True, **again)
+        x = func(x, d, True, **kind)
         if d in input.cuts:
-            x = func(_one_per_rank(x, d, input.cuts[d]), d, True, **again)
+            x = func(_one_per_rank(x, d, input.cuts[d]), d, True, **kind)
     x = x if keepdim else _squeezed(x, dims)
     return like(input, x, _left(input, dims, keepdim))
 
@@ -160,7 +158,7 @@ def _squeezed(x: Tensor, dims: Sequence[int]) -> Tensor:
     return x
 
 
-@rule("any", "all", "count_nonzero")
+@rule("any", "all")
 def _counted(
     func: Callable[..., Any],
     input: Split,
@@ -171,10 +169,9 @@ def _counted(
     inside = _free_unless_cut(input, dims)
     hits = input.local == 0 if name == "all" else input.local != 0
     count = added(hits.sum(dims, keepdim), inside, input.run)
-    if name != "count_nonzero":
-        count = (count == 0) if name == "all" else (count != 0)
-        count = count.to(torch.uint8) if input.dtype == torch.uint8 else count
-    return like(input, count, _left(input, dims, keepdim))
+    result = (count == 0) if name == "all" else (count != 0)
+    result = result.to(torch.uint8) if input.dtype == torch.uint8 else result
+    return like(input, result, _left(input, dims, keepdim))
 
 
 class _Slope(torch.autograd.Function):
@@ -213,14 +210,6 @@ def _extreme(
         count = added(is_top.sum(dims, True), inside, input.run)
         result = top + added(slopes, inside, input.run) / count
     return like(input, result if keepdim else _squeezed(result, dims), _left(input, dims, keepdim))
-
-
-@rule("aminmax")
-def _extremes(
-    func: Callable[..., Any], input: Split, *, dim: int | None = None, keepdim: bool = False
-) -> tuple[Tensor, Tensor]:
-    dims = () if dim is None else dim
-    return _extreme(torch.amin, input, dims, keepdim), _extreme(torch.amax, input, dims, keepdim)
 
 
 @rule("max", "min", "argmax", "argmin")
@@ -275,12 +264,7 @@ def _flat_place(func: Callable[..., Any], x: Split, keepdim: bool) -> Tensor:
     return first.view([1] * x.ndim) if keepdim else first
 
 
-# -- counts and distances -------------------------------------------------------------------------
-
-
-@rule("trace")
-def _trace(func: Callable[..., Any], input: Split) -> Tensor:
-    return call(torch.sum, call(torch.diagonal, input))
+# -- counts -------------------------------------------------------------------------
 
 
 @rule("allclose")
@@ -288,32 +272,8 @@ def _all_close(func: Callable[..., Any], *args: Any, **kwargs: Any) -> bool:
     return bool(call(torch.all, call(torch.isclose, *args, **kwargs)))
 
 
-@rule("norm")
-def _norm(
-    func: Callable[..., Any],
-    input: Split,
-    p: Any = "fro",
-    dim: int | Sequence[int] | None = None,
-    keepdim: bool = False,
-    dtype: torch.dtype | None = None,
-) -> Tensor:
-    if isinstance(p, str):
-        raise NoRule("a norm of matrices")
-    return call(torch.linalg.vector_norm, input, 2 if p is None else p, dim, keepdim, dtype=dtype)
-
-
-@rule("dist")
-def _dist(func: Callable[..., Any], input: Tensor, other: Tensor, p: float = 2) -> Tensor:
-    return call(torch.linalg.vector_norm, call(torch.sub, input, other), p)
-
-
-@rule("renorm")
-def _renorm(func: Callable[..., Any], input: Split, p: float, dim: int, maxnorm: float) -> Tensor:
-    over = [d for d in range(input.ndim) if d != dim % input.ndim]
-    norms = call(torch.linalg.vector_norm, input, p, over, True)
-    shrunk = call(torch.mul, call(torch.reciprocal, call(torch.add, norms, 1e-7)), maxnorm)
-    scale = call(torch.where, call(torch.gt, norms, maxnorm), shrunk, 1.0)
-    return call(torch.mul, input, scale)
+def _ends(x: Split) -> tuple[Tensor, Tensor]:
+    return _extreme(torch.amin, x), _extreme(torch.amax, x)
 
 
 @rule("histc")
@@ -322,7 +282,7 @@ def _histogram(
 ) -> Tensor:
     low, high = min, max
     if low == high:
-        low, high = (float(end) for end in _extremes(torch.aminmax, input))
+        low, high = map(float, _ends(input))
         if low == high:
             low, high = low - 1, high + 1
     if not math.isfinite(high - low):
@@ -334,7 +294,7 @@ def _histogram(
 def _counts(
     func: Callable[..., Any], input: Split, weights: Tensor | None = None, minlength: int = 0
 ) -> Tensor:
-    low, high = (int(end) for end in _extremes(torch.aminmax, input))
+    low, high = map(int, _ends(input))
     if min(low, minlength) < 0:
         raise NoRule("negative numbers")
     weights_of_block = None if weights is None else fitted(weights, layout_of([input]), input.run)

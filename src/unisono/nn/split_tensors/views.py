@@ -9,7 +9,6 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from unisono.expect import is_integer
@@ -24,10 +23,17 @@ from unisono.nn.split_tensors.blocks import (
     span,
     window,
 )
-from unisono.nn.split_tensors.cuts import Cut, NeedsWhole, NoRule, resized
 from unisono.nn.split_tensors.dispatch import call
 from unisono.nn.split_tensors.rules import rule
-from unisono.nn.split_tensors.tensor import Split, like, without_runs
+from unisono.nn.split_tensors.tensor import (
+    Cut,
+    NeedsWhole,
+    NoRule,
+    Split,
+    like,
+    resized,
+    without_runs,
+)
 from unisono.operators import concat_replicated
 from unisono.topology import Segment
 from unisono.topology.decompose import split_sizes
@@ -179,28 +185,6 @@ def _view(func: Callable[..., Any], input: Split, *sizes: Any) -> Tensor:
     return _reshaped(input, _sizes(sizes[:1] if is_alias else sizes))
 
 
-@rule("pixel_shuffle", "pixel_unshuffle")
-def _pixel_shuffle(func: Callable[..., Any], input: Split, factor: int) -> Tensor:
-    x, last = input, input.ndim - 1
-    if last - 2 in x.cuts:
-        raise NeedsWhole(last - 2, "channels are cut")
-    grows = func.__name__ == "pixel_shuffle"
-    cuts = dict(x.cuts)
-    for dim in (last - 1, last):
-        if dim not in cuts:
-            continue
-        cut = without_runs(x, dim)
-        if grows:
-            cuts[dim] = resized(cut, [n * factor for n in cut.sizes])
-            continue
-        if x.shape[dim] % factor:
-            raise NoRule("sizes that do not fit")
-        after = balanced(x.shape[dim] // factor, x, dim, "pixel_unshuffle")
-        x = recut(x, dim, [n * factor for n in after])
-        cuts[dim] = resized(cut, after)
-    return like(x, func(x.local, factor), cuts)
-
-
 # -- parts of a dim -------------------------------------------------------------------------------
 
 
@@ -246,75 +230,6 @@ def _iter(func: Callable[..., Any], input: Split) -> Iterator[Tensor]:
     return iter(call(torch.unbind, input))
 
 
-@rule("__getitem__")
-def _getitem(func: Callable[..., Any], input: Split, index: Any) -> Tensor:
-    entries = list(index) if isinstance(index, tuple) else [index]
-    for entry in entries:
-        is_plain = (
-            entry is None or entry is Ellipsis or isinstance(entry, slice) or is_integer(entry)
-        )
-        if not is_plain or isinstance(entry, bool):
-            raise NoRule("indexed by something else than numbers and slices")
-    dims_indexed = sum(entry is not None and entry is not Ellipsis for entry in entries)
-    if Ellipsis in entries:
-        at = entries.index(Ellipsis)
-        entries[at : at + 1] = [slice(None)] * (input.ndim - dims_indexed)
-    else:
-        entries += [slice(None)] * (input.ndim - dims_indexed)
-    # Whole dims first, by one index of torch's own; then cut dims, from the last to the first.
-    local_index: list[Any] = []
-    kept: dict[int, Cut] = {}
-    later: list[tuple[int, int, Any]] = []
-    dim = place = 0
-    for entry in entries:
-        if entry is None:
-            local_index.append(None)
-            place += 1
-            continue
-        if dim in input.cuts:
-            local_index.append(slice(None))
-            kept[place] = input.cuts[dim]
-            if entry != slice(None):
-                later.append((dim, place, entry))
-            place += 1
-        else:
-            local_index.append(entry)
-            place += isinstance(entry, slice)
-        dim += 1
-    result: Tensor = like(input, input.local[tuple(local_index)], kept)
-    for dim, place, entry in reversed(later):
-        if not isinstance(result, Split) or place not in result.cuts:
-            raise NoRule("several parts of cut dims")
-        try:
-            result = _part(result, place, entry)
-        except NeedsWhole as need:  # the dim of the argument, whose other dims may be gone by now
-            raise NeedsWhole(dim, str(need)) from need
-    return result
-
-
-def _part(x: Split, dim: int, entry: int | slice) -> Tensor:
-    """Return one point or a slice of a cut dim."""
-    if is_integer(entry):
-        return _picked(x, dim, entry)
-    start, stop, step = entry.indices(x.shape[dim])
-    if step < 1:
-        raise NoRule("a negative step")
-    return _narrowed(x, dim, start, max(start, stop), step)
-
-
-@rule("slice")
-def _slice(
-    func: Callable[..., Any],
-    input: Split,
-    dim: int = 0,
-    start: int | None = None,
-    end: int | None = None,
-    step: int = 1,
-) -> Tensor:
-    dim %= input.ndim
-    return _getitem(func, input, (*[slice(None)] * dim, slice(start, end, step)))
-
-
 def _diagonal_sizes(cut: Cut, first: int, length: int) -> list[int]:
     """Return how many points of a diagonal, which begins at `first` of the dim, each rank has."""
     points = [min(max(bound - first, 0), length) for bound in cut.bounds]
@@ -343,25 +258,21 @@ def _diagonal(
     return recut(part, x.ndim - 2, later) if min(here) == 0 else part
 
 
-@rule("diag_embed")
-def _diag_embed(
-    func: Callable[..., Any], input: Split, offset: int = 0, dim1: int = -2, dim2: int = -1
+@rule("slice")
+def _slice(
+    func: Callable[..., Any],
+    input: Split,
+    dim: int = 0,
+    start: int | None = None,
+    end: int | None = None,
+    step: int = 1,
 ) -> Tensor:
-    """Keep the rows of own points; rows without a point are the first rank's, or the last one's."""
-    last = input.ndim - 1
-    if last not in input.cuts or (dim1, dim2) not in ((-2, -1), (last, last + 1)):
-        raise NoRule("not along the cut")
-    cut = without_runs(input, last)
-    ranks, rank, more = cut.comm.size, cut.comm.rank, abs(offset)
-    low, high = cut.bounds[rank : rank + 2]
-    top = more if offset < 0 and rank == 0 else 0
-    bottom = more if offset > 0 and rank == ranks - 1 else 0
-    left = low + max(0, offset)
-    widths = (left, cut.length + more - left - (high - low), top, bottom)
-    rows = list(cut.sizes)
-    rows[0 if offset < 0 else -1] += more
-    local = F.pad(torch.diag_embed(input.local), widths)
-    return like(input, local, {**input.cuts, last: resized(cut, rows)})
+    dim %= input.ndim
+    if dim not in input.cuts:
+        part = input.local[(slice(None),) * dim + (slice(start, end, step),)]
+        return like(input, part, input.cuts)
+    start, stop, step = slice(start, end, step).indices(input.shape[dim])
+    return _narrowed(input, dim, start, max(start, stop), step)
 
 
 @rule("select")
@@ -425,28 +336,6 @@ def _shares(items: Sequence[Tensor], dim: int, along: Cut) -> list[tuple[int, ..
         shares.append(tuple(max(0, b - a) for a, b in inside))
         first = last
     return shares
-
-
-@rule("stack")
-def _stack(func: Callable[..., Any], tensors: Sequence[Tensor], dim: int = 0) -> Tensor:
-    lead = next(x for x in tensors if isinstance(x, Split))
-    layout = layout_of(tensors)
-    dim %= lead.ndim + 1
-    blocks = [fitted(x, layout, lead.run) for x in tensors]
-    cuts = {lead.ndim + place: cut for place, cut in layout.items()}
-    return like(lead, torch.stack(blocks, dim), {d + (dim <= d): cut for d, cut in cuts.items()})
-
-
-@rule("select_scatter")
-def _select_scatter(
-    func: Callable[..., Any], input: Tensor, src: Tensor, dim: int, index: int
-) -> Tensor:
-    if not -input.ndim <= dim < input.ndim or not -input.shape[dim] <= index < input.shape[dim]:
-        raise NoRule("out of range")
-    dim, shape = dim % input.ndim, [1] * input.ndim
-    shape[dim] = input.shape[dim]
-    is_there = torch.arange(shape[dim], device=input.device) == index % shape[dim]
-    return call(torch.where, is_there.view(shape), call(torch.unsqueeze, src, dim), input)
 
 
 @rule("flip")

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from functools import lru_cache
+from dataclasses import dataclass
+from functools import cached_property, lru_cache, reduce
 from itertools import pairwise
 from typing import Any
 
@@ -12,8 +13,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from unisono.accelerator import copied_once
 from unisono.comm.groups import when_forgotten
-from unisono.nn.split_tensors.blocks import balanced, joined, own_copy, placed, span, window
+from unisono.nn.split_tensors.blocks import balanced, joined, own_copy, span, window
 from unisono.nn.split_tensors.convolution import (
     ConvSettings,
     SpacePlan,
@@ -21,20 +23,27 @@ from unisono.nn.split_tensors.convolution import (
     space_plan,
     transposed_plan,
 )
-from unisono.nn.split_tensors.cuts import SMALLER, Cut, Cuts, Grid, NeedsWhole, NoRule, Run, resized
 from unisono.nn.split_tensors.dispatch import call
-from unisono.nn.split_tensors.pooling import PoolNumbers, PoolPlan, pool_plan
-from unisono.nn.split_tensors.reductions import added
-from unisono.nn.split_tensors.resampling import MODES, Taps, taps_of
 from unisono.nn.split_tensors.rules import rule
-from unisono.nn.split_tensors.tensor import Split, like, without_runs
+from unisono.nn.split_tensors.tensor import (
+    SMALLER,
+    Cut,
+    Cuts,
+    Grid,
+    NeedsWhole,
+    NoRule,
+    Run,
+    Split,
+    like,
+    resized,
+    without_runs,
+)
 from unisono.operators.halo import HaloOnGroup
 from unisono.topology import HaloPlan, halo
 from unisono.topology.decompose import split_sizes
 from unisono.topology.resample import Resampling
 from unisono.topology.window import (
     PAD_MODES,
-    check_pool,
     check_window,
     output_length,
     padding_pairs,
@@ -90,18 +99,8 @@ def _in_space(
     plan_of: Callable[..., tuple[Cuts, SpacePlan] | None],
     numbers: tuple[Any, ...],
 ) -> Tensor:
-    is_transposed = plan_of is _transposed_plan
     if not isinstance(x, Split):
-        return _by_filters(func, x, weight, bias, is_transposed, numbers)
-    of_input = {x.ndim - weight.ndim + 1: int(not is_transposed)}
-    if (
-        isinstance(weight, Split)
-        and numbers[3] == 1
-        and {of_input.get(dim): cut for dim, cut in x.cuts.items()} == weight.cuts
-    ):  # own channels of the input, and what filters have for them: a sum over ranks
-        y = added(func(x.local, weight.local, None, *numbers), list(x.cuts.values()), x.run)
-        ones = (1,) * (weight.ndim - 2)
-        return y if bias is None else call(torch.add, y, call(torch.reshape, bias, (-1, *ones)))
+        raise NoRule("a replicated input")
     if isinstance(weight, Split):
         weight = _whole(weight, x.run, func.__name__)
     if isinstance(bias, Split):
@@ -114,7 +113,7 @@ def _in_space(
         raise NeedsWhole(at, "channels are cut")
     w = own_copy(weight, cuts.values(), run)
     b = None if bias is None else own_copy(bias, cuts.values(), run)
-    plan = plan_of(local.shape, *_where(x, count), weight.shape, numbers)
+    plan = plan_of(local.shape, *where(x, count), weight.shape, numbers)
     if plan is None:
         return like(x, func(local, w, b, *numbers))
     y = convolved_in_space(local[None] if at == 0 else local, w, b, plan[1])
@@ -127,31 +126,7 @@ def _whole(weight: Split, run: Run, name: str) -> Tensor:
     return joined(weight, weight.cuts)
 
 
-def _by_filters(
-    func: Callable[..., Any],
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    is_transposed: bool,
-    numbers: tuple[Any, ...],
-) -> Tensor:
-    """Compute own channels of the result from an input that all ranks have."""
-    lead: Any = weight if isinstance(weight, Split) else bias
-    filters, groups = int(is_transposed), numbers[3]
-    if len(lead.cuts) != 1 or groups != 1:
-        raise NoRule("a split weight")
-    ((dim, cut),) = lead.cuts.items()
-    if lead is weight and dim != filters:
-        if weight.shape[filters] < cut.comm.size:
-            raise NoRule("a split weight")
-        cut = Cut(split_sizes(weight.shape[filters], cut.comm.size), cut.comm)
-    filters_of_rank = placed(weight, {filters: cut}, [], lead.run)
-    shift = None if bias is None else placed(bias, {0: cut}, [], lead.run)
-    y = func(own_copy(x, [cut], lead.run), filters_of_rank, shift, *numbers)
-    return like(lead, y, {y.ndim - weight.ndim + 1: cut})
-
-
-def _where(
+def where(
     x: Split, count: int
 ) -> tuple[tuple[tuple[int, Cut], ...], tuple[int, ...], Grid | None, bool]:
     """Return the cuts, this rank's place along each, and the ranks along those in space.
@@ -192,7 +167,7 @@ def _conv_plan(
     def length(i: int, n: int) -> int:
         return output_length(n, kernel[i], steps[i], pads[i], spread[i])
 
-    bounds, index, later = _cut_space(shape, cuts, places, keeps_empty, count, length)
+    bounds, index, later = cut_space(shape, cuts, places, keeps_empty, count, length)
     cut_dims = {i for i in range(count) if len(bounds[2 + i]) > 2}
     if not cut_dims:
         return None
@@ -236,7 +211,7 @@ def _transposed_plan(
     def length(i: int, n: int) -> int:
         return transposed_length(n, kernel[i], steps[i], pads[i], spread[i], more[i])
 
-    bounds, index, later = _cut_space(shape, cuts, places, keeps_empty, count, length)
+    bounds, index, later = cut_space(shape, cuts, places, keeps_empty, count, length)
     if all(len(bounds_of_dim) == 2 for bounds_of_dim in bounds[2:]):
         return None
     for dim, cut in cuts:
@@ -252,7 +227,7 @@ def _transposed_plan(
     return later, transposed_plan(settings, bounds, index, *(grid or (cuts[0][1].comm, None)))
 
 
-def _cut_space(
+def cut_space(
     shape: Sequence[int],
     cuts: tuple[tuple[int, Cut], ...],
     places: tuple[int, ...],
@@ -293,88 +268,8 @@ def _torch_pads(plan: HaloPlan, pads: Sequence[tuple[int, int]], cut_dims: set[i
     )
 
 
-# -- pooling --------------------------------------------------------------------------------------
-
-
-@rule("max_pool1d", "max_pool2d", "max_pool3d", "max_pool1d_with_indices",
-      "max_pool2d_with_indices", "max_pool3d_with_indices")  # fmt: skip
-def _max_pool(
-    func: Callable[..., Any],
-    input: Split,
-    kernel_size: Any,
-    stride: Any = None,
-    padding: Any = 0,
-    dilation: Any = 1,
-    ceil_mode: bool = False,
-    return_indices: bool = False,
-) -> Any:
-    wants_indices = return_indices or func.__name__.endswith("indices")
-    numbers = _pool_numbers(func, kernel_size, stride, padding, dilation)
-    y, indices = _pooled(input, PoolNumbers(*numbers, ceil_mode, is_mean=False), wants_indices)
-    return (y, indices) if wants_indices else y
-
-
-@rule("avg_pool1d", "avg_pool2d", "avg_pool3d")
-def _avg_pool(
-    func: Callable[..., Any],
-    input: Split,
-    kernel_size: Any,
-    stride: Any = None,
-    padding: Any = 0,
-    ceil_mode: bool = False,
-    count_include_pad: bool = True,
-    divisor_override: int | None = None,
-) -> Tensor:
-    numbers = _pool_numbers(func, kernel_size, stride, padding, 1)
-    means = ceil_mode, True, count_include_pad, divisor_override
-    return _pooled(input, PoolNumbers(*numbers, *means))[0]
-
-
-def _pool_numbers(
-    func: Callable[..., Any], kernel_size: Any, stride: Any, padding: Any, dilation: Any
-) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
-    """Return kernel, stride, padding and dilation of each dim."""
-    count = int(func.__name__[8])
-    kernel = per_dim(kernel_size, count, "kernel_size")
-    steps = kernel if stride in (None, [], ()) else per_dim(stride, count, "stride")
-    pads, spread = per_dim(padding, count, "padding"), per_dim(dilation, count, "dilation")
-    for k, p, d in zip(kernel, pads, spread, strict=True):
-        check_pool(k, p, d)
-    return kernel, steps, pads, spread
-
-
-def _pooled(x: Split, numbers: PoolNumbers, wants_indices: bool = False) -> tuple[Tensor, Any]:
-    count = len(numbers.kernel)
-    cuts, plan = _pool_plan(x.local.shape, *_where(x, count), numbers, x.dtype)
-    is_single = x.ndim == count + 1
-    local = x.local[None] if is_single else x.local
-    y, indices = plan.pooled(local, wants_indices=wants_indices)
-    results = [like(x, t[0] if is_single else t, cuts) for t in (y, indices) if t is not None]
-    return results[0], results[-1]
-
-
-@lru_cache(4096)
-def _pool_plan(
-    shape: Sequence[int],
-    cuts: tuple[tuple[int, Cut], ...],
-    places: tuple[int, ...],
-    grid: Grid | None,
-    keeps_empty: bool,
-    numbers: PoolNumbers,
-    dtype: torch.dtype,
-) -> tuple[Cuts, PoolPlan]:
-    """Return how the result is cut, and the plan; see `_conv_plan`."""
-    count = len(numbers.kernel)
-    bounds, index, later = _cut_space(shape, cuts, places, keeps_empty, count, numbers.length)
-    comm, ranks = grid or (cuts[0][1].comm, None)
-    return later, pool_plan(bounds, index, comm, ranks, numbers, dtype)
-
-
-@when_forgotten
-def _forget_plans() -> None:
-    """Let go of the groups in plans when their world ends: those of the next one equal them."""
-    for plan in (_conv_plan, _transposed_plan, _pool_plan):
-        plan.cache_clear()
+when_forgotten(_conv_plan.cache_clear)
+when_forgotten(_transposed_plan.cache_clear)
 
 
 # -- padding --------------------------------------------------------------------------------------
@@ -432,6 +327,67 @@ def _cropped(func: Callable[..., Any], x: Split, dim: int, widths: list[int], va
 
 
 # -- interpolation --------------------------------------------------------------------------------
+
+
+MODES = {
+    "nearest": "nearest",
+    "nearest-exact": "nearest-exact",
+    "linear": "linear",
+    "bilinear": "linear",
+    "trilinear": "linear",
+    "bicubic": "cubic",
+}
+"""torch's modes -> the kernel in each dim."""
+
+
+@dataclass(frozen=True)
+class Taps:
+    """Which points of a window make each output of one dim, and their weights."""
+
+    points: tuple[tuple[int, ...], ...]
+    """For each tap, its position in the window for every output."""
+    weights: tuple[tuple[float, ...], ...]
+
+    @cached_property
+    def _tensors(self) -> tuple[tuple[Tensor, Tensor], ...]:
+        """The same as tensors, one pair a tap."""
+        with torch.inference_mode(False):  # kept, and used where gradients are wanted
+            return tuple(
+                (
+                    torch.tensor(points, dtype=torch.long, device="cpu"),
+                    torch.tensor(weights, dtype=torch.float64, device="cpu"),
+                )
+                for points, weights in zip(self.points, self.weights, strict=True)
+            )
+
+    def resampled(self, x: Tensor, dim: int) -> Tensor:
+        """Return the weighted sums of points of a window along a dim."""
+        shape = [-1 if d == dim else 1 for d in range(x.dim())]
+        parts: list[Tensor] = []
+        for points, weights in self._tensors:
+            part = x.index_select(dim, copied_once(points, x.device))
+            if len(self.points) > 1:
+                part = part * copied_once(weights, x.device, x.dtype).view(shape)
+            parts.append(part)
+        return reduce(torch.add, parts)
+
+
+@lru_cache(1024)
+def taps_of(how: Resampling, y0: int, y1: int, start: int) -> Taps:
+    """Return the taps of outputs `[y0, y1)` of one dim, for a window that begins at `start`."""
+    found = [how.taps(j) for j in range(y0, y1)]
+    count = len(found[0].points) if found else 1
+    return Taps(
+        tuple(tuple(t.points[k] - start for t in found) for k in range(count)),
+        tuple(tuple(t.weights[k] for t in found) for k in range(count)),
+    )
+
+
+def resampled(window: Tensor, taps: Sequence[Taps]) -> Tensor:
+    """Return the weighted sums of taps, one spatial dim after the other."""
+    for dim, own in enumerate(taps, 2):
+        window = own.resampled(window, dim)
+    return window
 
 
 @rule("interpolate", "upsample")
