@@ -18,20 +18,16 @@ from unisono.expect import expect
 from unisono.nn.attention import AttentionPlan, attended, by_heads, drawn_seed, scale_of
 from unisono.nn.split_tensors.blocks import (
     fitted,
-    joined,
-    moved,
     own_copy,
     placed,
-    recut,
     sliced,
     unrolled,
 )
 from unisono.nn.split_tensors.dispatch import call
 from unisono.nn.split_tensors.reductions import added
 from unisono.nn.split_tensors.rules import rule
-from unisono.nn.split_tensors.tensor import Cut, NoRule, Split, like
+from unisono.nn.split_tensors.tensor import Cut, NeedsWhole, NoRule, Split, like
 from unisono.operators import all_gather
-from unisono.topology.decompose import split_sizes
 
 
 def everybodys(x: Tensor, dim: int, cut: Cut) -> Tensor:
@@ -76,32 +72,15 @@ def contracted(
 
 def _block(x: Tensor, names: str, axes: dict[Communicator, tuple[str, Cut]], lead: Split) -> Tensor:
     """Return the part of an operand that this rank needs."""
-    for comm, (label, cut) in axes.items():
-        at = names.find(label)
-        if isinstance(x, Split) and at in x.cuts and x.cuts[at].comm == comm:
-            if x.cuts[at].outer != cut.outer:
-                raise NoRule("arguments cut in different ways")
-            x = recut(x, at, cut.sizes)
-            continue
-        elsewhere = [d for d, c in x.cuts.items() if c.comm == comm] if isinstance(x, Split) else []
-        if at >= 0:
-            if elsewhere and isinstance(x, Split):
-                x = joined(x, elsewhere)
-            local = x.local if isinstance(x, Split) else x
-            x = _with(x, sliced(local, at, cut), {at: cut}, lead)
-        elif elsewhere and isinstance(x, Split):
-            whole = everybodys(x.local, elsewhere[0], x.cuts[elsewhere[0]])
-            cuts = {d: c for d, c in x.cuts.items() if d != elsewhere[0]}
+    rest = [cut for label, cut in axes.values() if label not in names]
+    for dim, cut in x.cuts.items() if isinstance(x, Split) else ():
+        if any(cut.comm == other.comm for other in rest) and isinstance(x, Split):
+            whole = everybodys(x.local, dim, cut)
+            cuts = {d: c for d, c in x.cuts.items() if d != dim}
             x = Split(whole, cuts, x.run) if cuts else whole
-        else:
-            local = x.local if isinstance(x, Split) else x
-            x = _with(x, own_copy(local, [cut], lead.run), {}, lead)
-    return x.local if isinstance(x, Split) else x
-
-
-def _with(x: Tensor, local: Tensor, more: dict[int, Cut], lead: Split) -> Tensor:
-    cuts = {**(x.cuts if isinstance(x, Split) else {}), **more}
-    return Split(local, cuts, lead.run) if cuts else local
+            rest = [other for other in rest if other.comm != cut.comm]
+    cuts = {names.index(label): cut for label, cut in axes.values() if label in names}
+    return placed(x, cuts, rest, lead.run)
 
 
 # -- products -------------------------------------------------------------------------------------
@@ -178,7 +157,7 @@ def _einsum(func: Callable[..., Any], equation: str, *operands: Any) -> Tensor:
 @rule("lstm", "gru", "rnn_tanh", "rnn_relu")
 def _recurrent(
     func: Callable[..., Any],
-    input: Tensor,
+    input: Split,
     hx: Any,
     params: Sequence[Tensor],
     has_biases: bool,
@@ -188,34 +167,21 @@ def _recurrent(
     bidirectional: bool,
     batch_first: bool,
 ) -> Any:
-    """Run own sequences; a sequence that is cut becomes whole, and the batch is cut instead."""
+    """Run own sequences of a batch."""
     states = [hx] if isinstance(hx, Tensor) else list(hx)
+    batch = 0 if batch_first else 1
     if input.ndim != 3 or (dropout and train) or not isinstance(params, (list, tuple)):
         raise NoRule("packed sequences, or a dropout inside")
-    batch = 0 if batch_first else 1
-    lead = next(x for x in (input, *states) if isinstance(x, Split))
-    if len(lead.cuts) > 1:
-        raise NoRule("several cuts")
-    ((dim, cut),) = lead.cuts.items()
-    if lead is not input or dim != batch:
-        cut = Cut(_shares(input.shape[batch], cut.comm.size), cut.comm)
-    x = placed(input, {batch: cut}, [], lead.run)
-    state_blocks = [placed(state, {1: cut}, [], lead.run) for state in states]
-    weights = [own_copy(p, [cut], lead.run) for p in params]
+    for dim in input.cuts:
+        if dim != batch:
+            raise NeedsWhole(dim, "recurrent layers need whole sequences", input, {1 - batch, 2})
+    cut = input.cuts[batch]
+    state_blocks = [placed(state, {1: cut}, [], input.run) for state in states]
+    weights = [own_copy(p, [cut], input.run) for p in params]
     numbers = has_biases, num_layers, dropout, train, bidirectional, batch_first
-    y, *after = func(
-        x, state_blocks if len(state_blocks) > 1 else state_blocks[0], weights, *numbers
-    )
-    result = Split(y, {batch: cut}, lead.run)
-    if dim != batch and lead is input and dim < 2:  # the sequence is cut again
-        result = moved(result, batch, dim, lead.cuts[dim].sizes)
-    return result, *[Split(state, {1: cut}, lead.run) for state in after]
-
-
-def _shares(length: int, ranks: int) -> tuple[int, ...]:
-    if length < ranks:
-        raise NoRule(f"{length} sequences for {ranks} ranks")
-    return split_sizes(length, ranks)
+    y, *after = func(input.local, state_blocks if len(states) > 1 else state_blocks[0], weights,
+                     *numbers)  # fmt: skip
+    return like(input, y), *[Split(state, {1: cut}, input.run) for state in after]
 
 
 # -- spectra --------------------------------------------------------------------------------------

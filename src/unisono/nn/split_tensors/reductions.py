@@ -59,7 +59,7 @@ def reduced(
     function = torch.mean if how == "mean" else torch.sum
     local = as_autocast(x.local, function) if dtype is None else x.local.to(dtype)
     total = local.sum(dims, keepdim, dtype=sum_dtype(local))
-    total = added(total, [cut for d, cut in x.cuts.items() if d in dims], x.run)
+    total = added(total, _cuts_of(x, dims), x.run)
     if how == "mean":
         total = total / math.prod(x.shape[d] for d in dims)
     if dtype is not None or x.dtype.is_floating_point:
@@ -89,12 +89,15 @@ def _root(powers: Tensor, order: float = 2) -> Tensor:
     return root.masked_fill(is_zero, 0.0)
 
 
-def _free_unless_cut(x: Split, dims: Sequence[int]) -> list[Cut]:
-    """Return the cuts among reduced dims; without any, blocks do as they are."""
-    inside = [cut for d, cut in x.cuts.items() if d in dims]
-    if not inside:
+def _cuts_of(x: Split, dims: Sequence[int]) -> list[Cut]:
+    """Return the cuts among reduced dims."""
+    return [cut for d, cut in x.cuts.items() if d in dims]
+
+
+def _check_along(x: Split, dims: Sequence[int]) -> None:
+    """Leave what is not reduced along a cut to the operator on blocks."""
+    if not _cuts_of(x, dims):
         raise NoRule("not along the cut")
-    return inside
 
 
 @rule("var", "std", "var_mean", "std_mean")
@@ -112,7 +115,7 @@ def _var(
         dim, unbiased = None, dim
     less = correction if correction is not None else 0 if unbiased is False else 1
     dims, name = _dims(input, dim), func.__name__
-    inside = [cut for d, cut in input.cuts.items() if d in dims]
+    inside = _cuts_of(input, dims)
     count, local = math.prod(input.shape[d] for d in dims), wide(input.local)
     mean = own_copy(added(local.sum(dims, True), inside, input.run) / count, inside, input.run)
     squares = added((local - mean).abs().square().sum(dims, keepdim), inside, input.run)
@@ -131,7 +134,7 @@ def _one_per_rank(x: Tensor, dim: int, cut: Cut) -> Tensor:
     return concat_replicated(x, dim, [1] * cut.comm.size, comm=cut.comm)
 
 
-@rule("prod", "logsumexp")
+@rule("prod", "logsumexp", "any", "all")
 def _twice(
     func: Callable[..., Any],
     input: Split,
@@ -142,7 +145,7 @@ def _twice(
 ) -> Tensor:
     """Reduce the blocks, then what ranks have come to."""
     dims, kind = _dims(input, dim), {} if dtype is None else {"dtype": dtype}
-    _free_unless_cut(input, dims)
+    _check_along(input, dims)
     x = input.local
     for d in dims:
         x = func(x, d, True, **kind)
@@ -156,22 +159,6 @@ def _squeezed(x: Tensor, dims: Sequence[int]) -> Tensor:
     for d in reversed(dims):
         x = x.squeeze(d)
     return x
-
-
-@rule("any", "all")
-def _counted(
-    func: Callable[..., Any],
-    input: Split,
-    dim: int | Sequence[int] | None = None,
-    keepdim: bool = False,
-) -> Tensor:
-    dims, name = _dims(input, dim), func.__name__
-    inside = _free_unless_cut(input, dims)
-    hits = input.local == 0 if name == "all" else input.local != 0
-    count = added(hits.sum(dims, keepdim), inside, input.run)
-    result = (count == 0) if name == "all" else (count != 0)
-    result = result.to(torch.uint8) if input.dtype == torch.uint8 else result
-    return like(input, result, _left(input, dims, keepdim))
 
 
 class _Slope(torch.autograd.Function):
@@ -197,7 +184,8 @@ def _extreme(
 ) -> Tensor:
     """Return the extreme; all points of all ranks that have it share its gradient."""
     dims = _dims(input, dim)
-    inside, local = _free_unless_cut(input, dims), input.local
+    _check_along(input, dims)
+    inside, local = _cuts_of(input, dims), input.local
     with torch.no_grad():
         top = func(local.detach(), dims, True)
         for d, cut in input.cuts.items():
@@ -347,27 +335,23 @@ def _vector_norm(
     dtype: torch.dtype | None = None,
 ) -> Tensor:
     dims = _dims(x, dim)
-    if not any(d in x.cuts for d in dims):
+    if not (inside := _cuts_of(x, dims)):
         return like(x, func(x.local, ord, dims, keepdim, dtype=dtype), _left(x, dims, keepdim))
     local = as_autocast(x.local, func) if dtype is None else x.local.to(dtype)
     _check_numbers(local.dtype)
-    inside = [cut for d, cut in x.cuts.items() if d in dims]
     if math.isinf(ord):
         how = torch.amax if ord > 0 else torch.amin
         return _extreme(how, Split(local.abs(), x.cuts, x.run), dims, keepdim)
-    if ord == 2 and not local.is_complex():
-        total = _root(added(wide(local).square().sum(dims, keepdim), inside, x.run))
-        return like(x, total.to(local.dtype), _left(x, dims, keepdim))
-    if ord == 0:
-        total = added((local != 0).sum(dims, keepdim), inside, x.run)
-        return like(x, total.to(local.abs().dtype), _left(x, dims, keepdim))
-    if ord > 2 and not local.is_complex():
-        powers = added(wide(local).abs().pow(ord).sum(dims, keepdim), inside, x.run)
-        return like(x, _root(powers, ord).to(local.dtype), _left(x, dims, keepdim))
-    if ord != 1:
+    if ord not in (0, 1) and (ord < 2 or local.is_complex()):
         raise NoRule("a norm whose second derivative is not that of the norms of blocks")
-    total = added(local.abs().sum(dims, keepdim), inside, x.run)
-    return like(x, total, _left(x, dims, keepdim))
+    values = wide(local)
+    if ord == 2:
+        powers = values.square()
+    else:
+        powers = (values != 0).to(values.abs().dtype) if ord == 0 else values.abs().pow(ord)
+    total = added(powers.sum(dims, keepdim), inside, x.run)
+    total = total if ord < 2 else _root(total, ord)
+    return like(x, total.to(local.abs().dtype), _left(x, dims, keepdim))
 
 
 @rule("softmax", "log_softmax")

@@ -23,7 +23,6 @@ from unisono.nn.split_tensors.convolution import (
     space_plan,
     transposed_plan,
 )
-from unisono.nn.split_tensors.dispatch import call
 from unisono.nn.split_tensors.rules import rule
 from unisono.nn.split_tensors.tensor import (
     SMALLER,
@@ -295,9 +294,7 @@ def _pad(
             continue
         low, high = widths[at], widths[at + 1]
         if min(low, high) < 0:
-            if mode != "constant":
-                raise NeedsWhole(dim, "a crop along the cut")
-            return _cropped(func, x, dim, list(pad), value)
+            raise NeedsWhole(dim, "a crop along the cut")
         cut = without_runs(x, dim)
         length = check_window(cut.length, 1, 1, low, high, 1, PAD_MODES[mode])
         out = resized(cut, balanced(length, x, dim, "pad"))
@@ -315,15 +312,6 @@ def _pad(
     if any(widths):
         local = F.pad(local, widths, mode, value)
     return like(x, local, cuts)
-
-
-def _cropped(func: Callable[..., Any], x: Split, dim: int, widths: list[int], value: Any) -> Tensor:
-    """Take off a cut dim what a negative width says, then pad the rest."""
-    at = 2 * (x.ndim - 1 - dim)
-    low, high = max(0, -widths[at]), max(0, -widths[at + 1])
-    widths[at], widths[at + 1] = max(0, widths[at]), max(0, widths[at + 1])
-    rest = call(torch.narrow, x, dim, low, x.shape[dim] - low - high)
-    return call(F.pad, rest, widths, "constant", value)
 
 
 # -- interpolation --------------------------------------------------------------------------------
