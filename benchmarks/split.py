@@ -121,6 +121,46 @@ class ViT(nn.Module):
         return x.mean(1)
 
 
+def turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Return queries or keys with their rotary positions."""
+    first, second = x.chunk(2, -1)
+    return x * cos + torch.cat([-second, first], -1) * sin
+
+
+class LanguageModel(nn.Module):
+    """Embedding, rotary positions, causal attention, the loss of the next token; two layers."""
+
+    def __init__(self, width: int = 128, heads: int = 4, depth: int = 2, words: int = 512) -> None:
+        super().__init__()
+        self.heads, self.half = heads, width // heads // 2
+        self.table = nn.Embedding(words, width)
+        self.layers = nn.ModuleList(
+            nn.ModuleDict({
+                "first": nn.RMSNorm(width), "qkv": nn.Linear(width, 3 * width),
+                "out": nn.Linear(width, width), "second": nn.RMSNorm(width),
+                "wide": nn.Linear(width, 4 * width), "narrow": nn.Linear(4 * width, width),
+            })
+            for _ in range(depth)
+        )  # fmt: skip
+        self.head = nn.Linear(width, words)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """Return the loss."""
+        x = self.table(ids)
+        angles = torch.outer(torch.arange(ids.shape[1]), 1e-2 ** torch.linspace(0, 2, self.half))
+        cos, sin = (part.repeat(1, 2) for part in (angles.cos(), angles.sin()))
+        for part in self.layers:
+            layer = cast("nn.ModuleDict", part)
+            qkv = layer["qkv"](layer["first"](x)).unflatten(2, (3, self.heads, -1))
+            q, k, v = qkv.permute(2, 0, 3, 1, 4)
+            q, k = turned(q, cos, sin), turned(k, cos, sin)
+            y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+            x = x + layer["out"](y.transpose(1, 2).flatten(2))
+            x = x + layer["narrow"](F.gelu(layer["wide"](layer["second"](x))))
+        logits = self.head(x)
+        return F.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
+
+
 class Decoder(nn.Module):
     """The decoder of diffusers' AutoencoderKL, a quarter as wide as Stable Diffusion's."""
 
@@ -145,7 +185,8 @@ NETS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], float]] = {
 }
 DECODER = "AutoencoderKL, decode to 512x512"
 LATENTS = (1, 4, 64, 64)
-PEAKS = {"U-Net, 1x16x512x512": (2, 0.55), DECODER: (4, 0.30)}
+MODEL = "language model, 8,192 tokens"
+PEAKS = {"U-Net, 1x16x512x512": (2, 0.55), DECODER: (4, 0.30), MODEL: (4, 0.30)}
 """Ranks, and the most that each may hold of what one rank holds."""
 
 
@@ -190,22 +231,24 @@ def decode(rounds: int) -> Row:
     return against_one(DECODER, lambda: parts(own), lambda: net(latents), rounds, 0.60)
 
 
-def peak_of_network(name: str, rows: int) -> int:
+def peak_of_network(name: str, parts: int) -> int:
     """Return the most bytes that a step of a network, or an image, needs at once on this rank."""
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    partition = Partition([1, 1, rows, 1])
-    if name == DECODER:
-        net, shape = Decoder(), LATENTS
+    partition = Partition([1, parts] if name == MODEL else [1, 1, parts, 1])
+    if name == MODEL:
+        net, x = LanguageModel(), torch.randint(512, (1, TOKENS))
+    elif name == DECODER:
+        net, x = Decoder(), torch.randn(LATENTS)
     else:
         make, shape, _ = NETS[name]
-        net = make()
-    own = torch.randn(shape)[partition.local_slices(shape)].clone()
-    parts = split(net, partition, strict=True) if rows > 1 else net
-    with torch.set_grad_enabled(name != DECODER):
-        if name == DECODER:
-            return peak_bytes(lambda: parts(own))
-        return peak_bytes(lambda: parts(own).square().mean().backward())
+        net, x = make(), torch.randn(shape)
+    own = x[partition.local_slices(x.shape)].clone()
+    model = split(net, partition, strict=True) if parts > 1 else net
+    if name == DECODER:
+        with torch.no_grad():
+            return peak_bytes(lambda: model(own))
+    return peak_bytes(lambda: model(own).square().mean().backward())
 
 
 def calls(rounds: int) -> list[Row]:

@@ -5,12 +5,12 @@ from __future__ import annotations
 import itertools
 import math
 import sys
+import traceback
 import warnings
 import zlib
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any, NoReturn
 
 import torch
@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
 from unisono.accelerator import forked_generators, generator_state, is_accelerator
+from unisono.comm import Communicator
 from unisono.comm.digest import digest
 from unisono.errors import CollectiveMismatch, PartitionError, UnisonoError, explain
 from unisono.expect import expect, expect_choice
@@ -30,6 +31,7 @@ from unisono.nn.split_tensors.tensor import (
     Run,
     Split,
     in_run,
+    innermost,
     mapped,
     plainly,
     refuse_passed_by,
@@ -87,7 +89,7 @@ class SplitModule(nn.Module):
 
     def _block(self, x: Split) -> Tensor:
         """Return this rank's block of a result that is cut along dims of the input, else all."""
-        axes = {d: self.partition.sub(d).comm for d, n in enumerate(self.partition.shape) if n > 1}
+        axes = self._axes()
         if x.ndim == self.partition.dim:
             x = cut_along(x, axes)
         return x.local if x.cuts.keys() <= axes.keys() else x.whole()
@@ -101,11 +103,11 @@ class SplitModule(nn.Module):
         checked = current_mode() != "off"
         told = [*self._modes(), *_described(others)] if checked else []
         numbers = [_digest(told), 0 if self._is_compared else _digest(self._states_once())]
-        entry = entered(first, self.partition, run, numbers)
-        if not entry.alike:
+        tensor, draws_alike, is_alike = entered(first, self.partition, run, numbers)
+        if not is_alike:
             self._refuse_unlike(told)
         self._is_compared = True
-        if not isinstance(entry.tensor, Split):
+        if not isinstance(tensor, Split):
             return self.module(*args, **kwargs)
 
         def inside(x: Split) -> Split:
@@ -114,11 +116,11 @@ class SplitModule(nn.Module):
         if isinstance(first, Split):
             args, kwargs = mapped(inside, (args, kwargs))
         else:
-            swap = {id(first): entry.tensor}
+            swap = {id(first): tensor}
             args = tuple(swap.get(id(x), mapped(inside, x)) for x in args)
             kwargs = {key: swap.get(id(x), mapped(inside, x)) for key, x in kwargs.items()}
-        with _one_stream(entry.draws_alike, run):
-            return self.run(entry.tensor, *args, **kwargs)
+        with _one_stream(draws_alike, run):
+            return self._computed(tensor, *args, **kwargs)
 
     def _refuse_lazy(self) -> None:
         """Raise for parameters that a first forward makes: it would read the shape of a block."""
@@ -133,7 +135,7 @@ class SplitModule(nn.Module):
                     "module(torch.zeros(1, 3, 8, 8)), before the network is used",
                 )
 
-    def run(self, entry: Split, *args: Any, **kwargs: Any) -> Any:
+    def _computed(self, entry: Split, *args: Any, **kwargs: Any) -> Any:
         """Call the network with arguments among which `entry` is, and which are cut as they are."""
         run = entry.run
         self._copy_parameters(run, tuple(entry.cuts.values()))
@@ -141,7 +143,10 @@ class SplitModule(nn.Module):
             with _uncompiled():
                 result = self.module(*args, **kwargs)
         except Exception as error:
-            error.add_note(f"in the forward of {module_of(self.module, error)}, split over ranks")
+            frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+            path, kind = innermost(self.module, frames[::-1])
+            where = f"{path} ({kind})" if path else kind
+            error.add_note(f"in the forward of {where}, split over ranks")
             raise
         finally:
             self._gathered = run.gathered
@@ -176,21 +181,22 @@ class SplitModule(nn.Module):
         self, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[Tensor | None, dict[str, Any]]:
         """Return the own block, None if there is none, and all other arguments by name."""
-        name = type(self.module).__name__
         arguments = {**{str(i): x for i, x in enumerate(args)}, **kwargs}
-        at = next((key for key, x in arguments.items() if isinstance(x, Tensor)), None)
-        if at is None:
-            return None, arguments
+        axes = self._axes().values()
         for x in splits_in(arguments):
-            axes = {self.partition.sub(d).comm for d, n in enumerate(self.partition.shape) if n > 1}
-            if not {axis for cut in x.cuts.values() for axis in cut.axes} <= axes:
+            if not {axis for cut in x.cuts.values() for axis in cut.axes} <= set(axes):
                 raise UnisonoError.because(
-                    f"{name}, split by {self.partition}, called with {x!r}",
+                    f"{type(self.module).__name__}, split by {self.partition}, called with {x!r}",
                     "cut over other ranks than those of the partition",
                     hint="Split.of(own_block, partition), by a partition of the same ranks",
                 )
-        first = arguments[at]
-        return first, {key: x for key, x in arguments.items() if x is not first}
+        first = next((x for x in arguments.values() if isinstance(x, Tensor)), None)
+        return first, {key: x for key, x in arguments.items() if first is None or x is not first}
+
+    def _axes(self) -> dict[int, Communicator]:
+        """Return the ranks along each dim that is cut."""
+        P = self.partition
+        return {d: P.sub(d).comm for d, n in enumerate(P.shape) if n > 1}
 
     def _modes(self) -> list[str]:
         """Describe in which modes the network runs."""
@@ -320,17 +326,6 @@ def split(
     return SplitModule(module, partition, strict, attention, blocks)
 
 
-def module_of(net: nn.Module, error: BaseException) -> str:
-    """Name the innermost module of a network in whose forward an error was raised."""
-    names = {id(module): (name, type(module).__name__) for name, module in net.named_modules()}
-    path, kind = "", type(net).__name__
-    step = error.__traceback__
-    while step is not None:
-        path, kind = names.get(id(step.tb_frame.f_locals.get("self")), (path, kind))
-        step = step.tb_next
-    return f"{path} ({kind})" if path else kind
-
-
 def _described(values: Any, path: str = "") -> list[str]:
     """Return a line for each argument: what must be equal on all ranks of it."""
     if isinstance(values, Split):
@@ -407,18 +402,6 @@ def _with_prefix(_: nn.Module, state: dict[str, Any], prefix: str, *__: Any) -> 
 # -- the entry: the one meeting in which ranks tell each other shapes ------------------------------
 
 
-@dataclass(frozen=True)
-class Entry:
-    """What ranks have told each other at the entry of a network."""
-
-    tensor: Tensor
-    """The own block as a `Split`; as it is if nothing is cut."""
-    draws_alike: bool
-    """Whether the default generators of all ranks stand alike."""
-    alike: bool
-    """Whether all ranks have given the same further numbers."""
-
-
 def _device_state(x: Tensor | None) -> bytes:
     """Return the state of the generator of a tensor's accelerator; nothing on a CPU."""
     if x is None or not is_accelerator(x.device):
@@ -426,8 +409,12 @@ def _device_state(x: Tensor | None) -> bytes:
     return generator_state(x.device).numpy().tobytes()
 
 
-def entered(x: Tensor | None, partition: Partition, run: Run, numbers: Sequence[int] = ()) -> Entry:
-    """Return the own block as a `Split`, and what else ranks agree on.
+def entered(
+    x: Tensor | None, partition: Partition, run: Run, numbers: Sequence[int] = ()
+) -> tuple[Tensor, bool, bool]:
+    """Return the own block as a `Split` (as it is if nothing is cut), and what ranks agree on.
+
+    That is whether their default generators stand alike, and whether further numbers are equal.
 
     The one meeting in which ranks tell each other shapes; all later ones follow by arithmetic.
 
@@ -465,7 +452,7 @@ def entered(x: Tensor | None, partition: Partition, run: Run, numbers: Sequence[
     draws_alike = len({record[dims + 4] for record in records}) == 1
     alike = all(len(set(column)) == 1 or 0 in column for column in further)
     if isinstance(x, Split):
-        return Entry(in_run(x, run), draws_alike, alike)
+        return in_run(x, run), draws_alike, alike
     if x.ndim != dims:
         raise PartitionError.because(
             f"an input of shape {list(x.shape)} for {partition}",
@@ -474,7 +461,7 @@ def entered(x: Tensor | None, partition: Partition, run: Run, numbers: Sequence[
         )
     cuts = agreed_cuts([record[:dims] for record in records], partition)
     report_equal_blocks([record[dims + 5] for record in records], x.shape, partition)
-    return Entry(Split(x, cuts, run) if cuts else x, draws_alike, alike)
+    return Split(x, cuts, run) if cuts else x, draws_alike, alike
 
 
 def agreed_cuts(shapes: Sequence[Sequence[int]], partition: Partition) -> dict[int, Cut]:

@@ -7,12 +7,13 @@ torch functions make of blocks.
 from __future__ import annotations
 
 import itertools
-import sys
+import traceback
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from types import FrameType
 from typing import Any
 
 import torch
@@ -181,7 +182,10 @@ class Run:
 
     def note(self, function: str, reason: str, x: Tensor) -> None:
         """Write down that `x` has to be gathered, or refuse it."""
-        gathered = Gathered(function, reason, tuple(x.shape), self.path())
+        path = ""
+        if self._module is not None:
+            path, _ = innermost(self._module, [frame for frame, _ in traceback.walk_stack(None)])
+        gathered = Gathered(function, reason, tuple(x.shape), path)
         if self.strict and reason != SMALLER:
             where = f" in {gathered.module}" if gathered.module else ""
             raise UnisonoError.because(
@@ -192,18 +196,16 @@ class Run:
             )
         self.gathered[gathered] += 1
 
-    def path(self) -> str:
-        """Return the path of the innermost module of the network whose forward is running."""
-        if self._module is None:
-            return ""
-        names = {id(module): name for name, module in self._module.named_modules()}
-        frame = sys._getframe(1)
-        while frame is not None:
-            name = names.get(id(frame.f_locals.get("self")))
-            if name:
-                return name
-            frame = frame.f_back
-        return ""
+
+def innermost(net: nn.Module, frames: Iterable[FrameType]) -> tuple[str, str]:
+    """Return path and class of the module of a network to which the first of some frames belongs.
+
+    `frames` are those that run, or have raised an error, the innermost first.
+    """
+    names = {id(module): (name, type(module).__name__) for name, module in net.named_modules()}
+    own = ("", type(net).__name__)
+    found = (names.get(id(frame.f_locals.get("self"))) for frame in frames)
+    return next((place for place in found if place and place[0]), own)
 
 
 def resized(cut: Cut, sizes: Iterable[int]) -> Cut:
@@ -312,7 +314,7 @@ class Split(Tensor):
         """Return own blocks as a `Split`, outside of a network. Collective over the partition."""
         from unisono.nn.split_tensors.module import entered  # which needs this file
 
-        return entered(local, partition, Run(partition, None, strict)).tensor
+        return entered(local, partition, Run(partition, None, strict))[0]
 
     @staticmethod
     def cut(whole: Tensor, partition: Partition) -> Tensor:
