@@ -353,7 +353,9 @@ def _with_whole(
     Another dim is cut instead, unless the rule has `needed` it whole, too; else it is gathered.
     Layers, which keep empty blocks, return what is cut like their input.
     """
-    x = need.of or next((x for x in splits_in((args, kwargs)) if need.dim in x.cuts), None)
+    x = need.of
+    if x is None:
+        x = next((x for x in splits_in((args, kwargs)) if need.dim in x.cuts), None)
     if x is None:  # one that the rule has cut itself
         raise NoRule(str(need))
     ranks = x.cuts[need.dim].comm.size
