@@ -249,7 +249,6 @@ ALONG: dict[str, Callable[..., Tensor]] = {
     "sort": lambda x, _: torch.sort(x, 1)[0],
     "grid_sample": lambda x, _: F.grid_sample(x.view(2, 1, 2, 4), GRID, align_corners=True),
     "a crop": lambda x, _: F.pad(x, (-1, 2)),
-    "a cut index": lambda _, i: X.index_add(1, i, X[:, :4]),
     "right sides": lambda x, _: torch.cholesky_solve(x, torch.eye(2)),
 }
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import itertools
 import re
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -169,10 +169,9 @@ def _operands(op: OpOverload, values: Mapping[str, Any]) -> list[_Operand]:
         dims = values[key]
         listed: Iterable[int] = [dims] if is_integer(dims) else dims or range(lead.ndim)
         acted.update(d % max(lead.ndim, 1) for d in listed)
+    alike = [x for x in tensors if x.ndim == lead.ndim]
+    acted.update(d for d in range(lead.ndim) if len({x.shape[d] for x in alike}) > 1)
     free = [d for d in range(lead.ndim - 1, -1, -1) if d not in acted]
-    for x in tensors:
-        if x.ndim == lead.ndim and any(x.shape[d] != lead.shape[d] for d in free):
-            raise NoRule(f"{name} of tensors of unlike sizes")
     return _with_further(
         name, [_Operand(x, tuple(free) if x.ndim == lead.ndim else ()) for x in tensors]
     )
@@ -484,27 +483,8 @@ def _by_operator(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) 
     args, kwargs = along_same_axes(_WAY.name, args, kwargs)
     if next(splits_in((args, kwargs)), None) is None:
         return op(*args, **kwargs)
-    how = RULES.get(name) or RULES.get(name.removesuffix("_copy"))
-    call = op, _WAY.name, args, kwargs
-    ways: list[Callable[[], Any]] = []
-    if how is not None:
-        ways.append(lambda: applied(how, op.overloadpacket, args, kwargs))
-    elif is_pointwise_operator(op) or _is_special(op, name):
-        ways.append(lambda: pointwise(op, *args, **kwargs))
-    ways.append(lambda: _on_blocks(op, *args, **kwargs))
-    if how is not None:
-        ways.append(lambda: by_rule(how, op.overloadpacket, *call[1:]))
-    # Of zeros, the second derivative of what linalg_norm consists of is not that of a vector's.
-    elif name != "linalg_norm" and private.has_kernel(op.name(), "CompositeImplicitAutograd"):
-        parts = private.kernel_of(op, "CompositeImplicitAutograd")
-        ways.append(lambda: through_aten(parts, *call[1:], _WAY.changed))
-    if not changes:
-        ways.append(lambda: by_rule(_on_blocks, *call, may_gather=False))
-        if torch.Tag.nondeterministic_seeded not in op.tags:
-            ways.append(lambda: _decomposed(op, args, kwargs))
-        ways.append(lambda: by_rule(_on_blocks, *call))
     reason = f"no rule for {name}"
-    for way in ways:
+    for way in _ways(op, name, args, kwargs):
         try:
             return way()
         except (NoRule, NeedsWhole) as no:
@@ -512,6 +492,32 @@ def _by_operator(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) 
     if changes:
         raise NoRule(reason)
     return gather_all(op, _WAY.name, reason, args, kwargs, ())
+
+
+def _ways(
+    op: OpOverload, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Iterator[Callable[[], Any]]:
+    """Yield the ways to compute with blocks, the one that sends least first."""
+    how = RULES.get(name) or RULES.get(name.removesuffix("_copy"))
+    packet, caller = op.overloadpacket, _WAY.name
+    if how is not None:
+        yield lambda: applied(how, packet, args, kwargs)
+    elif is_pointwise_operator(op) or _is_special(op, name):
+        yield lambda: pointwise(op, *args, **kwargs)
+    yield lambda: _on_blocks(op, *args, **kwargs)
+    if how is not None:
+        yield lambda: by_rule(how, packet, caller, args, kwargs)
+    # Of zeros, the second derivative of what linalg_norm consists of is not that of a vector's.
+    if name != "linalg_norm" and private.has_kernel(op.name(), "CompositeImplicitAutograd"):
+        parts = private.kernel_of(op, "CompositeImplicitAutograd")
+        yield lambda: through_aten(parts, caller, args, kwargs, _WAY.changed)
+    if op._schema.is_mutable:
+        return
+    yield lambda: by_rule(_on_blocks, op, caller, args, kwargs, may_gather=False)
+    written = private.decomposition_of(op)
+    if written is not None and torch.Tag.nondeterministic_seeded not in op.tags:
+        yield lambda: through_aten(written, caller, args, kwargs, _WAY.changed)
+    yield lambda: by_rule(_on_blocks, op, caller, args, kwargs)
 
 
 def _may_change(x: Any) -> bool:
@@ -524,14 +530,6 @@ def _may_change(x: Any) -> bool:
 def _is_special(op: OpOverload, name: str) -> bool:
     """Whether it is a special function of points: torch tags few of them."""
     return name.startswith("special_") and all(a.name != "dim" for a in op._schema.arguments)
-
-
-def _decomposed(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Return what other operators make of the arguments, as torch writes this one with them."""
-    parts = private.decomposition_of(op)
-    if parts is None:
-        raise NoRule(f"no rule for {_name(op)}")
-    return through_aten(parts, _WAY.name, args, kwargs, _WAY.changed)
 
 
 CALLS.through, CALLS.operator = through_aten, _on_any_operator

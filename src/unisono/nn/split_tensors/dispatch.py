@@ -372,9 +372,9 @@ def _with_whole(
 
 
 def _is_smaller(x: Split, values: Any) -> bool:
-    """Whether all ranks have a larger tensor whole: then this one may be whole, too."""
+    """Whether all ranks have a tensor as large whole: then this one may be whole, too."""
     return any(
-        y.numel() > x.numel() for y in tensors_in(values) if not (isinstance(y, Split) and y.cuts)
+        y.numel() >= x.numel() for y in tensors_in(values) if not (isinstance(y, Split) and y.cuts)
     )
 
 

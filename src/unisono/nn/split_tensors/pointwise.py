@@ -12,10 +12,27 @@ from unisono import torch_private as private
 from unisono.accelerator import is_accelerator
 from unisono.errors import PartitionError, UnisonoError
 from unisono.nn.precision import sum_dtype, wide
-from unisono.nn.split_tensors.blocks import Layout, fitted, layout_of, own_copy, pointwise, sliced
+from unisono.nn.split_tensors.blocks import (
+    Layout,
+    fitted,
+    joined,
+    layout_of,
+    own_copy,
+    pointwise,
+    sliced,
+)
 from unisono.nn.split_tensors.reductions import added, reduced
 from unisono.nn.split_tensors.rules import NOT_PREVIEWED, QUERIES, RULES, rule
-from unisono.nn.split_tensors.tensor import Cut, NeedsWhole, NoRule, Run, Split, like, mapped
+from unisono.nn.split_tensors.tensor import (
+    SMALLER,
+    Cut,
+    NeedsWhole,
+    NoRule,
+    Run,
+    Split,
+    like,
+    mapped,
+)
 from unisono.operators import sum_to_replicated
 
 _SHOWN_BY_WRAPPER = """shape ndim dtype device layout is_sparse is_quantized is_meta is_cuda is_cpu
@@ -25,8 +42,8 @@ _ASKED_OF_WRAPPER = """size dim numel nelement is_floating_point is_complex ndim
 _POINTWISE = """add subtract multiply divide true_divide floor_divide negative absolute hardswish
     tanhshrink softsign log_sigmoid logsigmoid where eq ne not_equal less less_equal greater
     greater_equal rsub masked_fill fill zero zeros_like ones_like full_like empty_like float double
-    half bfloat16 int long bool alias detach conj real imag abs relu6 gelu threshold mish lt gt le
-    ge xlogy _prelu_kernel
+    half bfloat16 int long bool alias detach conj _conj _neg_view real imag abs relu6 gelu threshold
+    mish lt gt le ge xlogy _prelu_kernel
     __add__ __radd__ __sub__ __rsub__ __mul__ __rmul__ __truediv__ __rtruediv__ __floordiv__
     __rfloordiv__ __div__ __rdiv__ __mod__ __rmod__ __pow__ __rpow__ __neg__ __abs__ __eq__ __ne__
     __lt__ __le__ __gt__ __ge__ __and__ __or__ __xor__ __invert__ __lshift__ __rshift__ __iadd__
@@ -167,10 +184,12 @@ def _dropout(
     inplace: bool = False,
 ) -> Tensor:
     name = func.__name__
-    if "alpha" in name or not 0 <= p <= 1:
-        raise NoRule("a layer that draws for whole tensors")
+    if not 0 <= p <= 1:
+        raise NoRule("no probability")
     if not training or p == 0:
         return input
+    if "alpha" in name:
+        raise NoRule("a layer that draws for whole tensors")
     # Dims of which each index is drawn for by itself: all, or batch and channels, or channels.
     is_sample = (name, input.ndim) in (("dropout1d", 2), ("dropout3d", 4))
     count = input.ndim if name in ("dropout", "dropout_") else 1 if is_sample else 2
@@ -256,12 +275,14 @@ def _class_loss(
         size_average is not None
         or reduce is not None
         or input.ndim < 2
-        or isinstance(weight, Split)
         or reduction not in _REDUCTIONS
     ):
         raise NoRule("arguments of an unusual form")
     if target.is_floating_point():
         raise NoRule("labels that are probabilities")
+    if isinstance(weight, Split):
+        weight.run.note(func.__name__, SMALLER, weight)
+        weight = joined(weight, weight.cuts)
     layout: Layout = {}
     run: Run | None = None
     classes: Cut | None = None

@@ -9,6 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from unisono import torch_private as private
@@ -149,6 +150,44 @@ def _einsum(func: Callable[..., Any], equation: str, *operands: Any) -> Tensor:
         raise NoRule("a diagonal")
     names = [_apart(name, x) for name, x in zip(names, items, strict=True)]
     return contracted(names, out, items, lambda *blocks: func(spelled, *blocks))
+
+
+@rule("bilinear")
+def _bilinear(
+    func: Callable[..., Any], x: Tensor, other: Tensor, weight: Tensor, bias: Tensor | None = None
+) -> Tensor:
+    batch = "abcdefghijklm"[: x.ndim - 1]
+    y = _einsum(torch.einsum, f"{batch}x,{batch}y,zxy->{batch}z", x, other, weight)
+    return y if bias is None else call(torch.add, y, bias)
+
+
+@rule("addbmm")
+def _add_sum(
+    func: Callable[..., Any], input: Tensor, a: Tensor, b: Tensor, *, beta: float = 1,
+    alpha: float = 1,
+) -> Tensor:  # fmt: skip
+    product = call(torch.mul, call(torch.sum, call(torch.bmm, a, b), 0), alpha)
+    return product if beta == 0 else call(torch.add, call(torch.mul, input, beta), product)
+
+
+@rule("linear_cross_entropy")
+def _linear_cross_entropy(
+    func: Callable[..., Any],
+    input: Tensor,
+    linear_weight: Tensor,
+    target: Tensor,
+    *,
+    linear_bias: Tensor | None = None,
+    ignore_index: int | None = None,
+    options: Any = None,
+    **loss: Any,
+) -> Tensor:
+    """Keep the logits of own points; chunks of them are not needed where they are cut."""
+    if linear_weight.ndim != 2:
+        raise NoRule("features of several dims")
+    logits = call(F.linear, input, linear_weight, linear_bias)
+    ignored = {} if ignore_index is None else {"ignore_index": ignore_index}
+    return call(F.cross_entropy, logits, target, **ignored, **loss)
 
 
 # -- recurrent layers -----------------------------------------------------------------------------

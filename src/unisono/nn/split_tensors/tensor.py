@@ -114,7 +114,7 @@ class Gathered:
     """Path of the module in which it happened."""
 
 
-SMALLER = "a smaller argument, beside a larger one that is cut otherwise or not at all"
+SMALLER = "a smaller argument than another one, which is cut otherwise or not at all"
 """The reason for a gather beside an argument that stays cut; never refused."""
 
 

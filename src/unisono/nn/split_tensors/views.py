@@ -16,6 +16,7 @@ from unisono.nn.split_tensors.blocks import (
     balanced,
     fitted,
     in_order,
+    joined,
     joined_cuts,
     layout_of,
     recut,
@@ -99,12 +100,13 @@ def _expand(func: Callable[..., Any], input: Split, *sizes: Any, implicit: bool 
 
 @rule("repeat")
 def _repeat(func: Callable[..., Any], input: Split, *sizes: Any) -> Tensor:
+    """Show every dim several times, in a dim before it, and merge the two."""
     times = _sizes(sizes)
-    more = len(times) - input.ndim
-    for dim in input.cuts:
-        if times[dim + more] != 1:
-            raise NeedsWhole(dim, "repeated along the cut")
-    return like(input, input.local.repeat(times), {d + more: c for d, c in input.cuts.items()})
+    shape = [1] * (len(times) - input.ndim) + list(input.shape)
+    apart = call(torch.reshape, input, [n for size in shape for n in (1, size)])
+    several = [n for pair in zip(times, shape, strict=True) for n in pair]
+    merged = [n * size for n, size in zip(times, shape, strict=True)]
+    return call(torch.reshape, call(Tensor.expand, apart, several), merged)
 
 
 # -- dims are merged and parted -------------------------------------------------------------------
@@ -199,15 +201,17 @@ def _narrowed(x: Split, dim: int, start: int, stop: int, step: int) -> Tensor:
         begin = start + max(0, -(-(low - start) // step)) * step
         first.append(begin - low)
         sizes.append(max(0, -(-(min(high, stop) - begin) // step)))
-    if sum(sizes) < cut.comm.size:
-        raise NeedsWhole(dim, f"{sum(sizes)} points for {cut.comm.size} ranks")
     rank = cut.comm.rank
     begin = min(first[rank], x.local.shape[dim])
     local = x.local[(slice(None),) * dim + (slice(begin, begin + sizes[rank] * step, step),)]
     part = Split(local, {**x.cuts, dim: resized(cut, sizes)}, x.run)
-    if min(sizes) == 0:
-        return recut(part, dim, balanced(sum(sizes), x, dim, "a slice"))
-    return part
+    return _evened(part, dim) if min(sizes) == 0 else part
+
+
+def _evened(x: Split, dim: int) -> Tensor:
+    """Return `x` with points along a dim on each rank; with all on each where they are too few."""
+    length, ranks = x.shape[dim], x.cuts[dim].comm.size
+    return joined(x, [dim]) if length < ranks else recut(x, dim, split_sizes(length, ranks))
 
 
 def _picked(x: Split, dim: int, at: int) -> Tensor:
@@ -250,12 +254,11 @@ def _diagonal(
     dim, cut = inside[0], without_runs(x, inside[0])
     top, left = max(0, -offset), max(0, offset)
     length = max(0, min(x.shape[a] - top, x.shape[b] - left))
-    later = balanced(length, x, dim, "a diagonal")
     here = _diagonal_sizes(cut, top if dim == a else left, length)
     low = cut.bounds[cut.comm.rank]
     local = func(x.local, offset + low if dim == a else offset - low, a, b)
     part = Split(local, {**rest, x.ndim - 2: resized(cut, here)}, x.run)
-    return recut(part, x.ndim - 2, later) if min(here) == 0 else part
+    return _evened(part, x.ndim - 2) if min(here) == 0 else part
 
 
 @rule("slice")
