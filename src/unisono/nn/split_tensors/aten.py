@@ -28,6 +28,7 @@ from unisono.nn.split_tensors.rules import (
     RULES,
     described,
     is_pointwise_operator,
+    rule,
     tensors_in,
     with_tensors,
     without_data,
@@ -64,27 +65,22 @@ _NOT_ALONG = frozenset(
 
 ALL, ALL_BUT_BATCH = -1, -2
 _LAST_DIMS: dict[str, tuple[int, ...]] = {
-    **dict.fromkeys("one_hot polar complex view_as_real linalg_vander isreal".split(), (0,)),  # noqa: SIM905
-    "bucketize": (0, ALL), "isin": (0, ALL), "embedding": (ALL, 0), "take": (ALL, 0),
-    "searchsorted": (1, 1), "view_as_complex": (1,),
-    "bilinear": (1, 1, ALL, ALL), "stft": (1, ALL),
+    **dict.fromkeys("one_hot polar complex view_as_real".split(), (0,)),  # noqa: SIM905
     **dict.fromkeys(
-        """cholesky cholesky_inverse cholesky_solve inverse det logdet slogdet svd qr
-        geqrf triangular_solve matrix_exp matrix_power pinverse cdist _cdist_forward nuclear_norm
-        col2im
-        matrix_H""".split(),  # noqa: SIM905
+        """cholesky cholesky_inverse cholesky_solve geqrf triangular_solve _cdist_forward
+        col2im""".split(),  # noqa: SIM905
         (2,),
     ),
-    "orgqr": (2, 1), "ormqr": (2, 1, 2), "linalg_householder_product": (2, 1),
-    "lu_solve": (2, 2, 1), "linalg_lu_solve": (2, 1, 2),
-    "linalg_ldl_solve": (2, 1, 2), "linalg_pinv": (2, 0, 0), "linalg_matrix_rank": (2, 0, 0),
-    "im2col": (3,),
+    **dict.fromkeys(["grid_sampler_2d", "grid_sampler_3d"], (ALL_BUT_BATCH,)),
+    "bucketize": (0, ALL), "isin": (0, ALL), "embedding": (ALL, 0), "take": (ALL, 0),
+    "searchsorted": (1, 1), "view_as_complex": (1,), "stft": (1, ALL), "im2col": (3,),
+    "ormqr": (2, 1, 2), "linalg_householder_product": (2, 1), "lu_unpack": (2, 1),
+    "linalg_lu_solve": (2, 1, 2), "linalg_ldl_solve": (2, 1, 2), "linalg_pinv": (2, 0, 0),
     "fractional_max_pool2d": (2, 1), "fractional_max_pool3d": (3, 1),
-    **dict.fromkeys(["grid_sampler", "grid_sampler_2d", "grid_sampler_3d"], (ALL_BUT_BATCH,)),
 }  # fmt: skip
 """Dims at the end of each tensor among the arguments that an operator acts along; the last number
 holds for further ones. What comes before is a batch."""
-_ALONG = {"channel_shuffle": (1,), "native_channel_shuffle": (1,), "msort": (0,)}
+_ALONG = {"native_channel_shuffle": (1,)}
 """Dims that operators act along without naming them."""
 _MATRICES = re.compile(
     r"_?linalg_(cholesky|cond|det|eig|inv|ldl|lstsq|lu|matrix_exp|matrix_power|qr|slogdet|solve|svd)"
@@ -94,7 +90,7 @@ _IMAGES = re.compile(r"_?(?:adaptive_|avg_|max_|reflection_|replication_|upsampl
 
 _FURTHER: dict[str, tuple[int, ...]] = {
     "embedding": (0,), "index_select": (1,), "searchsorted": (1,), "cholesky_solve": (0,),
-    "lu_solve": (0,), "linalg_lu_solve": (2,), "_linalg_solve_ex": (1,),
+    "linalg_lu_solve": (2,), "_linalg_solve_ex": (1,),
     "linalg_solve_triangular": (1,), "triangular_solve": (0,),
 }  # fmt: skip
 """Tensors of which the last dim is beside the others': columns of right sides, or of a table."""
@@ -349,6 +345,13 @@ def _alike(compute: Callable[[], Any], comm: Communicator | None) -> Any:
     if error is not None:
         raise error
     return result
+
+
+@rule("_linalg_check_errors")
+def _check_errors(func: Callable[..., Any], info: Split, api_name: str, *, is_matrix: bool) -> None:
+    """Raise on all ranks for a matrix of any that could not be factorised."""
+    comm = info.run.ranks_of(info.cuts.values())
+    _alike(lambda: func(info.local, api_name, is_matrix=is_matrix), comm)
 
 
 def _block(x: _Operand, layout: Mapping[int, Cut], run: Run) -> Tensor:
