@@ -91,6 +91,12 @@ def test_a_quarter_of_the_tokens_costs_at_most_thirty_percent_of_the_activations
     assert own <= 0.30 * whole, f"{own} of {whole} bytes: {own / whole:.2f}"
 
 
+def moved_statistics(x: Tensor) -> Tensor:
+    mean, variance = torch.zeros(6).to(x.dtype), torch.ones(6).to(x.dtype)
+    y = F.instance_norm(x, mean, variance)
+    return y * mean[:, None] + variance[:, None]
+
+
 PROGRAMS = {
     "fft along a dim": lambda x: torch.fft.rfft(x, dim=1).abs(),
     "fft of all dims": lambda x: torch.fft.irfftn(torch.fft.rfftn(x) * 2, s=x.shape),
@@ -107,6 +113,10 @@ PROGRAMS = {
     "one_hot": lambda x: F.one_hot((x > 0).long(), 2) * x[..., None],
     "unfold": lambda x: x.unfold(1, 3, 2).sum(-1),
     "linear over cut features": lambda x: F.linear(x, torch.ones(3, 7, dtype=x.dtype)),
+    "scatter of fewer points": lambda x: x.scatter_add(1, x[:, :3, :5].argsort(1), x[:, :3, :5]),
+    "copies": lambda x: x.repeat(2, 1, 3) * 2,
+    "few points": lambda x: x[:, 1:2] * x[1:2, :, 3:4] + x.diagonal(5, 1, 2).sum(),
+    "running statistics": lambda x: moved_statistics(x),
     "moved against unmoved": lambda x: x + x.transpose(0, 1),
 }
 

@@ -374,7 +374,7 @@ def _with_whole(
 def _is_smaller(x: Split, values: Any) -> bool:
     """Whether all ranks have a tensor as large whole: then this one may be whole, too."""
     return any(
-        y.numel() >= x.numel() for y in tensors_in(values) if not (isinstance(y, Split) and y.cuts)
+        y.nbytes >= x.nbytes for y in tensors_in(values) if not (isinstance(y, Split) and y.cuts)
     )
 
 
