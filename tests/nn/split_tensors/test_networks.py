@@ -310,9 +310,10 @@ def compare_cuts(
     whole = copy.deepcopy(net)
     for module in whole.modules():
         module.register_forward_hook(measure)
-    x = drawn(shape, 1).requires_grad_()
+    dtype = next(net.parameters()).dtype
+    x = drawn(shape, 1).to(dtype).requires_grad_()
     y = whole(x, *others)
-    probe = drawn(y.shape, 2)
+    probe = drawn(y.shape, 2).to(dtype)
     (y * probe).sum().backward()
     grads = {key: p.grad for key, p in whole.named_parameters() if p.grad is not None}
     top = max(grad.abs().max() for grad in grads.values())

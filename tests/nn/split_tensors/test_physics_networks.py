@@ -77,9 +77,10 @@ def compare_physics() -> None:
         net: nn.Module = getattr(library, name)(**arguments)
         times = [drawn((2,), 3).abs()] if name == "DiT" else []
         # AFNO computes its spectra in float32, and writes them into tensors that all ranks have.
-        limits = {"gathered": 1.0, "tolerance": 1e-5} if name == "AFNO" else {}
+        is_single = name == "AFNO"
+        limits = {"gathered": 1.0, "tolerance": 1e-4} if is_single else {}
         try:
-            compare_cuts(net.double(), shape, *times, **limits)
+            compare_cuts(net.float() if is_single else net.double(), shape, *times, **limits)
         except BaseException as error:
             error.add_note(name)
             raise
