@@ -23,7 +23,13 @@ from unisono.comm import Communicator
 from unisono.errors import UnisonoError
 from unisono.expect import is_integer
 from unisono.nn.split_tensors.blocks import placed, pointwise
-from unisono.nn.split_tensors.dispatch import along_same_axes, applied, by_rule, gather_all
+from unisono.nn.split_tensors.dispatch import (
+    along_same_axes,
+    applied,
+    by_rule,
+    gather_all,
+    is_smaller,
+)
 from unisono.nn.split_tensors.rules import (
     RULES,
     described,
@@ -262,7 +268,7 @@ def _places(
         with torch.no_grad():
             for one, other in zip(shapes(0), shapes(1), strict=True):
                 unlike = [d for d in range(one.ndim) if one.shape[d] != other.shape[d]]
-                if one.ndim == other.ndim and one.numel() == other.numel() == 0:
+                if one.shape == other.shape and one.numel() == 0:
                     places.append(None)
                 elif one.ndim == other.ndim and len(unlike) == 1:
                     places.append(unlike[0])
@@ -510,6 +516,8 @@ def _ways(
     yield lambda: _on_blocks(op, *args, **kwargs)
     if how is not None:
         yield lambda: by_rule(how, packet, caller, args, kwargs)
+    if all(is_smaller(x, (args, kwargs)) for x in splits_in((args, kwargs))):
+        yield lambda: gather_all(op, caller, "", args, kwargs, ())
     # Of zeros, the second derivative of what linalg_norm consists of is not that of a vector's.
     if name != "linalg_norm" and private.has_kernel(op.name(), "CompositeImplicitAutograd"):
         parts = private.kernel_of(op, "CompositeImplicitAutograd")

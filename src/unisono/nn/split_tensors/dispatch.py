@@ -363,15 +363,15 @@ def _with_whole(
     if others and not x.run.keeps_empty:
         to = min(others, key=lambda d: x.shape[d] % ranks != 0)
         whole: Tensor = moved(x, need.dim, to, split_sizes(x.shape[to], ranks))
-    elif may_gather or _is_smaller(x, (args, kwargs)):
-        x.run.note(name, SMALLER if _is_smaller(x, (args, kwargs)) else str(need), x)
+    elif may_gather or is_smaller(x, (args, kwargs)):
+        x.run.note(name, SMALLER if is_smaller(x, (args, kwargs)) else str(need), x)
         whole = joined(x, [need.dim])
     else:
         raise NoRule(str(need))
     return mapped(lambda y: whole if y is x else y, (args, kwargs))
 
 
-def _is_smaller(x: Split, values: Any) -> bool:
+def is_smaller(x: Split, values: Any) -> bool:
     """Whether all ranks have a tensor as large whole: then this one may be whole, too."""
     return any(
         y.nbytes >= x.nbytes for y in tensors_in(values) if not (isinstance(y, Split) and y.cuts)
@@ -397,7 +397,7 @@ def gather_all(
     splits = {id(x): x for x in splits_in((args, kwargs))}
     for x in splits.values():
         if x.cuts:
-            x.run.note(name, SMALLER if _is_smaller(x, (args, kwargs)) else reason, x)
+            x.run.note(name, SMALLER if is_smaller(x, (args, kwargs)) else reason, x)
     wholes = {key: joined(x, x.cuts) for key, x in splits.items()}
     if name.startswith("embedding"):
         wholes = {key: _DenseGradient.apply(whole) for key, whole in wholes.items()}

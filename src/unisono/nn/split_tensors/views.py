@@ -25,7 +25,7 @@ from unisono.nn.split_tensors.blocks import (
     window,
 )
 from unisono.nn.split_tensors.dispatch import call
-from unisono.nn.split_tensors.rules import rule
+from unisono.nn.split_tensors.rules import rule, with_tensors
 from unisono.nn.split_tensors.tensor import (
     Cut,
     NeedsWhole,
@@ -339,6 +339,21 @@ def _shares(items: Sequence[Tensor], dim: int, along: Cut) -> list[tuple[int, ..
         shares.append(tuple(max(0, b - a) for a, b in inside))
         first = last
     return shares
+
+
+@rule("scatter", "scatter_add", "scatter_reduce")
+def _scatter(
+    func: Callable[..., Any], input: Tensor, dim: int, index: Tensor, *more: Any, **options: Any
+) -> Tensor:
+    """Scatter into the first points alone, where indices are for fewer points."""
+    for d, n in enumerate(index.shape):
+        if d != dim % input.ndim and n < input.shape[d]:
+            first = call(torch.narrow, input, d, 0, n)
+            rest = call(torch.narrow, input, d, n, input.shape[d] - n)
+            more, options = with_tensors((more, options), lambda x: call(torch.narrow, x, d, 0, n))
+            first = call(func, first, dim, index, *more, **options)
+            return call(torch.cat, [first, rest], d)
+    raise NoRule("indices for all points")
 
 
 @rule("flip")
