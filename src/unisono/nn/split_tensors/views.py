@@ -346,14 +346,18 @@ def _scatter(
     func: Callable[..., Any], input: Tensor, dim: int, index: Tensor, *more: Any, **options: Any
 ) -> Tensor:
     """Scatter into the first points alone, where indices are for fewer points."""
-    for d, n in enumerate(index.shape):
-        if d != dim % input.ndim and n < input.shape[d]:
-            first = call(torch.narrow, input, d, 0, n)
-            rest = call(torch.narrow, input, d, n, input.shape[d] - n)
-            more, options = with_tensors((more, options), lambda x: call(torch.narrow, x, d, 0, n))
-            first = call(func, first, dim, index, *more, **options)
-            return call(torch.cat, [first, rest], d)
-    raise NoRule("indices for all points")
+    shorter = [d for d, n in enumerate(index.shape) if n < input.shape[d] and d != dim % input.ndim]
+    if not shorter:
+        raise NoRule("indices for all points")
+    d = shorter[0]
+    n, length = index.shape[d], input.shape[d]
+
+    def first(x: Tensor) -> Tensor:
+        return call(torch.narrow, x, d, 0, n)
+
+    more, options = with_tensors((more, options), first)
+    changed = call(func, first(input), dim, index, *more, **options)
+    return call(torch.cat, [changed, call(torch.narrow, input, d, n, length - n)], d)
 
 
 @rule("flip")
