@@ -31,11 +31,6 @@ from unisono.nn.split_tensors.tensor import Cut, NeedsWhole, NoRule, Split, like
 from unisono.operators import all_gather
 
 
-def everybodys(x: Tensor, dim: int, cut: Cut) -> Tensor:
-    """Return a dim whole on every rank, each of which uses it for its own share of the work."""
-    return unrolled(x, dim, cut, lambda t, d, c: all_gather(t, d, c.sizes, comm=c.comm))
-
-
 def contracted(
     labels: Sequence[str],
     out: str,
@@ -76,7 +71,10 @@ def _block(x: Tensor, names: str, axes: dict[Communicator, tuple[str, Cut]], lea
     rest = [cut for label, cut in axes.values() if label not in names]
     for dim, cut in x.cuts.items() if isinstance(x, Split) else ():
         if any(cut.comm == other.comm for other in rest) and isinstance(x, Split):
-            whole = everybodys(x.local, dim, cut)
+            # Whole on every rank, each of which uses it for its own share of the work.
+            whole = unrolled(
+                x.local, dim, cut, lambda t, d, c: all_gather(t, d, c.sizes, comm=c.comm)
+            )
             cuts = {d: c for d, c in x.cuts.items() if d != dim}
             x = Split(whole, cuts, x.run) if cuts else whole
             rest = [other for other in rest if other.comm != cut.comm]
@@ -267,8 +265,10 @@ def _attention(
     if not isinstance(query, Split):
         raise NoRule("queries that all ranks have")
     q, tokens = query, query.ndim - 2
-    if query.ndim - 1 in q.cuts or (enable_gqa and q.ndim - 3 in q.cuts):
-        raise NoRule("features or grouped heads are cut")
+    if q.ndim - 1 in q.cuts:
+        raise NeedsWhole(q.ndim - 1, "features are cut")
+    if enable_gqa and q.ndim - 3 in q.cuts:
+        raise NeedsWhole(q.ndim - 3, "grouped heads are cut", q, {q.ndim - 1})
     if is_causal and attn_mask is not None:
         raise NoRule("a causal mask beside another one")
     layout = {d - q.ndim: cut for d, cut in q.cuts.items() if d != tokens}
@@ -292,10 +292,10 @@ def _attention(
             y = attended(q.local, keys, values, mask, ring)
         return like(q, y)
     # Own queries against all keys and values: the softmax of a query needs every key.
-    keys, values = (_keys(x, layout, sequence, q) for x in (key, value))
-    batch = q.local.shape[: -3 if enable_gqa else -2]
-    if keys.ndim > q.ndim or values.ndim > q.ndim:
+    if key.ndim > q.ndim or value.ndim > q.ndim:
         raise NoRule("queries that are broadcast")
+    keys, values = (_keys(x, q, sequence) for x in (key, value))
+    batch = q.local.shape[: -3 if enable_gqa else -2]
     try:
         keys, values = (x.expand(*batch, *x.shape[len(batch) - q.ndim :]) for x in (keys, values))
     except RuntimeError as error:
@@ -399,15 +399,10 @@ def _undivided(q: Split, key: Tensor, ranks: int) -> str:
     return ""
 
 
-def _keys(x: Tensor, layout: dict[int, Cut], sequence: Cut | None, q: Split) -> Tensor:
+def _keys(x: Tensor, q: Split, sequence: Cut | None) -> Tensor:
     """Return keys or values, whole along their tokens, for the own queries."""
-    tokens = x.ndim - 2
-    if isinstance(x, Split) and tokens in x.cuts:
-        cut = x.cuts[tokens]
-        if sequence is None or cut.comm != sequence.comm:
-            raise NoRule("keys cut where queries are not")
-        local = everybodys(x.local, tokens, cut)
-        left = {d: c for d, c in x.cuts.items() if d != tokens}
-        return fitted(Split(local, left, x.run) if left else local, layout, q.run)
-    both = {**layout, **({-9: sequence} if sequence is not None else {})}
-    return fitted(x, both, q.run)
+    letters = "abcdefghijklmnop"[: q.ndim - 2]
+    axes = {cut.comm: (letters[d], cut) for d, cut in q.cuts.items() if d < q.ndim - 2}
+    if sequence is not None:  # a label that keys do not have
+        axes[sequence.comm] = "z", sequence
+    return _block(x, _apart(letters[q.ndim - x.ndim :], x) + "  ", axes, q)
