@@ -104,6 +104,9 @@ _FURTHER: dict[str, tuple[int, ...]] = {
 _PLACED_BY_DATA = re.compile("index|gather|scatter|take|embedding|one_hot")
 """Operators that raise for some data: on a CPU, kernels look whether an index is in range."""
 
+_WRITTEN_OTHERWISE = re.compile("native_|.*_backward$|select_scatter$|index_add$")
+"""Operators which torch writes with others that have other derivatives, or that take more."""
+
 
 @dataclass(frozen=True)
 class _Operand:
@@ -527,7 +530,8 @@ def _ways(
         return
     yield lambda: by_rule(_on_blocks, op, caller, args, kwargs, may_gather=False)
     written = private.decomposition_of(op)
-    if written is not None and torch.Tag.nondeterministic_seeded not in op.tags:
+    is_drawn = torch.Tag.nondeterministic_seeded in op.tags
+    if written is not None and not is_drawn and not _WRITTEN_OTHERWISE.match(name):
         yield lambda: through_aten(written, caller, args, kwargs, _WAY.changed)
     yield lambda: by_rule(_on_blocks, op, caller, args, kwargs)
 
