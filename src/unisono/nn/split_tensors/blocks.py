@@ -136,6 +136,12 @@ def joined(x: Split, dims: Iterable[int]) -> Tensor:
     return Split(local, cuts, x.run) if cuts else local
 
 
+def whole_smaller(x: Split, function: str) -> Tensor:
+    """Return an argument that is smaller than the input, such as a filter, whole."""
+    x.run.note(function, SMALLER, x)
+    return joined(x, x.cuts)
+
+
 def sliced(x: Tensor, dim: int, cut: Cut) -> Tensor:
     """Return the own block along `dim` of a tensor that the ranks of `cut` hold equal."""
     return unrolled(x, dim, cut, lambda t, d, c: slice_replicated(t, d, c.sizes, comm=c.comm))

@@ -182,9 +182,9 @@ class SplitModule(nn.Module):
     ) -> tuple[Tensor | None, dict[str, Any]]:
         """Return the own block, None if there is none, and all other arguments by name."""
         arguments = {**{str(i): x for i, x in enumerate(args)}, **kwargs}
-        axes = self._axes().values()
         for x in splits_in(arguments):
-            if not {axis for cut in x.cuts.values() for axis in cut.axes} <= set(axes):
+            axes = set(self._axes().values())
+            if not {axis for cut in x.cuts.values() for axis in cut.axes} <= axes:
                 raise UnisonoError.because(
                     f"{type(self.module).__name__}, split by {self.partition}, called with {x!r}",
                     "cut over other ranks than those of the partition",

@@ -15,16 +15,15 @@ from unisono.nn.precision import sum_dtype, wide
 from unisono.nn.split_tensors.blocks import (
     Layout,
     fitted,
-    joined,
     layout_of,
     own_copy,
     pointwise,
     sliced,
+    whole_smaller,
 )
 from unisono.nn.split_tensors.reductions import added, reduced
 from unisono.nn.split_tensors.rules import NOT_PREVIEWED, QUERIES, RULES, rule
 from unisono.nn.split_tensors.tensor import (
-    SMALLER,
     Cut,
     NeedsWhole,
     NoRule,
@@ -41,7 +40,7 @@ _ASKED_OF_WRAPPER = """size dim numel nelement is_floating_point is_complex ndim
     get_device element_size is_signed is_inference stride is_contiguous""".split()  # noqa: SIM905
 _POINTWISE = """add subtract multiply divide true_divide floor_divide negative absolute hardswish
     tanhshrink softsign log_sigmoid logsigmoid where eq ne not_equal less less_equal greater
-    greater_equal rsub masked_fill fill zero zeros_like ones_like full_like empty_like float double
+    greater_equal rsub masked_fill fill copy zero zeros_like ones_like full_like empty_like float double
     half bfloat16 int long bool alias detach conj _conj _neg_view real imag abs relu6 gelu threshold
     mish lt gt le ge xlogy _prelu_kernel
     __add__ __radd__ __sub__ __rsub__ __mul__ __rmul__ __truediv__ __rtruediv__ __floordiv__
@@ -164,13 +163,6 @@ def _made_alike(func: Callable[..., Any], x: Split, *args: Any, **kwargs: Any) -
     return func(x.local, *args, **kwargs)
 
 
-@rule("copy_")
-def _copy(
-    func: Callable[..., Any], x: Tensor, source: Tensor, non_blocking: bool = False
-) -> Tensor:
-    return pointwise(func, x, source)
-
-
 # -- random ---------------------------------------------------------------------------------------
 
 
@@ -281,8 +273,7 @@ def _class_loss(
     if target.is_floating_point():
         raise NoRule("labels that are probabilities")
     if isinstance(weight, Split):
-        weight.run.note(func.__name__, SMALLER, weight)
-        weight = joined(weight, weight.cuts)
+        weight = whole_smaller(weight, func.__name__)
     layout: Layout = {}
     run: Run | None = None
     classes: Cut | None = None

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from unisono.accelerator import copied_once
 from unisono.comm.groups import when_forgotten
-from unisono.nn.split_tensors.blocks import balanced, joined, own_copy, span, window
+from unisono.nn.split_tensors.blocks import balanced, own_copy, span, whole_smaller, window
 from unisono.nn.split_tensors.convolution import (
     ConvSettings,
     SpacePlan,
@@ -25,20 +25,18 @@ from unisono.nn.split_tensors.convolution import (
 )
 from unisono.nn.split_tensors.rules import rule
 from unisono.nn.split_tensors.tensor import (
-    SMALLER,
     Cut,
     Cuts,
     Grid,
     NeedsWhole,
     NoRule,
-    Run,
     Split,
     like,
     resized,
     without_runs,
 )
 from unisono.operators.halo import HaloOnGroup
-from unisono.topology import HaloPlan, halo
+from unisono.topology import halo
 from unisono.topology.decompose import split_sizes
 from unisono.topology.resample import Resampling
 from unisono.topology.window import (
@@ -101,9 +99,9 @@ def _in_space(
     if not isinstance(x, Split):
         raise NoRule("a replicated input")
     if isinstance(weight, Split):
-        weight = _whole(weight, x.run, func.__name__)
+        weight = whole_smaller(weight, func.__name__)
     if isinstance(bias, Split):
-        bias = _whole(bias, x.run, func.__name__)
+        bias = whole_smaller(bias, func.__name__)
     cuts, run, local, count = x.cuts, x.run, x.local, weight.ndim - 2
     at = local.ndim - count - 1
     if at > 1:
@@ -117,12 +115,6 @@ def _in_space(
         return like(x, func(local, w, b, *numbers))
     y = convolved_in_space(local[None] if at == 0 else local, w, b, plan[1])
     return like(x, y[0] if at == 0 else y, plan[0])
-
-
-def _whole(weight: Split, run: Run, name: str) -> Tensor:
-    """Return a filter or a bias, whole: they are smaller than the input."""
-    run.note(name, SMALLER, weight)
-    return joined(weight, weight.cuts)
 
 
 def where(
@@ -156,7 +148,7 @@ def _conv_plan(
     """Return the cuts of the result and the plan of a convolution; None if no halo is needed.
 
     `places` are those of this rank: communicators of the same ranks are equal, whichever rank they
-    are seen from (on paper, one process sees them from all).
+    are seen from.
     """
     stride, padding, dilation, groups = numbers
     count, kernel = len(weight) - 2, tuple(weight[2:])
@@ -167,28 +159,14 @@ def _conv_plan(
         return output_length(n, kernel[i], steps[i], pads[i], spread[i])
 
     bounds, index, later = cut_space(shape, cuts, places, keeps_empty, count, length)
-    cut_dims = {i for i in range(count) if len(bounds[2 + i]) > 2}
-    if not cut_dims:
+    if all(len(bounds_of_dim) == 2 for bounds_of_dim in bounds[2:]):
         return None
     settings = ConvSettings(
         weight[1] * groups, weight[0], kernel, steps, pads, spread, groups, "zeros"
     )
     comm, ranks = grid or (cuts[0][1].comm, None)
     plan = halo.plan(bounds, index, kernel, steps, pads, spread)
-    space = space_plan(settings, HaloOnGroup(comm, plan, ranks, 0.0), "auto")
-    if space.cover is None and _torch_pads(plan, pads, cut_dims):
-        # A window in the cut dims alone; torch adds the zeros along the others.
-        plan = halo.plan(
-            bounds,
-            index,
-            [k if i in cut_dims else 1 for i, k in enumerate(kernel)],
-            [n if i in cut_dims else 1 for i, n in enumerate(steps)],
-            [pair if i in cut_dims else (0, 0) for i, pair in enumerate(pads)],
-            [n if i in cut_dims else 1 for i, n in enumerate(spread)],
-        )
-        left = tuple(0 if i in cut_dims else low for i, (low, _) in enumerate(pads))
-        space = SpacePlan(settings, HaloOnGroup(comm, plan, ranks, 0.0), None, left)
-    return later, space
+    return later, space_plan(settings, HaloOnGroup(comm, plan, ranks, 0.0), "auto")
 
 
 @lru_cache(4096)
@@ -254,17 +232,6 @@ def cut_space(
         later[dim] = resized(cut, split_sizes(points, cut.comm.size))
         bounds[2 + i], index[2 + i] = cut.bounds, place
     return tuple(bounds), index, later
-
-
-def _torch_pads(plan: HaloPlan, pads: Sequence[tuple[int, int]], cut_dims: set[int]) -> bool:
-    """Whether dims that are not cut are read whole, and padded alike on both sides."""
-    return all(
-        low == high and parts == (0, stop - start)
-        for i, ((low, high), (start, stop), parts) in enumerate(
-            zip(pads, plan.owned[2:], plan.needed[2:], strict=True)
-        )
-        if i not in cut_dims
-    )
 
 
 when_forgotten(_conv_plan.cache_clear)
