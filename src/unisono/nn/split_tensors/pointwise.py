@@ -40,9 +40,9 @@ _ASKED_OF_WRAPPER = """size dim numel nelement is_floating_point is_complex ndim
     get_device element_size is_signed is_inference stride is_contiguous""".split()  # noqa: SIM905
 _POINTWISE = """add subtract multiply divide true_divide floor_divide negative absolute hardswish
     tanhshrink softsign log_sigmoid logsigmoid where eq ne not_equal less less_equal greater
-    greater_equal rsub masked_fill fill copy zero zeros_like ones_like full_like empty_like float double
-    half bfloat16 int long bool alias detach conj _conj _neg_view real imag abs relu6 gelu threshold
-    mish lt gt le ge xlogy _prelu_kernel
+    greater_equal rsub masked_fill fill copy zero zeros_like ones_like full_like empty_like float
+    double half bfloat16 int long bool alias detach conj _conj _neg_view real imag abs relu6 gelu
+    threshold mish lt gt le ge xlogy _prelu_kernel
     __add__ __radd__ __sub__ __rsub__ __mul__ __rmul__ __truediv__ __rtruediv__ __floordiv__
     __rfloordiv__ __div__ __rdiv__ __mod__ __rmod__ __pow__ __rpow__ __neg__ __abs__ __eq__ __ne__
     __lt__ __le__ __gt__ __ge__ __and__ __or__ __xor__ __invert__ __lshift__ __rshift__ __iadd__
