@@ -144,7 +144,7 @@ def _gradients(ctx: Any, dout: Tensor) -> list[Tensor | None]:
     q, k, v, mask, out, sums = ctx.saved_tensors
     plan: AttentionPlan = ctx.plan
     needs = ctx.needs_input_grad[:4]
-    if torch.is_grad_enabled():  # a derivative of this is wanted: let autograd write it
+    if torch.is_grad_enabled():  # a derivative of this is needed: let autograd write it
         return slopes(partial(_composed, plan=plan), (q, k, v, mask), needs, dout)
     wide = _wide(q.dtype)
     # exp(-inf - 0) = 0: a query that sees no key has no gradient.

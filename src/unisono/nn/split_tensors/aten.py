@@ -303,13 +303,13 @@ def _on_blocks(op: OpOverload, *args: Any, **kwargs: Any) -> Any:
             if any(cut.comm == other.comm for other in layout.values()):
                 continue
             label = operand.batch.index(dim) if dim in operand.batch else -1
-            found = None
+            dims = None
             if label >= 0 and label not in layout:
-                found = _places(op, args, kwargs, operands, label)
-            if found is None:
+                dims = _places(op, args, kwargs, operands, label)
+            if dims is None:
                 along.append((x, dim, operand))
             else:
-                layout[label], places[label] = cut, found
+                layout[label], places[label] = cut, dims
     for x, dim, operand in along:
         if all(x.cuts[dim].comm != other.comm for other in layout.values()):
             acted = {d for d in range(x.ndim) if d not in operand.batch}

@@ -113,15 +113,15 @@ class ConvSettings:
         dy: Tensor,
         window: Tensor,
         weight: Tensor,
-        wanted: tuple[bool, bool, bool],
+        needs: tuple[bool, bool, bool],
         padding: tuple[int, ...] | None = None,
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        """Return the gradients of window, weight and bias that are wanted. Not differentiable."""
+        """Return the gradients of window, weight and bias that are needed. Not differentiable."""
         none = (0,) * self.dims
         return torch.ops.aten.convolution_backward(
             dy, window, weight, [dy.shape[1]], self.stride, none if padding is None else padding,
             self.dilation, self.output_padding is not None, self.output_padding or none,
-            self.groups, wanted,
+            self.groups, needs,
         )  # fmt: skip
 
 
@@ -185,13 +185,13 @@ def space_plan(settings: ConvSettings, exchange: HaloOnGroup, overlap: Overlap) 
     few small convolutions more.
     """
     s, halo = settings, exchange.halo
-    found = cover(halo, s.kernel_size, s.stride, s.dilation, s.padding) if overlap else None
-    if found is not None and found.patches and overlap == "auto":
+    covered = cover(halo, s.kernel_size, s.stride, s.dilation, s.padding) if overlap else None
+    if covered is not None and covered.patches and overlap == "auto":
         taps = math.prod(s.kernel_size) * s.out_channels // s.groups
         is_large = math.prod(halo.output_shape) * taps >= LEAST_WORK
-        overlap = is_large and found.patched_share <= MOST_PATCHED
-    if found is not None and overlap:
-        return SpacePlan(settings, exchange, found)
+        overlap = is_large and covered.patched_share <= MOST_PATCHED
+    if covered is not None and overlap:
+        return SpacePlan(settings, exchange, covered)
     if exchange.fill != 0:
         return SpacePlan(settings, exchange)
     # Zeros that torch's kernel can add itself are not written into the window.
@@ -256,7 +256,7 @@ class ConvInSpace(torch.autograd.Function):
         """Return the gradients of own block, weight and bias."""
         plan: SpacePlan = ctx.plan
         x, weight, bias, *values = ctx.saved_tensors
-        received, wanted = dict(zip(ctx.peers, values, strict=True)), ctx.needs_input_grad[:3]
+        received, needs = dict(zip(ctx.peers, values, strict=True)), ctx.needs_input_grad[:3]
         if torch.is_grad_enabled():
 
             def forward(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -264,11 +264,11 @@ class ConvInSpace(torch.autograd.Function):
                 window = HaloExchangeMap.apply(x, replace(plan.exchange, landed=received))
                 return plan.of_window(window, weight, bias)
 
-            return *slopes(forward, (x, weight, bias), wanted, grads[0]), None
+            return *slopes(forward, (x, weight, bias), needs, grads[0]), None
         if plan.cover is not None:
-            return *_by_patches(plan, plan.cover, grads[0], x, weight, received, wanted), None
+            return *_by_patches(plan, plan.cover, grads[0], x, weight, received, needs), None
         window = filled(x, plan.exchange, received)
-        return *_by_window(plan, grads[0], window, weight, wanted), None
+        return *_by_window(plan, grads[0], window, weight, needs), None
 
 
 # What `Function.apply` ends in when no transform of torch.func is active; see `LinearMap`.
@@ -325,18 +325,18 @@ def _patches(
 
 
 def _by_window(
-    plan: SpacePlan, dy: Tensor, window: Tensor, weight: Tensor, wanted: Sequence[bool]
+    plan: SpacePlan, dy: Tensor, window: Tensor, weight: Tensor, needs: Sequence[bool]
 ) -> Gradients:
     """Return the gradients of a convolution of a whole window."""
     if plan.is_void:
         dw, db = torch.zeros_like(weight), weight.new_zeros(plan.settings.out_channels)
         dwindow = torch.zeros_like(window)
     else:
-        mask = (wanted[0], wanted[1], wanted[2])
+        mask = (needs[0], needs[1], needs[2])
         dwindow, dw, db = plan.settings.gradients(dy, window, weight, mask, plan.padding)
-    if not wanted[0] or dwindow is None:
-        return None, dw, db if wanted[2] else None
-    return HaloAddMap.kernel(dwindow, plan.exchange), dw, db if wanted[2] else None
+    if not needs[0] or dwindow is None:
+        return None, dw, db if needs[2] else None
+    return HaloAddMap.kernel(dwindow, plan.exchange), dw, db if needs[2] else None
 
 
 def _by_patches(
@@ -346,11 +346,11 @@ def _by_patches(
     x: Tensor,
     weight: Tensor,
     received: dict[int, Tensor],
-    wanted: Sequence[bool],
+    needs: Sequence[bool],
 ) -> Gradients:
     """Return the gradients; those of other ranks' points travel while the own are computed."""
     settings, exchange = plan.settings, plan.exchange
-    needs_x, needs_w, needs_b = wanted
+    needs_x, needs_w, needs_b = needs
     home: list[Tensor] = []
     parts: list[Tensor] = []
     for patch, window in _patches(plan, cover, received):

@@ -439,7 +439,7 @@ def gather_all(
         return view
 
     if type(result).__module__ == "numpy" and hasattr(result, "setflags"):
-        result.setflags(write=False)  # nobody would see the change
+        result.setflags(write=False)  # no rank would see the change
     return with_tensors(result, shown)
 
 

@@ -54,7 +54,7 @@ class SplitModule(nn.Module):
     """A network whose input is cut over ranks; see `split`."""
 
     reads_all_parameters = True
-    """For whoever updates parameters late: all are read when the forward begins."""
+    """For optimizers that step late: all parameters are read when the forward begins."""
 
     def __init__(
         self,
@@ -101,11 +101,11 @@ class SplitModule(nn.Module):
         run = Run(self.partition, self.module, self.strict, self.attention)
         first, others = self._told_apart(args, kwargs)
         checked = current_mode() != "off"
-        told = [*self._modes(), *_described(others)] if checked else []
-        numbers = [_digest(told), 0 if self._is_compared else _digest(self._states_once())]
+        summary = [*self._modes(), *_described(others)] if checked else []
+        numbers = [_digest(summary), 0 if self._is_compared else _digest(self._states_once())]
         tensor, draws_alike, is_alike = entered(first, self.partition, run, numbers)
         if not is_alike:
-            self._refuse_unlike(told)
+            self._refuse_unlike(summary)
         self._is_compared = True
         if not isinstance(tensor, Split):
             return self.module(*args, **kwargs)
@@ -209,9 +209,9 @@ class SplitModule(nn.Module):
             return []
         return _described(dict([*self.module.named_parameters(), *self.module.named_buffers()]))
 
-    def _refuse_unlike(self, told: list[str]) -> NoReturn:
+    def _refuse_unlike(self, summary: list[str]) -> NoReturn:
         """Raise for arguments or parameters that are not equal on all ranks. Collective."""
-        lists = self.partition.comm.all_gather_object([*told, *self._states_once()])
+        lists = self.partition.comm.all_gather_object([*summary, *self._states_once()])
         calls = {
             rank: "; ".join(line for line in lines if any(line not in other for other in lists))
             for rank, lines in enumerate(lists)

@@ -66,15 +66,15 @@ class Normalize(torch.autograd.Function):
         is_summed: bool = False,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return the block, normalised; mean and variance of all ranks."""
-        given = wide(x)
-        mean, variance = statistics(given, over)
+        values = wide(x)
+        mean, variance = statistics(values, over)
         if x.numel() == 0:
             y = x.clone()
         elif over.is_per_channel(x):
             own = _flat(weight, mean), _flat(bias, mean)
             y = F.batch_norm(x, mean.flatten(), variance.flatten(), *own, False, 0.0, eps)
         else:
-            y = (given - mean).mul_(torch.rsqrt(variance + eps))
+            y = (values - mean).mul_(torch.rsqrt(variance + eps))
             y = y if weight is None else y.mul_(weight)
             y = y if bias is None else y.add_(bias)
         ctx.save_for_backward(x, weight, bias, mean, variance)
@@ -87,8 +87,8 @@ class Normalize(torch.autograd.Function):
         """Return the gradients of block, weight and bias."""
         x, weight, bias, mean, variance = ctx.saved_tensors
         over, eps, is_summed = ctx.settings
-        wanted, rest = ctx.needs_input_grad[:3], (None, None, None)
-        if torch.is_grad_enabled():  # a derivative of this is wanted: let autograd write it
+        needs, rest = ctx.needs_input_grad[:3], (None, None, None)
+        if torch.is_grad_enabled():  # a derivative of this is needed: let autograd write it
 
             def forward(x: Tensor, w: Tensor | None, b: Tensor | None) -> Tensor:
                 if is_summed and over.comm is not None and w is not None:
@@ -96,10 +96,10 @@ class Normalize(torch.autograd.Function):
                     b = rest_of[0] if rest_of else None
                 return composed(x, w, b, over, eps)
 
-            return *slopes(forward, (x, weight, bias), wanted, dy), *rest
+            return *slopes(forward, (x, weight, bias), needs, dy), *rest
         x, slope, scale = wide(x), wide(dy), torch.rsqrt(variance + eps)
         if not over.is_per_channel(x):
-            dx, dw, db = _by_elements(slope, x, weight, bias, mean, scale, over, wanted[0])
+            dx, dw, db = _by_elements(slope, x, weight, bias, mean, scale, over, needs[0])
             return None if dx is None else dx.to(dy.dtype), dw, db, *rest
         own = torch.zeros(2, mean.numel(), dtype=mean.dtype, device=mean.device)
         if x.numel():
@@ -108,20 +108,20 @@ class Normalize(torch.autograd.Function):
                 [False, True, True],
             )  # fmt: skip
             own = torch.stack([of_bias, of_weight])
-        total = over.summed(own) if wanted[0] or is_summed else own
+        total = over.summed(own) if needs[0] or is_summed else own
         dx = None
-        if wanted[0] and x.numel():
+        if needs[0] and x.numel():
             # dx = factor * (dy - total[0] / n - normalised * total[1] / n), in two passes
             factor = scale if weight is None else scale * weight.view(scale.shape)
             shift, of_x = -factor.flatten() * total / over.count
             stats = mean.flatten(), variance.flatten()
             dx = F.batch_norm(x, *stats, of_x, shift, False, 0.0, eps).addcmul_(slope, factor)
-        elif wanted[0]:
+        elif needs[0]:
             dx = torch.zeros_like(x)
         db, dw = (
             t.view(like.shape).to(like.dtype) if like is not None and needed else None
             for t, like, needed in zip(
-                total if is_summed else own, (bias, weight), wanted[:0:-1], strict=True
+                total if is_summed else own, (bias, weight), needs[:0:-1], strict=True
             )
         )
         return None if dx is None else dx.to(dy.dtype), dw, db, *rest

@@ -37,7 +37,7 @@ class Pool(torch.autograd.Function):
         ctx: Any, window: Tensor, name: str, settings: tuple[Any, ...]
     ) -> tuple[Tensor, Tensor | None]:
         """Return what torch's function of that name does, and the places of the largest points."""
-        ctx.given = name, settings, window.shape
+        ctx.call = name, settings, window.shape
         if name.startswith("avg"):
             return getattr(F, name)(window, *settings), None
         y, indices = getattr(F, name)(window, *settings, return_indices=True)
@@ -48,7 +48,7 @@ class Pool(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         """Return the gradients of the windows."""
-        (name, settings, shape), kept = ctx.given, ctx.saved_tensors
+        (name, settings, shape), kept = ctx.call, ctx.saved_tensors
         undo = getattr(
             torch.ops.aten, f"{name}_with_indices_backward" if kept else f"{name}_backward"
         )
@@ -77,8 +77,8 @@ class PoolNumbers:
     def counts(self, i: int, start: int, stop: int, length: int) -> Tensor:
         """Return how many points are under each output `[start, stop)` of the i-th dim in space."""
         k, s, p = self.kernel[i], self.stride[i], self.padding[i]
-        found = pool_counts(start, stop, length, k, s, p, self.count_include_pad)
-        return torch.tensor(found).view(-1, *[1] * (len(self.kernel) - 1 - i))
+        points = pool_counts(start, stop, length, k, s, p, self.count_include_pad)
+        return torch.tensor(points).view(-1, *[1] * (len(self.kernel) - 1 - i))
 
 
 @dataclass(frozen=True, eq=False)

@@ -354,7 +354,7 @@ def _way(q: Split, key: Tensor, value: Tensor, mask: Tensor | None, enable_gqa: 
     and keeps least. Else keys and values are gathered while they are small, and go around a ring
     otherwise. `split(..., attention=...)` says it explicitly.
     """
-    asked, tokens = q.run.attention, q.ndim - 2
+    choice, tokens = q.run.attention, q.ndim - 2
     sequence = q.cuts.get(tokens)
     if sequence is None:
         return "gathered"
@@ -373,20 +373,20 @@ def _way(q: Split, key: Tensor, value: Tensor, mask: Tensor | None, enable_gqa: 
         why = "a sequence inside merged dims"
     no_heads = why or _undivided(q, key, sequence.comm.size)
     has_rows = mask is not None and mask.shape[-2] != 1
-    if asked == "auto":
+    if choice == "auto":
         if not no_heads and not has_rows:
             return "ulysses"
         nbytes = (key.numel() + value.numel()) * key.element_size()
         return "gathered" if why or nbytes <= GATHERED_BYTES else "ring"
-    refused = {"gathered": "", "ulysses": no_heads, "ring": why}[asked]
+    refused = {"gathered": "", "ulysses": no_heads, "ring": why}[choice]
     if refused:
         raise UnisonoError.because(
-            f"attention of queries {list(q.shape)} over a split sequence, with attention={asked!r}",
+            f"attention={choice!r} of queries {list(q.shape)} over a split sequence",
             refused,
             None,
             "attention='auto', which takes the way that serves",
         )
-    return asked
+    return choice
 
 
 def _undivided(q: Split, key: Tensor, ranks: int) -> str:

@@ -204,8 +204,8 @@ def innermost(net: nn.Module, frames: Iterable[FrameType]) -> tuple[str, str]:
     """
     names = {id(module): (name, type(module).__name__) for name, module in net.named_modules()}
     own = ("", type(net).__name__)
-    found = (names.get(id(frame.f_locals.get("self"))) for frame in frames)
-    return next((place for place in found if place and place[0]), own)
+    places = (names.get(id(frame.f_locals.get("self"))) for frame in frames)
+    return next((place for place in places if place and place[0]), own)
 
 
 def resized(cut: Cut, sizes: Iterable[int]) -> Cut:

@@ -155,10 +155,10 @@ def _reshaped(x: Split, new: list[int]) -> Tensor:
         if any(n * inner % unit for n in cut.sizes):
             # The cuts fall between points of the new dim: move them to where they do not.
             points = new[place] // runs
-            wanted = [n * unit for n in balanced(points, x, dim, "a view of blocks")]
-            if any(n % inner for n in wanted):
+            lengths = [n * unit for n in balanced(points, x, dim, "a view of blocks")]
+            if any(n % inner for n in lengths):
                 raise NeedsWhole(dim, "a view without common cuts")
-            return _reshaped(recut(x, dim, [n // inner for n in wanted]), new)
+            return _reshaped(recut(x, dim, [n // inner for n in lengths]), new)
         sizes = tuple(n * inner // unit for n in cut.sizes)
         cuts[place] = replace(cut, sizes=sizes, outer=runs)
         shape[place] = runs * cuts[place].own

@@ -182,8 +182,8 @@ def _transposed_plan(
     """Return the plan of a transposed convolution; see `_conv_plan`."""
     count, kernel, groups = len(weight) - 2, tuple(weight[2:]), numbers[3]
     names = ("stride", "padding", "output_padding", "dilation")
-    given = zip((*numbers[:3], numbers[4]), names, strict=True)
-    steps, pads, more, spread = (per_dim(value, count, name) for value, name in given)
+    named = zip((*numbers[:3], numbers[4]), names, strict=True)
+    steps, pads, more, spread = (per_dim(value, count, name) for value, name in named)
 
     def length(i: int, n: int) -> int:
         return transposed_length(n, kernel[i], steps[i], pads[i], spread[i], more[i])
@@ -214,7 +214,7 @@ def cut_space(
 ) -> tuple[tuple[tuple[int, ...], ...], list[int], dict[int, Cut]]:
     """Return cuts of the input by dim, the own index, and the cuts of the result.
 
-    Batch and channels stand first; a batch is taken as one block, whoever has the others.
+    Batch and channels stand first; a batch is taken as one block, on any rank.
     `length(i, n)` is that of the result in the i-th dim in space.
     """
     ahead = len(shape) - count  # dims before those in space
@@ -306,7 +306,7 @@ class Taps:
     @cached_property
     def _tensors(self) -> tuple[tuple[Tensor, Tensor], ...]:
         """The same as tensors, one pair a tap."""
-        with torch.inference_mode(False):  # kept, and used where gradients are wanted
+        with torch.inference_mode(False):  # kept, and used where gradients are needed
             return tuple(
                 (
                     torch.tensor(points, dtype=torch.long, device="cpu"),
@@ -330,11 +330,11 @@ class Taps:
 @lru_cache(1024)
 def taps_of(how: Resampling, y0: int, y1: int, start: int) -> Taps:
     """Return the taps of outputs `[y0, y1)` of one dim, for a window that begins at `start`."""
-    found = [how.taps(j) for j in range(y0, y1)]
-    count = len(found[0].points) if found else 1
+    each = [how.taps(j) for j in range(y0, y1)]
+    count = len(each[0].points) if each else 1
     return Taps(
-        tuple(tuple(t.points[k] - start for t in found) for k in range(count)),
-        tuple(tuple(t.weights[k] for t in found) for k in range(count)),
+        tuple(tuple(t.points[k] - start for t in each) for k in range(count)),
+        tuple(tuple(t.weights[k] for t in each) for k in range(count)),
     )
 
 
