@@ -519,16 +519,15 @@ def _ways(
     yield lambda: _on_blocks(op, *args, **kwargs)
     if how is not None:
         yield lambda: by_rule(how, packet, caller, args, kwargs)
-    changes = op._schema.is_mutable
-    if not changes and all(is_smaller(x, (args, kwargs)) for x in splits_in((args, kwargs))):
-        yield lambda: gather_all(op, caller, "", args, kwargs, ())
     # Of zeros, the second derivative of what linalg_norm consists of is not that of a vector's.
     if name != "linalg_norm" and private.has_kernel(op.name(), "CompositeImplicitAutograd"):
         parts = private.kernel_of(op, "CompositeImplicitAutograd")
         yield lambda: through_aten(parts, caller, args, kwargs, _WAY.changed)
-    if changes:
+    if op._schema.is_mutable:
         return
     yield lambda: by_rule(_on_blocks, op, caller, args, kwargs, may_gather=False)
+    if all(is_smaller(x, (args, kwargs)) for x in splits_in((args, kwargs))):
+        yield lambda: gather_all(op, caller, "", args, kwargs, ())
     written = private.decomposition_of(op)
     is_drawn = torch.Tag.nondeterministic_seeded in op.tags
     if written is not None and not is_drawn and not _WRITTEN_OTHERWISE.match(name):
