@@ -159,8 +159,8 @@ def cuts_of(values: Any, ranks: int) -> Iterator[tuple[int, ...]]:
         fits = [
             dim if x.ndim > dim and x.shape[dim] >= ranks and x.numel() else -1 for x in tensors
         ]
-        nobody = [-1] * len(tensors)
-        for way in ([*fits[:1], *nobody[1:]], fits, [*nobody[:1], *fits[1:2], *nobody[2:]]):
+        none = [-1] * len(tensors)
+        for way in ([*fits[:1], *none[1:]], fits, [*none[:1], *fits[1:2], *none[2:]]):
             if max(way) >= 0 and tuple(way) not in seen:
                 seen.add(tuple(way))
                 yield tuple(way)
@@ -601,25 +601,17 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 3])
     parser.add_argument("--only", help="operators whose name contains this")
     parser.add_argument("--samples", type=int, default=3, help="samples of each operator")
-    parser.add_argument("--start", type=int, default=0, help="number of the first operator")
     parser.add_argument("--table", action="store_true", help="plain calls alone: which stay cut")
-    parser.add_argument("--progress", action="store_true", help="name operators as they begin")
     parser.add_argument("--all", action="store_true", help="print gathered and refused ones too")
     options = parser.parse_args()
     names = [full_name(op) for op in database() if (options.only or "") in full_name(op)]
-    names, extent = names[options.start :], Extent(options.samples, options.table)
+    extent = Extent(options.samples, options.table)
     worst: dict[str, Verdict] = dict.fromkeys(names, Verdict.RAISES)
     cases: Counter[Verdict] = Counter()
     reasons: dict[tuple[str, Verdict], list[str]] = defaultdict(list)
     kinds: dict[tuple[str, str], Verdict] = {}
     for ranks in options.ranks:
-        at = ""
         for name, case, verdict, why in verdicts_on(ranks, names, extent):
-            if options.progress and name != at:
-                print(f"{ranks} ranks: {name}", file=sys.stderr, flush=True)
-                at = name
-            if options.progress and verdict >= BAD:
-                print(f"{verdict.name} {case}: {why}"[:500], file=sys.stderr, flush=True)
             cases[verdict] += 1
             worst[name] = max(worst[name], verdict)
             kind = why.partition(":")[0]
