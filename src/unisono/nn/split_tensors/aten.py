@@ -299,7 +299,9 @@ def _on_blocks(op: OpOverload, *args: Any, **kwargs: Any) -> Any:
     along: list[tuple[Split, int, _Operand]] = []
     for operand in operands:
         x = operand.tensor
-        for dim, cut in x.cuts.items() if isinstance(x, Split) else ():
+        if not isinstance(x, Split):
+            continue
+        for dim, cut in x.cuts.items():
             if any(cut.comm == other.comm for other in layout.values()):
                 continue
             label = operand.batch.index(dim) if dim in operand.batch else -1
