@@ -356,7 +356,7 @@ UNSEEN: dict[str, Callable[[Tensor], object]] = {
 
 
 @pytest.mark.ranks(2)
-def test_what_torch_refuses_or_nobody_would_see_is_refused_and_leaves_nothing_behind():
+def test_what_torch_refuses_and_what_no_rank_would_see_is_refused():
     partition = Partition([1, 1, 2, 1])
     block = param(*IMAGE).detach()[partition.local_slices(IMAGE)]
     for refused in REFUSED.values():
