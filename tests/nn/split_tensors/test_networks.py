@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 from unisono import Partition
 from unisono.nn import Split, split
+from unisono.nn.split_tensors import Gathered
 from unisono.testing.pool import RankPool
 
 NEEDED = {
@@ -301,44 +302,17 @@ def compare_cuts(
     """
     warnings.simplefilter("ignore")
     logging.disable(logging.WARNING)
-    largest = 0
-
-    def measure(module: nn.Module, args: Any, y: Any) -> None:
-        nonlocal largest
-        largest = max([largest, *[t.numel() for t in [y] if isinstance(t, Tensor)]])
-
-    whole = copy.deepcopy(net)
-    for module in whole.modules():
-        module.register_forward_hook(measure)
-    dtype = next(net.parameters()).dtype
-    x = drawn(shape, 1).to(dtype).requires_grad_()
-    y = whole(x, *others)
-    probe = drawn(y.shape, 2).to(dtype)
-    (y * probe).sum().backward()
-    grads = {key: p.grad for key, p in whole.named_parameters() if p.grad is not None}
-    top = max(grad.abs().max() for grad in grads.values())
+    sizes: list[int] = []
+    watched = copy.deepcopy(net)
+    for module in watched.modules():
+        module.register_forward_hook(
+            lambda _, __, y: sizes.append(y.numel() if isinstance(y, Tensor) else 0)
+        )
+    watched(drawn(shape, 1).to(dtype_of(net)), *others)
     for cut in ({2: 2}, {2: 2, 3: 2}):
-        partition = Partition([cut.get(dim, 1) for dim in range(len(shape))])
-        if not partition.active:
-            continue
-        own = partition.local_slices(shape)
-        block = x.detach()[own].clone().requires_grad_()
-        net.zero_grad()
-        parts = split(net, partition)
-        found = parts(block, *others)
-        (found * probe).sum().backward()
-        assert isinstance(found, Split)
-        assert x.grad is not None
-        scale = tolerance / TOLERANCE
-        agree(found.whole(), y, "output", scale * y.abs().max())
-        agree(block.grad, x.grad[own], "gradient of the input", scale * x.grad.abs().max())
-        for key, p in net.named_parameters():
-            if key in grads:
-                size = max(grads[key].abs().max(), SMALL_GRADIENT * top)
-                agree(p.grad, grads[key], key, scale * size)
-        limit = gathered * largest
-        large = [of for of, _ in parts.report() if torch.Size(of.shape).numel() > limit]
-        assert not large, (cut, largest, large)
+        report = compare(copy.deepcopy(net), shape, cut, *others, tolerance=tolerance)
+        large = [of for of in report if torch.Size(of.shape).numel() > gathered * max(sizes)]
+        assert not large, (cut, max(sizes), large)
 
 
 def compare_all(name: str) -> None:
@@ -349,41 +323,52 @@ def compare_all(name: str) -> None:
     net = NETWORKS[name][1]().double()
     number = list(NETWORKS).index(name)
     cases = [ALWAYS, *(IN_TURN[(2 * number + i) % len(IN_TURN)] for i in range(2))]
+    _, _, shapes, options = NETWORKS[name]
     for cut, is_odd, train in cases:
         try:
-            compare(copy.deepcopy(net).train(train), name, cut, is_odd)
+            model = copy.deepcopy(net).train(train)
+            report = compare(model, shapes[is_odd], CUTS[cut], **options)
         except BaseException as error:
             error.add_note(f"{name}, {cut}, {'odd' if is_odd else 'even'}, train={train}")
             raise
+        # Gathered are dims with fewer points than ranks, and what is smaller than what it meets.
+        reasons = "points for", "smaller argument"
+        assert all(any(r in of.reason for r in reasons) for of in report), report
 
 
-def compare(net: nn.Module, name: str, cut: str, is_odd: bool) -> None:
-    """Compare a step of a network on blocks with the same step in one process."""
-    _, _, shapes, options = NETWORKS[name]
-    shape = shapes[is_odd]
-    partition = Partition([CUTS[cut].get(dim, 1) for dim in range(4)])
+def compare(
+    net: nn.Module,
+    shape: tuple[int, ...],
+    cut: dict[int, int],
+    *others: Tensor,
+    tolerance: float = TOLERANCE,
+    **options: Any,
+) -> list[Gathered]:
+    """Compare a step of a network on blocks with that of one process; return what was gathered."""
+    partition = Partition([cut.get(dim, 1) for dim in range(len(shape))])
     if not partition.active:
-        return
-    whole = copy.deepcopy(net)
-    x = drawn(shape, 1).requires_grad_()
+        return []
+    whole, dtype = copy.deepcopy(net), dtype_of(net)
+    x = drawn(shape, 1).to(dtype).requires_grad_()
     torch.manual_seed(1)  # of paths that are dropped
-    wanted = tensors_in(whole(x, **options))
-    probes = [drawn(y.shape, 2 + i) for i, y in enumerate(wanted)]
+    wanted = tensors_in(whole(x, *others, **options))
+    probes = [drawn(y.shape, 2 + i).to(dtype) for i, y in enumerate(wanted)]
     scored(wanted, probes).backward()
 
     own = partition.local_slices(shape)
     block = x.detach()[own].clone().requires_grad_()
     parts = split(net, partition)
     torch.manual_seed(1)
-    found = tensors_in(parts(block, **options))
+    found = tensors_in(parts(block, *others, **options))
     assert any(isinstance(y, Split) for y in found) or all(y.ndim < 3 for y in found)
     scored(found, probes).backward()
 
     assert len(found) == len(wanted)
     for y, z in zip(found, wanted, strict=True):
-        agree(y.whole() if isinstance(y, Split) else y, z, "output")
+        agree(y.whole() if isinstance(y, Split) else y, z, "output", tolerance * z.abs().max())
     assert x.grad is not None
-    agree(block.grad, x.grad[own], "gradient of the input", x.grad.abs().max())
+    limit = tolerance * x.grad.abs().max()
+    agree(block.grad, x.grad[own], "gradient of the input", limit)
     grads = {key: p.grad for key, p in whole.named_parameters()}
     top = max(grad.abs().max() for grad in grads.values() if grad is not None)
     for key, p in net.named_parameters():
@@ -391,18 +376,20 @@ def compare(net: nn.Module, name: str, cut: str, is_odd: bool) -> None:
         if grad is None:
             assert p.grad is None, key
         else:
-            agree(p.grad, grad, key, max(grad.abs().max(), SMALL_GRADIENT * top))
+            scale = max(grad.abs().max(), SMALL_GRADIENT * top)
+            agree(p.grad, grad, key, tolerance * scale)
     buffers = dict(whole.named_buffers())
     for key, b in net.named_buffers():
         c = buffers[key].double()
         scale = c.abs().max()
         if key.endswith("running_mean"):
             scale = max(scale, buffers[key.replace("mean", "var")].max().sqrt())
-        agree(b.double(), c, key, scale)
-    # Gathered are dims with fewer points than ranks, and what is smaller than what it meets.
-    reasons = "points for", "smaller argument"
-    gathered = parts.report()
-    assert all(any(r in of.reason for r in reasons) for of, _ in gathered), gathered
+        agree(b.double(), c, key, tolerance * scale)
+    return [of for of, _ in parts.report()]
+
+
+def dtype_of(net: nn.Module) -> torch.dtype:
+    return next(net.parameters()).dtype
 
 
 def drawn(shape: tuple[int, ...], seed: int) -> Tensor:
@@ -419,14 +406,12 @@ def tensors_in(y: Any) -> list[Tensor]:
 
 def scored(ys: list[Tensor], probes: list[Tensor]) -> Tensor:
     """Return a number to which every point of every output has its own weight."""
-    total = torch.zeros((), dtype=torch.float64)
+    total = torch.zeros((), dtype=probes[0].dtype)
     for y, probe in zip(ys, probes, strict=True):
         total = total + (y * probe).sum()
     return total
 
 
-def agree(found: Tensor, wanted: Tensor, what: str, scale: Tensor | None = None) -> None:
-    """Compare with 1e-9 of a scale: the largest number that is wanted, if no other is given."""
+def agree(found: Tensor, wanted: Tensor, what: str, limit: Tensor) -> None:
     assert found.shape == wanted.shape, what
-    limit = TOLERANCE * (wanted.abs().max() if scale is None else scale)
     assert (found - wanted).abs().max() <= limit, what
