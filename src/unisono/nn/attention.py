@@ -130,13 +130,8 @@ class Attention(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         """Send the gradients of keys and values around with their blocks, and home."""
-        with torch.autocast(_device_kind(grads[0]), enabled=False):
+        with torch.autocast(grads[0].device.type, enabled=False):
             return *_gradients(ctx, grads[0]), None
-
-
-def _device_kind(x: Tensor) -> str:
-    """Return the kind of device whose autocast counts; on paper, that of the CPU."""
-    return "cpu" if x.is_meta else x.device.type
 
 
 def _gradients(ctx: Any, dout: Tensor) -> list[Tensor | None]:
@@ -412,8 +407,6 @@ def _kept(tile: Tile, top: int, weights: Tensor, plan: AttentionPlan) -> Tensor 
     p = plan.dropout_p
     if p == 0:
         return None
-    if weights.is_meta:
-        return torch.empty_like(weights)
     if plan.kept is not None:
         first = tile.top + top
         rows = plan.kept[:, :, first : first + weights.shape[2], tile.low : tile.high]
@@ -478,8 +471,8 @@ def attended(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, plan: Attenti
     elif mask is not None:
         mask = mask[(None,) * (4 - mask.ndim)]
     q, k, v = (t if t.stride(-1) == 1 else t.contiguous() for t in (q, k, v))
-    kind = _device_kind(q)
-    if q.is_meta or not torch.is_autocast_enabled(kind):
+    kind = q.device.type
+    if not torch.is_autocast_enabled(kind):
         return _by_groups(q, k, v, mask, plan).reshape(shape)
     if q.dtype == torch.float32:  # as autocast treats torch's own attention
         q, k, v = (t.to(torch.get_autocast_dtype(kind)) for t in (q, k, v))

@@ -322,7 +322,7 @@ def _dropping(plan: AttentionPlan, q: Split, *, has_all_tokens: bool = False) ->
     """
     p, tokens = plan.dropout_p, q.ndim - 2
     shape = (*q.shape[:-1], plan.key_bounds[-1])
-    if p == 0 or q.local.is_meta:
+    if p == 0:
         return plan
     if math.prod(shape) > DRAWN_BYTES:
         warnings.warn(
