@@ -40,7 +40,7 @@ class ShellSpelling(Spelling):
             name: f"--{name.replace('_', '-')}"
             for name in (
                 *("on", "ranks", "rank", "nodes", "partition", "timeout_s", "max_restarts"),
-                *("logs", "console", "hosts", "invite", "join"),
+                *("logs", "console", "hosts"),
             )
         },
     }

@@ -98,8 +98,6 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     how.add_argument(
         "--elastic", action="store_true", help="ranks may die and join (unisono.train.elastic)"
     )
-    how.add_argument("--invite", metavar="FILE", help="let other hosts join this elastic job")
-    how.add_argument("--join", metavar="FILE", help="join the job that wrote FILE")
     out = parser.add_argument_group("output")
     out.add_argument("--logs", metavar="DIR", help="keep the logs of all ranks below DIR")
     out.add_argument(
@@ -240,9 +238,7 @@ def _request(
         max_restarts=args.max_restarts,
         logs=logs,
         check=args.check,
-        elastic=True if args.elastic or args.invite or args.join else None,
-        invite=args.invite,
-        join=args.join,
+        elastic=args.elastic or None,
         fields=fields,
         title=args.module or Path(args.target.rpartition(":")[2]).stem,
         is_script=is_script,

@@ -22,10 +22,8 @@ from typing import Any
 
 from unisono.errors import JobCancelled, PlatformError, RankFailed, RankTimeout
 from unisono.launch import job_files
-from unisono.launch.elastic.settings import Elastic
 from unisono.launch.logs import SHOW_ALL_UP_TO, Console, stdin_rank, tail, warn
 from unisono.launch.places.local import LocalRanks
-from unisono.launch.places.rendezvous import address_of_job
 from unisono.launch.platform import Device, Platform
 from unisono.launch.pool import cleanup, verdict
 from unisono.launch.pool.payload import Parcel
@@ -34,7 +32,7 @@ from unisono.launch.pool.surroundings import Surroundings, common_variables
 from unisono.launch.pool.verdict import Ending
 from unisono.launch.request import RunRequest
 from unisono.launch.results import Results
-from unisono.launch.supervisor import Policy, Ranks, Supervisor
+from unisono.launch.supervisor import Ranks, Supervisor
 
 LONGEST_PAUSE_S = 30.0
 """Longest wait before another attempt."""
@@ -289,7 +287,7 @@ class LauncherAttempts(Attempts):
 
     def ranks(self) -> Ranks:
         """Return the ranks of this attempt, which are about to be started."""
-        kind, elastic = self.request.platform.kind, self.request.elastic
+        kind = self.request.platform.kind
         if kind is Device.MPI:
             from unisono.launch.places.mpi import MpiRanks as start
         elif kind is Device.RAY:
@@ -297,33 +295,9 @@ class LauncherAttempts(Attempts):
         elif kind is Device.SLURM:  # inside an allocation; else task 0 of the job does this
             from unisono.launch.places.slurm.task import srun_ranks as start
         else:
-            policy = None if elastic is None else self._elastic_policy(elastic)
-            start = functools.partial(LocalRanks, policy=policy)
+            start = LocalRanks
         attempt = self.progress.attempt
         return start(self._job, self._plan, attempt, console=self._console, job_dir=self._job_dir)
-
-    def _elastic_policy(self, elastic: Elastic) -> Policy:
-        """Return the policy of ranks of this host that may die and join."""
-        from unisono.launch.elastic.policy import ElasticPolicy
-        from unisono.launch.places.guests import GuestPolicy, Guests
-
-        lost_after_s, shows = self._plan.lost_after_s, self._console.shows_any
-        if elastic.join is not None:
-            return GuestPolicy(
-                elastic.join, most=elastic.most, lost_after_s=lost_after_s, shows=shows
-            )
-        guests, platform = None, self.request.platform
-        if elastic.invite is not None:
-            address = platform.master_addr or address_of_job()
-            guests = Guests(elastic.invite, address, lost_after_s)
-        return ElasticPolicy(
-            most=elastic.most,
-            least=elastic.least,
-            stall_s=platform.comm_timeout_s,
-            job_dir=self._job_dir,
-            guests=guests,
-            shows=shows,
-        )
 
     def is_cancelled(self) -> bool:
         """Whether the run has been cancelled."""

@@ -335,8 +335,6 @@ def checked_request(
     seed: int | None = None,
     check: bool | None = None,
     elastic: bool | None = None,
-    invite: str | None = None,
-    join: str | None = None,
     fields: Mapping[str, Any] | None = None,
     title: str | None = None,
     is_script: bool = False,
@@ -346,7 +344,6 @@ def checked_request(
     """Return the request, or raise `PlatformError` that says what is wrong with it.
 
     What the caller leaves open comes from `unisono.toml`. The first options are those of `run`.
-    `invite` and `join` are files by which hosts share an elastic job;
     `fields` are more fields of the platform that the caller gives; `title` is shown instead of the
     function; `is_script` leaves it to the function when its ranks join their world; `convention`
     says how ranks call it; `spelling` is how the caller writes options, in errors. That the call
@@ -391,7 +388,7 @@ def checked_request(
         check_machine(platform, spelling)
     grows = None
     if least is not None:
-        grows = checked(place, platform, least, invite, join, spelling)
+        grows = checked(place, platform, least, spelling)
     if grows is not None:
         # Members meet at their coordinator, and nowhere else. MKL is to take the same way through
         # a sum at any address, and cuBLAS at any time.

@@ -135,10 +135,6 @@ class Ranks(ABC):
         """Forget a rank that has ended."""
         raise NotImplementedError
 
-    def memory_of(self, rank: int) -> str:
-        """Return a name for the memory of a rank; ranks with equal names share memory."""
-        raise NotImplementedError
-
     def is_good(self) -> bool:
         """Whether all have ended well."""
         return bool(self.states) and all(map(_IS_GOOD, self.states))

@@ -29,12 +29,6 @@ class Broken(AssertionError):
     """Something that must not happen."""
 
 
-class Reducing(Follower):
-    """Adds up pieces with others however few the sums are."""
-
-    FEW = 0
-
-
 class World:
     """Members, the coordinator and the memory between them, at one moment; all of it plain data."""
 
@@ -95,7 +89,6 @@ class World:
         self.orders[number], self.messages[number] = [], []
         self.is_new.append(number)
         self.coordinator.reached = self.reached
-        host = str(number) if self.is_spread else ""
         self.boards.setdefault(
             number if self.is_spread else 0,
             {
@@ -105,9 +98,8 @@ class World:
                 "words": [SPOILT] * (2 * self.places),
             },
         )
-        self.coordinator.joined(
-            number, rank=number, shards=self.shards, step=0, host=host, address=number
-        )
+        address = (number,) if self.is_spread else None
+        self.coordinator.joined(number, rank=number, shards=self.shards, step=0, address=address)
         self.deliver()
 
     def deliver(self) -> None:
@@ -206,20 +198,14 @@ class World:
         del self.followers[number]
         for message in self.messages.pop(number):
             self.coordinator.receive(number, message)
-        member = self.coordinator.members.get(number)
-        known = [] if member is None else self.last_marks(number, member)
-        self.coordinator.died(number, *known)
-
-    def last_marks(self, number: int, member: ElasticMember) -> list[int]:
-        """Return what is known of the mark of a member that died."""
-        return [self.board(number)["marks"][member.place]]
+        self.coordinator.died(number)
 
     def receive(self, number: int, order: dict) -> None:
         follower = self.followers[number]
         if number not in self.is_new:
             follower.orders.append(order)
             return
-        if order["kind"] == "load" and self.is_spread and order["address"] not in self.followers:
+        if order["kind"] == "load" and self.is_spread and order["address"][0] not in self.followers:
             self.say(number, "missed")
             return
         self.is_new.remove(number)
@@ -285,9 +271,7 @@ class World:
         words = [board["words"][2 * place + follower.step % 2] for place in range(count)]
         if any(word != now for word in words):
             raise Broken(f"step {now} is applied with the words {words}")
-        if follower.adds_up_alone:
-            self.check_rows(number, now)
-        elif any(board["result"][piece] != now for piece in range(count)):
+        if any(board["result"][piece] != now for piece in range(count)):
             raise Broken(f"step {now} is applied from {board['result']}")
         follower.step += 1
         self.leave_if_done(number)
@@ -342,31 +326,28 @@ def explore(world: World, limit: int = 400_000) -> int:
     return len(seen)
 
 
-@pytest.mark.parametrize("kind", [Follower, Reducing])
 @pytest.mark.parametrize(
     ("members", "deaths", "joins", "shards", "resizes"),
     [(2, 2, 1, 2, 1), (2, 2, 2, 1, 0), (3, 2, 0, 3, 0), (3, 1, 0, 4, 0)],
 )
 def test_every_order_of_messages_deaths_joins_and_sizes_gives_one_result(
-    kind, members, deaths, joins, shards, resizes
+    members, deaths, joins, shards, resizes
 ):
-    world = World(members, deaths, joins, shards, resizes=resizes, follower=kind)
-    assert explore(world) > 500
+    assert explore(World(members, deaths, joins, shards, resizes=resizes)) > 500
 
 
 @pytest.mark.parametrize(
-    ("kind", "deaths", "joins", "resizes", "parts"),
+    ("deaths", "joins", "resizes", "parts"),
     [
-        (Follower, 1, 1, 0, 0),
-        (Reducing, 1, 0, 0, 0),
-        (Follower, 0, 0, 1, 1),
-        pytest.param(Reducing, 1, 1, 0, 0, marks=IN_MINUTES),
-        pytest.param(Reducing, 1, 0, 1, 1, marks=IN_MINUTES),
+        (1, 0, 0, 0),
+        (0, 1, 0, 1),
+        pytest.param(1, 1, 0, 0, marks=IN_MINUTES),
+        pytest.param(1, 0, 1, 1, marks=IN_MINUTES),
     ],
 )
-def test_members_on_hosts_of_their_own_come_to_the_same_result(kind, deaths, joins, resizes, parts):
+def test_members_with_memory_of_their_own_come_to_the_same_result(deaths, joins, resizes, parts):
     more = {"resizes": resizes, "parts": parts, "is_spread": True}
-    assert explore(World(2, deaths, joins, 2, follower=kind, **more), limit=10_000_000) > 500
+    assert explore(World(2, deaths, joins, 2, **more), limit=10_000_000) > 500
 
 
 def test_a_change_that_comes_too_late_for_its_step_gives_the_same_result():
@@ -374,13 +355,11 @@ def test_a_change_that_comes_too_late_for_its_step_gives_the_same_result():
 
 
 @IN_MINUTES
-@pytest.mark.parametrize("kind", [Follower, Reducing])
 @pytest.mark.parametrize(
     ("deaths", "joins", "resizes"), [(3, 0, 0), (1, 1, 0), (2, 1, 0), (1, 0, 1)]
 )
-def test_three_members_and_all_that_can_happen_at_once(kind, deaths, joins, resizes):
-    world = World(3, deaths, joins, resizes=resizes, follower=kind)
-    assert explore(world, limit=10_000_000) > 10_000
+def test_three_members_and_all_that_can_happen_at_once(deaths, joins, resizes):
+    assert explore(World(3, deaths, joins, resizes=resizes), limit=10_000_000) > 10_000
 
 
 # The exploration can fail: each of these is one mistake in the protocol.
@@ -461,19 +440,7 @@ class Unconfirmed(Follower):
     """Takes its own part for the end, although the sums of others may not have come."""
 
     def has_done(self, what: str) -> None:
-        super().has_done("confirm" if what == "reduce" or self.adds_up_alone else what)
-
-
-class Unread(World):
-    """Knows nothing of the marks of the dead."""
-
-    def last_marks(self, number: int, member: ElasticMember) -> list[int]:
-        return []
-
-
-def test_marks_of_the_dead_are_not_needed():
-    assert explore(Unread(2, 2, 1, 2)) > 500
-    assert explore(Unread(2, 1, 0, 2, is_spread=True)) > 500
+        super().has_done("confirm" if what == "reduce" else what)
 
 
 @pytest.mark.parametrize(
@@ -496,9 +463,9 @@ def test_mistakes_in_the_protocol_are_found(world, kinds):
 
 
 def test_marks_from_before_a_change_must_not_count(monkeypatch):
-    monkeypatch.setattr(coordinator_module, "mark_of", lambda _epoch, step: 4 * step)
+    monkeypatch.setattr(coordinator_module, "mark_of", lambda _epoch, step: 3 * step)
     with pytest.raises(Broken):
-        explore(World(2, 1, 1, 2, follower=Reducing))
+        explore(World(2, 1, 1, 2))
 
 
 def test_a_member_that_leaves_early_is_told_to_the_coordinator():

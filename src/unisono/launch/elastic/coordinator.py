@@ -16,9 +16,9 @@ member has all it needs to apply the step. So if one living member has applied a
 can, and do. If none has, the step is begun again; a dead member that had applied it is gone. That
 is safe because members stand still when they say where they are, and the dead write no more.
 
-A step of a member: compute its shards; where there are many sums, wait for those of all, and add up
-its piece of them; where members are on several hosts, wait until all sums have come, and confirm;
-wait until all have come to the end; apply the step.
+A step of a member: compute its shards; wait for those of all, and add up its piece of their sums;
+where members have memory of their own, wait until all pieces have come, and confirm; wait until all
+have come to the end; apply the step.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ MOST = 1024
 """Largest number of members."""
 LINE = 64
 """Bytes that each member has at the front of the shared memory, for its mark."""
-PHASES = 4
-"""Marks of a step: begun, sums are there, its piece of the result is there, (none), the end."""
+PHASES = 3
+"""Marks of a step: begun, its sums are there, its piece of the result is there; then the next."""
 VAIN = 3
 """How often in a row members may fail to reach each other at the same step."""
 
@@ -57,18 +57,25 @@ def mark_of(epoch: int, step: int) -> int:
     return (epoch << 40) + PHASES * step
 
 
+def step_of(mark: int) -> int:
+    """Return the step that a member with this mark is at.
+
+    >>> step_of(mark_of(3, 17) + 2)
+    17
+    """
+    return mark % (1 << 40) // PHASES
+
+
 @dataclass
 class ElasticMember:
     """A process that trains, for the coordinator."""
 
     rank: int
     """Its number, for people."""
-    host: str = ""
-    """Members of one host share their memory."""
     address: Any = None
-    """Where members of other hosts reach it."""
-    place: int = 0
-    """Its place among the members of this epoch."""
+    """Where others reach it; None if all share one memory."""
+    mark: int = 0
+    """Its last known mark."""
     has_left: bool = False
     """Whether its loop has ended."""
 
@@ -89,8 +96,8 @@ class Coordinator:
         self.epoch = 0
         """Counts changes of members."""
         self.reached = 0
-        """The step that the first of the members is at, as far as is known: a change without need
-        waits for the next one. If it comes too late, a step is computed for nothing, no more."""
+        """The step of the furthest member, as far as is known: a change without need waits for the
+        next one. If it comes too late, a step is computed for nothing, no more."""
         self.phase = "boundary"
         """`boundary`, `running`, `holding`, `over` (all have left), or `lost` (all have died)."""
         self.members: dict[int, ElasticMember] = {}
@@ -100,11 +107,11 @@ class Coordinator:
         """Members and newcomers that are surplus; the caller ends them."""
         self._shards = 0
         self._first = 0
-        self._newcomers: dict[int, tuple[int, int, str, Any]] = {}
+        self._newcomers: dict[int, tuple[int, int, Any]] = {}
         self._loading: dict[int, bool] = {}
         self._donor: int | None = None
         self._stands_at: dict[int, int] = {}
-        """The step of each member that stands still, and the last known one of the dead."""
+        """The step of each member that stands still."""
         self._parted_at, self._parted = -1, 0
         self._outbox: list[tuple[int, dict[str, Any]]] = []
 
@@ -113,8 +120,8 @@ class Coordinator:
         orders, self._outbox = self._outbox, []
         return orders
 
-    def late(self, marks: Mapping[int, int]) -> list[int]:
-        """Return the members that others wait for, given the marks of members.
+    def late(self) -> list[int]:
+        """Return the members that others wait for.
 
         None if no member is further than another: then the program may do something else.
         """
@@ -124,24 +131,18 @@ class Coordinator:
         if self.phase == "holding":
             missing = [number for number in self.members if number not in self._stands_at]
             return missing if len(missing) < len(self.members) else []
-        return [number for number, mark in marks.items() if mark < max(marks.values())]
+        furthest = max((member.mark for member in self.members.values()), default=0)
+        return [number for number, member in self.members.items() if member.mark < furthest]
 
     def joined(
-        self,
-        number: int,
-        *,
-        rank: int,
-        shards: int,
-        step: int,
-        host: str = "",
-        address: Any = None,
+        self, number: int, *, rank: int, shards: int, step: int, address: Any = None
     ) -> None:
         """Handle a process that asks to train; its state is at `step`."""
         self._shards = shards
         if self.phase in ("over", "lost") or self._has_leavers():
             self.retired.append(number)
             return
-        self._newcomers[number] = rank, step, host, address
+        self._newcomers[number] = rank, step, address
         self._go_on()
 
     def receive(self, number: int, message: Mapping[str, Any]) -> None:
@@ -159,17 +160,14 @@ class Coordinator:
             room = max(0, min(self.target, MOST) - len(self.members))
             for newcomer in sorted(self._newcomers, key=lambda n: self._newcomers[n][0])[:room]:
                 self._loading[newcomer] = False
-                self._order(
-                    newcomer,
-                    "load",
-                    step=self.step,
-                    bytes=message["bytes"],
-                    host=donor.host,
-                    address=donor.address,
-                )
+                count, address = message["bytes"], donor.address
+                self._order(newcomer, "load", step=self.step, bytes=count, address=address)
             self._go_on()  # those it was for may be gone
         elif number not in self.members:
             return
+        elif kind == "mark":
+            self.members[number].mark = message["mark"]
+            self.reached = max(self.reached, step_of(message["mark"]))
         elif kind == "held" and self.phase == "holding":
             self._stands_at[number] = message["step"]
             self._go_on()
@@ -180,8 +178,8 @@ class Coordinator:
         elif kind == "left":
             self._leave(number, message["step"])
 
-    def died(self, number: int, mark: int = 0) -> None:
-        """Handle the death of a process, whose last known mark is `mark`. Safe to repeat."""
+    def died(self, number: int) -> None:
+        """Handle the death of a process. Safe to repeat."""
         self._newcomers.pop(number, None)
         self._loading.pop(number, None)
         if number in self.retired:
@@ -189,11 +187,9 @@ class Coordinator:
         if number == self._donor:
             self._donor = None
         member = self.members.pop(number, None)
-        if member is not None and self.phase in ("running", "holding"):
-            begun = (mark - mark_of(self.epoch, 0)) // PHASES
-            self._stands_at[number] = max(begun, self.step)
-            if not self._has_leavers():
-                self._hold(0)
+        self._stands_at.pop(number, None)
+        if member is not None and self.phase in ("running", "holding") and not self._has_leavers():
+            self._hold(0)
         if self.phase not in ("over", "lost"):
             self._go_on()
 
@@ -213,8 +209,7 @@ class Coordinator:
         if self.phase == "running" and (self._newcomers or len(self.members) > self.target):
             self._hold(self.reached + 1)
         if self.phase == "holding" and self.members.keys() <= self._stands_at.keys():
-            alive = [self._stands_at[number] for number in self.members]
-            self.step = max(alive or self._stands_at.values())
+            self.step = max(self._stands_at.values(), default=max(self.step, self.reached))
             self.phase = "boundary"
             self._stands_at.clear()
         if self.phase == "boundary" and self._donor is None and all(self._loading.values()):
@@ -250,9 +245,9 @@ class Coordinator:
             if len(self._newcomers) < self.target:
                 return
             first = min(self._newcomers, key=lambda number: self._newcomers[number][0])
-            rank, self.step, host, address = self._newcomers.pop(first)
+            rank, self.step, address = self._newcomers.pop(first)
             self._first = self.step
-            self.members[first] = ElasticMember(rank, host, address)
+            self.members[first] = ElasticMember(rank, address)
             self._order(first, "found", step=self.step)
         while len(self.members) > self.target:
             number = max(self.members, key=lambda n: self.members[n].rank)
@@ -268,18 +263,17 @@ class Coordinator:
     def _admit(self) -> None:
         """Make newcomers that have loaded the state members."""
         for number in self._loading:
-            rank, _, host, address = self._newcomers.pop(number)
-            self.members[number] = ElasticMember(rank, host, address)
+            rank, _, address = self._newcomers.pop(number)
+            self.members[number] = ElasticMember(rank, address)
         self._loading.clear()
 
     def _run(self) -> None:
         self.phase, self.epoch = "running", self.epoch + 1
         runs = split(self._shards, len(self.members))
         ranks = [member.rank for member in self.members.values()]
-        hosts = [member.host for member in self.members.values()]
         addresses = [member.address for member in self.members.values()]
-        for place, (number, member) in enumerate(self.members.items()):
-            member.place = place
+        is_spread = len(addresses) > 1 and addresses[0] is not None
+        for place, number in enumerate(self.members):
             self._order(
                 number,
                 "go",
@@ -288,8 +282,7 @@ class Coordinator:
                 place=place,
                 ranks=ranks,
                 runs=runs,
-                hosts=hosts,
-                addresses=addresses if len(set(hosts)) > 1 else [],
+                addresses=addresses if is_spread else [],
                 logger=number == min(self.members),
             )
 
@@ -330,9 +323,6 @@ class Follower:
         mistake: what is wrong, if others have left.
     """
 
-    FEW = 2
-    """With this number of sums or fewer, each member adds up all of them: that is as quick."""
-
     def __init__(self) -> None:
         self.step = 0
         self.order: dict[str, Any] = {}
@@ -343,14 +333,14 @@ class Follower:
         self.mistake = ""
 
     @property
-    def adds_up_alone(self) -> bool:
-        """Whether each member adds up all sums for itself."""
-        return sum(end > first for first, end in self.order["runs"]) <= self.FEW
+    def is_spread(self) -> bool:
+        """Whether each member has memory of its own: then sums have to travel."""
+        return bool(self.order["addresses"])
 
     @property
-    def is_spread(self) -> bool:
-        """Whether members are on several hosts: then sums have to travel."""
-        return len(set(self.order["hosts"])) > 1
+    def is_at_end(self) -> bool:
+        """Whether this member has marked the end of its step."""
+        return self.mark == mark_of(self.order["epoch"], self.step + 1)
 
     def due(self, marks: Callable[[], Sequence[int]]) -> str:
         """Return what to do; `marks` gives those of all members, by their places.
@@ -397,8 +387,6 @@ class Follower:
     def has_done(self, what: str) -> None:
         """Advance the mark after `compute`, `reduce` or `confirm`; then others may see it."""
         phase = {"compute": 1, "reduce": 2, "confirm": PHASES}[what]
-        if phase == 1 and self.adds_up_alone:
-            phase = 2
         if phase == 2 and not self.is_spread:
-            phase = PHASES  # what is left on the board of this host survives its writer
+            phase = PHASES  # what is left in memory that all share survives its writer
         self.mark = mark_of(self.order["epoch"], self.step) + phase

@@ -22,6 +22,7 @@ from typing import Any
 
 from unisono.errors import PlatformError
 from unisono.launch.channel import Broken, ControlChannel, Listener, new_key
+from unisono.launch.elastic.policy import policy_of
 from unisono.launch.logs import FAILED, STDIN_VARIABLE, Console, RankLog, RankStream
 from unisono.launch.places.agent import INVITATION, Invitation, chunks_of, mpi_descriptors
 from unisono.launch.pool import verdict
@@ -119,17 +120,7 @@ class AgentRanks(Ranks):
             )
         self._plan = plan
         self._attempt = attempt
-        if plan.elastic is not None:
-            from unisono.launch.elastic.policy import ElasticPolicy
-
-            self.policy = ElasticPolicy(
-                most=plan.ranks,
-                least=plan.elastic["least"],
-                stall_s=plan.elastic["stall_s"],
-                job_dir=job_dir,
-                is_spread=True,
-                shows=console.shows_any,
-            )
+        self.policy = policy_of(plan, job_dir, shows=console.shows_any)
         self._console = console
         self._dir = job_dir
         self._directory = None if job is None else job.setting.directory
@@ -468,9 +459,6 @@ class AgentRanks(Ranks):
     def forget_rank(self, rank: int) -> None:
         with suppress(ValueError):
             self.states.remove(self._seats[rank].state)
-
-    def memory_of(self, rank: int) -> str:
-        return str(rank)  # each agent makes the memory of its own rank
 
     @staticmethod
     def _is_away(seat: Seat) -> bool:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from unisono.environment import Environment
+from unisono.launch.elastic.policy import policy_of
 from unisono.launch.logs import Console, RankStream, lent_to
 from unisono.launch.pool.client import RankProcess, fork_ranks, spawn_rank, why_not
 from unisono.launch.pool.monitor import STACKS_S, RankMonitor
@@ -23,7 +24,7 @@ from unisono.launch.pool.protocol import (
 )
 from unisono.launch.pool.stacks import user_threads
 from unisono.launch.pool.surroundings import rank_variables
-from unisono.launch.supervisor import Policy, Ranks
+from unisono.launch.supervisor import Ranks
 
 
 class LocalRanks(RankMonitor, Ranks):
@@ -35,7 +36,6 @@ class LocalRanks(RankMonitor, Ranks):
         attempt: number of the attempt.
         console: where their output is shown.
         job_dir: directory of the run.
-        policy: what the end of one means.
     """
 
     def __init__(
@@ -46,7 +46,6 @@ class LocalRanks(RankMonitor, Ranks):
         *,
         console: Console,
         job_dir: Path,
-        policy: Policy | None = None,
     ) -> None:
         super().__init__(signal.Signals[plan.stack_signal])
         self._job = job
@@ -55,7 +54,7 @@ class LocalRanks(RankMonitor, Ranks):
         self._console = console
         self._job_dir = job_dir
         self._payload_fd = payload_file(job)
-        self.policy = policy or Policy()
+        self.policy = policy_of(plan, job_dir, shows=console.shows_any)
         self._shared_fds: tuple[int, ...] = ()
         self._stdin_rank = console.raw_rank
         if self.policy.replaces:
@@ -181,10 +180,6 @@ class LocalRanks(RankMonitor, Ranks):
     def forget_rank(self, rank: int) -> None:
         for process in self._at(rank):
             self.let_go(process)
-
-    def memory_of(self, rank: int) -> str:
-        del rank
-        return ""
 
     def _at(self, rank: int) -> list[RankProcess]:
         return [process for process in self._ranks if process.rank == rank]

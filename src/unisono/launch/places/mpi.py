@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import copy
 import os
 import shutil
 import subprocess
@@ -57,7 +56,6 @@ class MpiRanks(AgentRanks):
         if self._hosts and any(seat.channel is None for seat in self._seats):
             # Not every mpiexec passes on what ssh says.
             tries = ", ".join(f"ssh {host} true" for host in self._hosts)
-            self.policy = copy.copy(self.policy)  # runs share the one that replaces no rank
             self.policy.remark = f"HINT: each of these has to work without a password: {tries}"
         try:
             super().close(at_once=at_once)

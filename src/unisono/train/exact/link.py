@@ -1,7 +1,7 @@
 """The way from a member to its coordinator and to the memory that members share.
 
-In a process on its own the coordinator lives here; in an elastic job, beside the supervisor: what
-a member says goes to its parent by the pipe for news, and orders come back with all other orders.
+In a process on its own the coordinator is here; in an elastic job, beside the supervisor: messages
+of a member go to its parent by the pipe for news, and orders come back with all other orders.
 """
 
 from __future__ import annotations
@@ -12,11 +12,12 @@ import queue
 import socket
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
+from unisono.comm import seal
 from unisono.comm.engines import core
 from unisono.errors import PlatformError, RankFailed
 from unisono.launch.context import here
@@ -24,8 +25,6 @@ from unisono.launch.elastic.coordinator import LINE, MOST, Coordinator, Follower
 from unisono.launch.pool.protocol import tell
 from unisono.train.exact.peers import Peers, Ranges, Unreachable
 
-WELCOME_S = 60.0
-"""Longest wait for the answer of the coordinator to a newcomer."""
 _AWAKE_S = 2e-3
 """So long a member waits for others without sleep: to wake up takes about as long."""
 _NAP_S = 5e-3
@@ -41,18 +40,80 @@ class InVain(Exception):
     """The members have changed: the step will be begun again."""
 
 
+class _Way(Protocol):
+    """The way to a coordinator."""
+
+    def tell(self, message: dict[str, Any]) -> None:
+        """Send it a message."""
+
+    def orders(self, *, blocks: bool) -> list[dict[str, Any]]:
+        """Return the orders that have come; `blocks` waits for one."""
+        ...
+
+
+class _Inside:
+    """The way to a coordinator in this process, of a world of one."""
+
+    def __init__(self) -> None:
+        self._coordinator = Coordinator(1)
+
+    def tell(self, message: dict[str, Any]) -> None:
+        if message["kind"] == "join":
+            place = {name: message[name] for name in ("shards", "step")}
+            self._coordinator.joined(0, rank=0, **place)
+        else:
+            self._coordinator.receive(0, message)
+
+    def orders(self, *, blocks: bool) -> list[dict[str, Any]]:
+        orders = [order for _, order in self._coordinator.take_orders()]
+        if blocks and not orders:
+            raise RankFailed("a member on its own waits for an order")
+        return orders
+
+
+class _ByParent:
+    """The way to the coordinator of a job."""
+
+    def __init__(self, report_fd: int, orders: queue.SimpleQueue[dict[str, Any]]) -> None:
+        self._report_fd, self._orders = report_fd, orders
+
+    def tell(self, message: dict[str, Any]) -> None:
+        tell(self._report_fd, elastic=message)
+
+    def orders(self, *, blocks: bool) -> list[dict[str, Any]]:
+        orders: list[dict[str, Any]] = []
+        while True:
+            try:
+                order = self._orders.get(blocks and not orders)
+            except queue.Empty:
+                return orders
+            # Another process may have died in this place, and what was for it comes too late.
+            if order["pid"] == os.getpid():
+                orders.append(order)
+
+
 class ElasticLink:
-    """What a member needs of the others; this one is for a world of one.
+    """What a member needs of the others.
+
+    Args:
+        way: to the coordinator.
+        files: the board and the state, which members share; none in a world of one.
+        is_apart: whether each member has such files of its own, so that sums have to travel.
 
     Attributes:
         follower: knows what is next.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, way: _Way, files: Sequence[int] = (), *, is_apart: bool = False) -> None:
         self.follower = Follower()
+        self._way, self._files, self._is_apart = way, files, is_apart
         self._board = torch.empty(0, dtype=torch.uint8)
         self._lines = memoryview(b"")
-        self._coordinator = Coordinator(1)
+        self._peers: Peers | None = None
+        self._epoch = 0
+        """The epoch of the connections to other members."""
+        self._is_parted = False
+        self._told_mark, self._tell_at = 0, 0.0
 
     def join(self, facts: dict[str, Any], size: int, shards: int, step: int) -> None:
         """Become a newcomer.
@@ -63,29 +124,50 @@ class ElasticLink:
             shards: of each step.
             step: where the state of this member is.
         """
-        del facts
-        self._take_board(torch.empty(size, dtype=torch.uint8))
-        self._coordinator.joined(0, rank=0, shards=shards, step=step)
-        self._listen(blocks=False)
+        if self._files:
+            if os.fstat(self._files[0]).st_size < size:
+                os.ftruncate(self._files[0], size)
+            memory = mmap.mmap(self._files[0], size)
+            self._board = torch.frombuffer(memory, dtype=torch.uint8)
+        else:
+            self._board = torch.empty(size, dtype=torch.uint8)
+        board = self._board.numpy().data
+        self._lines = board[: MOST * LINE].cast("q")
+        address = None
+        if self._is_apart:
+            key = seal.prove("members of an elastic training").encode()
+            self._peers = Peers(key, board, self._put_mark, self._files[1])
+            address = self._peers.address
+        who = {"pid": os.getpid(), "host": socket.gethostname(), "address": address}
+        self.tell("join", facts=facts, shards=shards, step=step, **who)
 
     def tell(self, kind: str, **rest: Any) -> None:
         """Tell the coordinator something."""
-        self._coordinator.receive(0, {"kind": kind, **rest})
-        self._listen(blocks=False)
+        self._way.tell({"kind": kind, **rest})
 
     def order(self) -> dict[str, Any]:
         """Wait for the next order. A member that keeps others waiting too long is ended."""
-        while not self.follower.orders:
+        if not self.follower.orders:
             self._listen(blocks=True)
-        return self.follower.orders.pop(0)
+        order = self.follower.orders.pop(0)
+        if order["kind"] == "refused":
+            raise PlatformError.because(
+                "a rank joins an elastic training",
+                f"its results would have other bits than those of the members\n{order['why']}",
+                hint="on all ranks the same data (one seed, one file), arguments, threads, torch "
+                "and kind of CPU",
+            )
+        return order
 
     def next(self) -> str:
         """Wait until there is something to do, and return what; see `Follower.due`."""
         follower, began = self.follower, time.perf_counter()
+        self._listen()
         while True:
             due = follower.due(self._marks)
             if due == "held":
-                self._part()
+                if self._peers is not None:
+                    self._peers.part()
                 self.tell("held", step=follower.step)
             elif due == "mismatch":
                 self.tell("mismatch", why=follower.mistake)
@@ -97,7 +179,7 @@ class ElasticLink:
 
     def is_disturbed(self) -> bool:
         """Whether an order has come that makes work under way vain."""
-        self._listen(blocks=False)
+        self._listen()
         return self.follower.is_in_vain()
 
     def show(self, what: str, word: int | None = None) -> None:
@@ -106,12 +188,16 @@ class ElasticLink:
         What is confirmed has no new word: a member that does not get it must end with the same.
         """
         follower = self.follower
-        line = follower.order["place"] * _WORDS
+        place = follower.order["place"]
+        words = self._lines[place * _WORDS + 1 : place * _WORDS + 3].tolist()
         if word is not None:
-            self._lines[line + 1 + follower.step % 2] = word
+            words[follower.step % 2] = word
         follower.has_done(what)
-        _keep_order()
-        self._lines[line] = follower.mark
+        self._put_mark(place, follower.mark, *words)
+        line = [follower.mark, *words]
+        self._push(lambda peers: peers.push_mark(line, self.is_disturbed))
+        if follower.is_at_end:
+            self._tell_mark()
 
     def words(self) -> list[int]:
         """Return what all members have said about this step."""
@@ -123,195 +209,20 @@ class ElasticLink:
         return self._board[begin:end]
 
     def publish(self, ranges: Ranges) -> None:
-        """Let members of other hosts see what was written; raises `InVain`."""
-
-    def put_state(self, data: bytes) -> None:
-        """Leave a state for newcomers."""
-
-    def get_state(self, order: dict[str, Any]) -> bytes | None:
-        """Return the state that a member has left; None if it is gone, and the state with it."""
-        return bytes(order["bytes"])
-
-    def close(self) -> None:
-        """Let go."""
-
-    def _take_board(self, board: Tensor) -> None:
-        self._board, self._lines = board, board[: MOST * LINE].numpy().data.cast("q")
-
-    def _marks(self) -> list[int]:
-        """Return the marks of all members, by their places."""
-        return [self._lines[n * _WORDS] for n in range(len(self.follower.order["ranks"]))]
-
-    def _listen(self, *, blocks: bool) -> None:
-        """Take orders that have come; `blocks` waits for one."""
-        orders = self._coordinator.take_orders()
-        if blocks and not orders:
-            raise RankFailed("a member on its own waits for an order")
-        self.follower.orders += [order for _, order in orders]
-
-    def _meet(self) -> bool:
-        """Be connected to the members of this epoch; returns whether that is so."""
-        return True
-
-    def _part(self) -> None:
-        """Let nothing of this epoch arrive any more."""
-
-    def _pause(self, waited_s: float) -> None:
-        """Wait a moment for marks and orders."""
-
-
-class MemberLink(ElasticLink):
-    """A member of a job: its parent carries its words, memory of this host the rest.
-
-    Args:
-        report_fd: the pipe to its parent.
-        orders: where orders for it arrive.
-        files: the board and the state, which members of this host share.
-    """
-
-    def __init__(
-        self, report_fd: int, orders: queue.SimpleQueue[dict[str, Any]], files: Sequence[int]
-    ) -> None:
-        super().__init__()
-        self._report_fd, self._orders = report_fd, orders
-        self._board_fd, self._state_fd = files
-        self._host = ""
-        self._peers: Peers | None = None
-        self._met = 0
-        """The epoch of the connections to other hosts."""
-        self._is_parted = False
-        self._reported_mark, self._tell_at = 0, 0.0
-
-    def join(self, facts: dict[str, Any], size: int, shards: int, step: int) -> None:
-        """Become a newcomer."""
-        self.tell("join", facts=facts, pid=os.getpid(), host=socket.gethostname())
-        self._listen(blocks=True, timeout_s=WELCOME_S)
-        if not self.follower.orders:
-            raise RankFailed(f"no answer of the coordinator within {WELCOME_S:g} s")
-        answer = self.follower.orders.pop(0)
-        if answer["kind"] == "refused":
-            raise PlatformError.because(
-                "a rank joins an elastic training",
-                f"its results would have other bits than those of the members\n{answer['why']}",
-                hint="on all ranks the same data (one seed, one file), arguments, threads, torch "
-                "and kind of CPU",
-            )
-        self._host = answer["host"]
-        if os.fstat(self._board_fd).st_size < size:
-            os.ftruncate(self._board_fd, size)
-        board = torch.frombuffer(mmap.mmap(self._board_fd, size), dtype=torch.uint8)
-        self._take_board(board)
-        if answer["key"]:
-            key = bytes.fromhex(answer["key"])
-            self._peers = Peers(key, board.numpy().data, self._put_mark, self._state_fd)
-        address = None if self._peers is None else self._peers.address
-        self.tell("enter", shards=shards, step=step, address=address)
-
-    def tell(self, kind: str, **rest: Any) -> None:
-        """Tell the coordinator something."""
-        tell(self._report_fd, elastic={"kind": kind, **rest})
-
-    def _listen(self, *, blocks: bool, timeout_s: float | None = None) -> None:
-        while True:
-            try:
-                order = self._orders.get(blocks, timeout_s)
-            except queue.Empty:
-                return
-            # Another process may have died in this place, and what was for it comes too late.
-            if order["pid"] == os.getpid():
-                self.follower.orders.append(order)
-                blocks = False
-
-    def _pause(self, waited_s: float) -> None:
-        follower = self.follower
-        if waited_s < _AWAKE_S:
-            os.sched_yield()
-        elif follower.is_held:
-            self._listen(blocks=True)
-            return
-        else:
-            time.sleep(min(waited_s / 8, _NAP_S))
-            if self._reported_mark != follower.mark:
-                self._tell_mark()
-        if self._peers is not None and self._peers.is_broken:
-            self._tell_parted("a connection between members has ended")
-        self._listen(blocks=False)
-
-    def _tell_mark(self) -> None:
-        if (now := time.monotonic()) > self._tell_at:
-            self._reported_mark, self._tell_at = self.follower.mark, now + _TELL_S
-            self.tell("mark", mark=self._reported_mark)
-
-    # Members of other hosts.
-
-    def _meet(self) -> bool:
-        order, peers = self.follower.order, self._peers
-        if peers is None or not self.follower.is_spread:
-            return True
-        if self._met != order["epoch"]:
-            self._met, self._is_parted = order["epoch"], False
-            try:
-                peers.meet(order, self.is_disturbed)
-            except Unreachable as error:
-                self._tell_parted(str(error))
-        return not self._is_parted
-
-    def _part(self) -> None:
-        if self._peers is not None:
-            self._peers.part()
-
-    def _tell_parted(self, why: str) -> None:
-        """Tell the coordinator, once in each epoch; it has all begin the step again."""
-        if not self._is_parted:
-            self._is_parted = True
-            ranks, place = self.follower.order["ranks"], self.follower.order["place"]
-            message = f"rank {ranks[place]} on {socket.gethostname()} and others: {why}"
-            self.tell("parted", epoch=self.follower.order["epoch"], why=message)
-
-    def _push(self, send: Callable[[Peers], None]) -> None:
-        peers = self._peers
-        if peers is None or not self.follower.is_spread:
-            return
-        try:
-            send(peers)
-        except Unreachable as error:
-            if not self.is_disturbed():
-                self._tell_parted(str(error))
-            raise InVain from None
-
-    def publish(self, ranges: Ranges) -> None:
-        """Let members of other hosts see what was written; raises `InVain`."""
+        """Send what was written to members with memory of their own; raises `InVain`."""
         self._push(lambda peers: peers.push(ranges, self.is_disturbed))
-
-    def show(self, what: str, word: int | None = None) -> None:
-        """Let others see that `what` is done, and a word about this step besides."""
-        super().show(what, word)
-        at = self.follower.order["place"] * _WORDS
-        line = self._lines[at : at + 3].tolist()
-        self._push(lambda peers: peers.push_mark(line, self.is_disturbed))
-        self._tell_mark()
-
-    def _put_mark(self, place: int, mark: int, *words: int) -> None:
-        """Write what another host says of a member; what it wrote before is there already."""
-        at = place * _WORDS
-        for number, word in enumerate(words, 1):
-            self._lines[at + number] = word
-        _keep_order()
-        self._lines[at] = mark
-
-    # The state, for newcomers.
 
     def put_state(self, data: bytes) -> None:
         """Leave a state for newcomers."""
         view, begin = memoryview(data), 0
         while view:
-            count = os.pwrite(self._state_fd, view, begin)
+            count = os.pwrite(self._files[1], view, begin)
             view, begin = view[count:], begin + count
 
     def get_state(self, order: dict[str, Any]) -> bytes | None:
         """Return the state that a member has left; None if it is gone, and the state with it."""
-        if order["host"] == self._host or self._peers is None:
-            return os.pread(self._state_fd, order["bytes"], 0)
+        if self._peers is None:
+            return os.pread(self._files[1], order["bytes"], 0)
         try:
             return self._peers.fetch_state(order["address"], order["bytes"])
         except Unreachable:
@@ -322,6 +233,75 @@ class MemberLink(ElasticLink):
         if self._peers is not None:
             self._peers.close()
             self._peers = None
+
+    def _put_mark(self, place: int, mark: int, *words: int) -> None:
+        """Write the mark of a member, and its words before it."""
+        at = place * _WORDS
+        for number, word in enumerate(words, 1):
+            self._lines[at + number] = word
+        _keep_order()
+        self._lines[at] = mark
+
+    def _marks(self) -> list[int]:
+        """Return the marks of all members, by their places."""
+        return [self._lines[n * _WORDS] for n in range(len(self.follower.order["ranks"]))]
+
+    def _listen(self, *, blocks: bool = False) -> None:
+        self.follower.orders += self._way.orders(blocks=blocks)
+
+    def _pause(self, waited_s: float) -> None:
+        """Wait a moment for marks and orders."""
+        if waited_s < _AWAKE_S:
+            os.sched_yield()
+        elif self.follower.is_held:
+            self._listen(blocks=True)
+            return
+        else:
+            time.sleep(min(waited_s / 8, _NAP_S))
+            self._tell_mark()
+        if self._peers is not None and self._peers.is_broken:
+            self._tell_parted("a connection between members has ended")
+        self._listen()
+
+    def _tell_mark(self) -> None:
+        mark, now = self.follower.mark, time.monotonic()
+        if mark != self._told_mark and now > self._tell_at:
+            self._told_mark, self._tell_at = mark, now + _TELL_S
+            self.tell("mark", mark=mark)
+
+    # Members with memory of their own.
+
+    def _meet(self) -> bool:
+        """Be connected to the members of this epoch; return whether that is so."""
+        order = self.follower.order
+        if self._peers is None or not self.follower.is_spread:
+            return True
+        if self._epoch != order["epoch"]:
+            self._epoch, self._is_parted = order["epoch"], False
+            try:
+                self._peers.meet(order, self.is_disturbed)
+            except Unreachable as error:
+                self._tell_parted(str(error))
+        return not self._is_parted
+
+    def _push(self, send: Callable[[Peers], None]) -> None:
+        if self._peers is None or not self.follower.is_spread:
+            return
+        try:
+            send(self._peers)
+        except Unreachable as error:
+            if not self.is_disturbed():
+                self._tell_parted(str(error))
+            raise InVain from None
+
+    def _tell_parted(self, why: str) -> None:
+        """Tell the coordinator, once in each epoch; it has all begin the step again."""
+        if not self._is_parted:
+            self._is_parted = True
+            order = self.follower.order
+            rank = order["ranks"][order["place"]]
+            message = f"rank {rank} on {socket.gethostname()} and others: {why}"
+            self.tell("parted", epoch=order["epoch"], why=message)
 
 
 _has_joined = False
@@ -337,8 +317,8 @@ def open_link() -> ElasticLink:
     """Return the way to the members of this job; a world of one without such a job."""
     global _has_joined
     place = here()
-    if place is None or not place.shared_fds or place.orders is None or place.report_fd is None:
-        return ElasticLink()
+    if place is None or place.report_fd is None or place.orders is None or not place.shared_fds:
+        return ElasticLink(_Inside())
     if _has_joined:
         raise PlatformError.because(
             "a second elastic training in one elastic job",
@@ -346,4 +326,5 @@ def open_link() -> ElasticLink:
             hint="one unisono.run(..., elastic=True) for each",
         )
     _has_joined = True
-    return MemberLink(place.report_fd, place.orders, place.shared_fds)
+    way = _ByParent(place.report_fd, place.orders)
+    return ElasticLink(way, place.shared_fds, is_apart=not place.platform.kind.is_here)

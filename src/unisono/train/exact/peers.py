@@ -1,10 +1,10 @@
-"""Connections between members of several hosts: what one leaves on its board travels to the others.
+"""Connections between members with memory of their own: what one leaves on its board travels.
 
-Each member pushes to each other host, over one connection, what the members there will read: pieces
-of its sums, its piece of the result, notes and marks, in the order in which it wrote them. So a
-mark that has arrived says that all before it has. A thread of the receiver writes to the board of
-its host. Connections live as long as an epoch, and a member closes its own before it says that it
-stands still: nothing of an older epoch can arrive in a later one.
+Each member pushes to each other one, over one connection, what that one will read: a piece of its
+sums, its piece of the result, notes and marks, in the order in which it wrote them. So a mark that
+has arrived says that all before it has. A thread of the receiver writes to its board. Connections
+live as long as an epoch, and a member closes its own before it says that it stands still: nothing
+of an older epoch can arrive in a later one.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from typing import Any
 
 from unisono.launch.channel import ControlChannel, Listener, dial
 
-Ranges = Callable[[Sequence[int]], Iterable[tuple[int, int]]]
-"""Given the places of the members of a host: the bytes of the board that they need."""
+Ranges = Callable[[int], Iterable[tuple[int, int]]]
+"""Given the place of a member: the bytes of the board that it needs."""
 Address = tuple[Sequence[str], int]
 """Names of a host, and a port."""
 
@@ -52,7 +52,7 @@ class Peers:
 
     Args:
         key: of the job; who does not know it is sent away.
-        board: the memory of this host.
+        board: the memory of this member.
         put_mark: writes a mark and two words to the board, as `(place, mark, *words)`.
         state_fd: file with the state that this member has left for newcomers.
 
@@ -76,7 +76,7 @@ class Peers:
         self._listener = Listener(key, ALL_INTERFACES)
         self.address: Address = candidates(), self._listener.port
         self.is_broken = False
-        self._outgoing: list[tuple[socket.socket, list[int]]] = []
+        self._outgoing: list[tuple[socket.socket, int]] = []
         self._incoming: dict[socket.socket, threading.Thread] = {}
         self._changed = threading.Condition()
         self._place = -1
@@ -89,33 +89,30 @@ class Peers:
         self._thread.start()
 
     def meet(self, order: dict[str, Any], is_disturbed: Callable[[], bool]) -> None:
-        """Connect to one member of each other host; raises `Unreachable`."""
+        """Connect to each other member; raises `Unreachable`."""
         self.part()
-        hosts, place, epoch = order["hosts"], order["place"], order["epoch"]
+        place, epoch = order["place"], order["epoch"]
         self.is_broken = False
         with self._changed:
             self._open, self._place = epoch, place
             self._changed.notify_all()
-        for host in dict.fromkeys(hosts):
-            if host == hosts[place]:
-                continue
-            places = [other for other, name in enumerate(hosts) if name == host]
-            target = places[place % len(places)]
-            connection = self._dial(order["addresses"][target], is_disturbed)
-            connection.sendall(_HELLO.pack(epoch, place, target))
-            self._outgoing.append((connection, places))
+        for target, address in enumerate(order["addresses"]):
+            if target != place:
+                connection = self._dial(address, is_disturbed)
+                connection.sendall(_HELLO.pack(epoch, place, target))
+                self._outgoing.append((connection, target))
 
     def push(self, ranges: Ranges, is_disturbed: Callable[[], bool]) -> None:
-        """Send bytes of the board to each other host; raises `Unreachable`."""
-        for connection, places in self._outgoing:
-            for begin, end in ranges(places):
+        """Send bytes of the board to each other member; raises `Unreachable`."""
+        for connection, target in self._outgoing:
+            for begin, end in ranges(target):
                 if end > begin:
                     head = _HEAD.pack(begin, end - begin)
                     self._send(connection, head, is_disturbed, _MORE)
                     self._send(connection, self._board[begin:end], is_disturbed)
 
     def push_mark(self, line: Sequence[int], is_disturbed: Callable[[], bool]) -> None:
-        """Send the mark of this member, and its words, to each other host."""
+        """Send the mark of this member, and its words, to each other one."""
         data = _HEAD.pack(self._place, _MARK_SIZE) + _MARK.pack(*line)
         for connection, _ in self._outgoing:
             self._send(connection, data, is_disturbed)
@@ -136,7 +133,7 @@ class Peers:
         self._outgoing.clear()
 
     def fetch_state(self, address: Address, size: int) -> bytes:
-        """Return the state that a member of another host has left; raises `Unreachable`."""
+        """Return the state that another member has left; raises `Unreachable`."""
         data = bytearray(size)
         with self._dial(address, lambda: False) as connection:
             try:
@@ -227,7 +224,7 @@ class Peers:
                 return
             with self._changed:
                 self._changed.wait_for(lambda: epoch <= self._closed or epoch == self._open)
-                # Another host may have the same address inside its own network.
+                # Another host may have the same address inside its network.
                 if epoch != self._open or target != self._place:
                     return
                 self._incoming[connection] = threading.current_thread()

@@ -206,7 +206,6 @@ class ElasticRun:
         self._extra: dict[str, Any] = {}
         self._link: ElasticLink | None = None
         self._is_logger = self._is_stopping = False
-        self._epoch = 0
         trained = [name for name, p in model.named_parameters() if p.requires_grad]
         self._device = device_of(model)
         self._sums = ShardSums(model, shards, Loader(shards, workers, last), scaler, self._device)
@@ -402,7 +401,7 @@ class ElasticRun:
 
     def _apply(self, link: ElasticLink, step: ElasticStep) -> None:
         """The step has happened: change the model as every member does."""
-        self._agree(link, step, link.follower.order)
+        self._agree(link, step)
         step.loss, step.metrics = self._sums.deliver(link, step.number)
         if self._scaler is not None:
             self._scaler.scale(
@@ -419,8 +418,9 @@ class ElasticRun:
         if self._scheduler is not None:
             self._scheduler.step()
 
-    def _agree(self, link: ElasticLink, step: ElasticStep, order: dict[str, Any]) -> None:
+    def _agree(self, link: ElasticLink, step: ElasticStep) -> None:
         """Take over what all members say of the step; end if their programs have parted."""
+        order = link.follower.order
         ways: dict[int, list[int]] = {}
         words = link.words()
         for rank, word in zip(order["ranks"], words, strict=True):
@@ -438,9 +438,6 @@ class ElasticRun:
         self._is_stopping = any(word & 1 for word in words)
         step.members = self.members = len(words)
         step.is_logger = self._is_logger = order["logger"]
-        if order["epoch"] != self._epoch:
-            self._epoch = order["epoch"]
-            link.tell("going", epoch=self._epoch)
 
 
 _active: ElasticRun | None = None

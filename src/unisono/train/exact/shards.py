@@ -174,18 +174,16 @@ class VectorLayout:
         runs: Iterable[Run],
         piece: int,
         cut: int,
-        row: Callable[[int, int], Tensor],
-        out: Callable[[int, int], Tensor],
+        view: Callable[[int, int], Tensor],
     ) -> None:
-        """Add up one piece of the vectors of all shards.
+        """Add up one piece of the vectors of all shards, as a part of the result.
 
         Args:
             step: of which step.
             runs: runs of shards whose nodes lie on the board.
             piece: which piece.
             cut: of how many.
-            row: gives bytes of the board, from and to.
-            out: gives room for bytes of the sum, from and to.
+            view: gives bytes of the board, from and to.
         """
         nodes = {node for run in runs for node in nodes_in(run, 0, self.shards)}
         for section in self.sections:
@@ -199,19 +197,13 @@ class VectorLayout:
                 if (first, count) not in nodes:
                     return None
                 at = self.row(step, first)
-                return row(at + begin, at + end).view(s.dtype)
+                return view(at + begin, at + end).view(s.dtype)
 
             def add(lower: Tensor, upper: Tensor, s: Section = section) -> Tensor:
                 return _add(s, lower, upper, None)
 
-            total = out(begin, end).view(section.dtype)
-            if (whole := sum_of(0, self.shards)) is not None:
-                total.copy_(whole)
-            else:
-                middle = half(self.shards)
-                lower = tree_sum(0, middle, sum_of, add)
-                upper = tree_sum(middle, self.shards - middle, sum_of, add)
-                _add(section, lower, upper, total)
+            total = view(self.result + begin, self.result + end).view(section.dtype)
+            total.copy_(tree_sum(0, self.shards, sum_of, add))
 
     def digest(self, names: Sequence[str]) -> str:
         """Return a short word for names, shapes and dtypes."""

@@ -7,7 +7,7 @@ what it logged, which parameters it used). `shards.py` says where these lie.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
@@ -57,12 +57,10 @@ class ShardSums:
         self.parameters = [p for p in model.parameters() if p.requires_grad]
         self._buffers = list(model.buffers())
         self.layout = VectorLayout(self.parameters, self._buffers, len(shards.cuts))
-        self._total = torch.empty(self.layout.bytes, dtype=torch.uint8)
-        """Where the sum of all shards arrives."""
-        self.result, self._staged = self._total, None
-        """The same where the model is; and what a shard gives before it is copied to the board."""
-        if is_accelerator(device):
-            self.result, self._staged = (self._total.to(device) for _ in range(2))
+        self.result = torch.empty(self.layout.bytes, dtype=torch.uint8, device=device)
+        """The sum of all shards, where the model is."""
+        self._staged = torch.empty_like(self.result) if is_accelerator(device) else None
+        """What a shard gives before it is copied to the board."""
         self._scratch: list[Tensor] = []
         self._views: dict[int, list[Tensor]] = {}
         """Parts of vectors by their addresses, which stay."""
@@ -94,18 +92,12 @@ class ShardSums:
             link.publish(self._parts_of_row(link, at))
 
     def _parts_of_row(self, link: ElasticLink, at: int) -> Ranges:
-        """Return what members need of the sum at a byte of the board: their pieces, or all."""
-        layout, cut = self.layout, len(link.follower.order["ranks"])
-        if link.follower.adds_up_alone:
-            return lambda _: [(at, at + layout.bytes)]
-
-        def pieces(places: Sequence[int]) -> Iterator[tuple[int, int]]:
-            for section in layout.sections:
-                for place in places:
-                    begin, end = section.bounds(place, cut)
-                    yield at + begin, at + end
-
-        return pieces
+        """Return what each member needs of the sum at a byte of the board: its pieces."""
+        cut = len(link.follower.order["ranks"])
+        return lambda place: [
+            (at + begin, at + end)
+            for begin, end in (section.bounds(place, cut) for section in self.layout.sections)
+        ]
 
     def _shard(
         self, link: ElasticLink, step: LoggedStep, closure: Closure, shard: int, out: Tensor
@@ -174,23 +166,14 @@ class ShardSums:
         """Add up this member's piece of all shards, and leave it as a part of the result."""
         layout, order = self.layout, link.follower.order
         piece, cut = order["place"], len(order["ranks"])
-
-        def out(begin: int, end: int) -> Tensor:
-            return link.view(layout.result + begin, layout.result + end)
-
-        layout.reduce(step, order["runs"], piece, cut, link.view, out)
+        layout.reduce(step, order["runs"], piece, cut, link.view)
         bounds = [section.bounds(piece, cut) for section in layout.sections]
         link.publish(lambda _: [(layout.result + b, layout.result + e) for b, e in bounds])
 
     def deliver(self, link: ElasticLink, number: int) -> tuple[float, dict[str, float]]:
         """Give the sums of a step to the model; return the means of its loss and metrics."""
-        layout, order = self.layout, link.follower.order
-        if link.follower.adds_up_alone:
-            layout.reduce(number, order["runs"], 0, 1, link.view, lambda a, b: self._total[a:b])
-        else:
-            self._total.copy_(link.view(layout.result, layout.result + layout.bytes))
-        if self.result is not self._total:
-            self.result.copy_(self._total)
+        layout = self.layout
+        self.result.copy_(link.view(layout.result, layout.result + layout.bytes))
         notes = self._read_notes(link, number)
         used = 0
         for note in notes:
