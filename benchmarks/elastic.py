@@ -1,11 +1,9 @@
 """What exact and elastic steps cost: against DataParallel on shared memory, by number of shards.
 
     python benchmarks/elastic.py [--quick]
-    python benchmarks/elastic.py --hosts
 
 Elastic ranks are no world, so both cannot take turns in the same processes: jobs do, and a round
-compares medians of neighbours. `--hosts` trains on two hosts of two members each, which are network
-namespaces (as root), and counts the bytes between them.
+compares medians of neighbours.
 """
 
 from __future__ import annotations
@@ -14,12 +12,9 @@ import functools
 import hashlib
 import os
 import statistics
-import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable
-from pathlib import Path
 
 import torch
 from harness import Row, Timing, markdown, parser_for, publish
@@ -151,95 +146,12 @@ def compare(name: str, shards: tuple[int, ...], rounds: int, steps: int) -> list
     return rows
 
 
-ON_HOSTS = """
-import statistics, sys, time
-from pathlib import Path
-
-import torch, unisono
-from torch import nn
-
-WARM, STEPS = 5, int(sys.argv[1])
-
-
-def carried():
-    folder = Path("/sys/class/net/eth0/statistics")
-    return [int((folder / f"{way}_bytes").read_text()) for way in ("rx", "tx")]
-
-
-torch.manual_seed(0)
-layers = (nn.Linear(64, 1024), nn.ReLU(), nn.Linear(1024, 1024), nn.ReLU(), nn.Linear(1024, 10))
-model = nn.Sequential(*layers)
-optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
-x, y = torch.randn(256, 64), torch.randint(0, 10, (256,))
-size = 4 * sum(p.numel() for p in model.parameters())
-times, before, count = [], [0, 0], 0
-for step in unisono.train.elastic(model, optimizer, (x, y), batch_size=64, shards=4, steps=10**6):
-    begin = time.perf_counter()
-    step(lambda batch: nn.functional.cross_entropy(model(batch.x), batch.y))
-    times.append(time.perf_counter() - begin)
-    count += step.members == 4
-    if count == WARM:
-        times, before = [], carried()
-    if count == WARM + STEPS:
-        break
-if step.is_logger:
-    ways = [(now - then) / STEPS / size for now, then in zip(carried(), before)]
-    print("FOUND", 1e3 * statistics.median(times), size / 1e6, *ways, flush=True)
-"""
-_ENTER = 'mount -t sysfs sysfs /sys && exec "$@"'
-
-
-def on_hosts(steps: int) -> str:
-    """Train on two hosts of two members each; return step time and traffic of the first host."""
-    names = [f"unisono-{os.getpid()}-{letter}" for letter in "ab"]
-
-    def ip(*words: str) -> None:
-        subprocess.run(["ip", *words], check=True)
-
-    def start(name: str, *words: str) -> subprocess.Popen[str]:
-        enter = ["nsenter", f"--net=/run/netns/{name}", "unshare", "--mount", "sh", "-c", _ENTER]
-        run = [sys.executable, "-m", "unisono", "run", "--ranks", "2", *words]
-        return subprocess.Popen([*enter, "sh", *run], stdout=subprocess.PIPE, text=True)
-
-    with tempfile.TemporaryDirectory() as folder:
-        script, invitation = Path(folder, "train.py"), Path(folder, "invitation")
-        script.write_text(ON_HOSTS)
-        try:
-            for name in names:
-                ip("netns", "add", name)
-            cable = ("eth0", "netns", names[0], "type", "veth", "peer", "name", "eth0")
-            ip("link", "add", *cable, "netns", names[1])
-            for number, name in enumerate(names, 1):
-                ip("-n", name, "addr", "add", f"10.78.0.{number}/24", "dev", "eth0")
-                ip("-n", name, "link", "set", "lo", "up")
-                ip("-n", name, "link", "set", "eth0", "up")
-            first = start(names[0], "--invite", str(invitation), str(script), str(steps))
-            while not invitation.exists() and first.poll() is None:
-                time.sleep(0.1)
-            second = start(names[1], "--join", str(invitation), str(script), str(steps))
-            output = first.communicate(timeout=600)[0] + second.communicate(timeout=60)[0]
-        finally:
-            for name in names:
-                subprocess.run(["ip", "netns", "del", name], check=False)
-    figures = next(line for line in output.splitlines() if "FOUND" in line).split("FOUND")[1]
-    step_ms, size_mb, received, sent = map(float, figures.split())
-    return (
-        "| model | step | first host receives | sends |\n|---:|---:|---:|---:|\n"
-        f"| {size_mb:.1f} MB | {step_ms:.1f} ms | {received:.2f} x model | {sent:.2f} x model |"
-    )
-
-
 def main() -> int:
     """Measure what the command line asks for."""
     parser = parser_for(__doc__)
     parser.add_argument("--model", action="append", choices=MODELS, help="only this one")
-    parser.add_argument("--hosts", action="store_true", help="train on two hosts instead")
     options = parser.parse_args()
     os.environ["OMP_NUM_THREADS"] = "1"
-    if options.hosts:
-        text = on_hosts(20 if options.quick else 100)
-        publish("Elastic training on two hosts", text, write=not options.quick)
-        return 0
     rounds, steps = (1, 15) if options.quick else (3, 40)
     rows = [
         row

@@ -34,6 +34,8 @@ REMOVED: dict[str, str] = {
     "unisono run --to": "runs/NAME/metrics.csv, which every tracker reads",
     "unisono run --script": "mpiexec or torchrun in the batch script: unisono.run joins its ranks",
     "unisono run --chaos": "kill -9 of a rank's process; os.kill(os.getpid(), 9) in the function",
+    "unisono run --invite": 'on="ray" or on="slurm" with elastic=True; ray start joins hosts',
+    "unisono run --join": 'on="ray" or on="slurm" with elastic=True; ray start joins hosts',
     "unisono job list": "squeue --me",
     "unisono job resize": "job.resize(ranks) of the handle that unisono.submit returns",
     "unisono.nn.distribute": (

@@ -90,7 +90,7 @@ def cable(mpiexec, warm_python, monkeypatch):
     monkeypatch.setenv("MPIEXEC", mpiexec)
     monkeypatch.setenv("WARM_PYTHON", warm_python)
     monkeypatch.setattr(sys, "executable", warm_python)
-    monkeypatch.setattr(agents, "HUNG_UP_S", (3.0, 3.0))  # what closes here is no process that ends
+    monkeypatch.setattr(agents, "HUNG_UP_S", 3.0)  # what closes here is no process that ends
     cables = []
     plain = AgentRanks.invitation.func
 

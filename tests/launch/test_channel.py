@@ -35,7 +35,7 @@ class Pair:
     def __init__(self):
         self.listener = Listener(KEY)
         self.client = ControlChannel()
-        self.server: ControlChannel | None = None
+        self.server = ControlChannel()
         self.connect()
 
     def connect(self, port=None):
@@ -50,10 +50,9 @@ class Pair:
         self.client.attach(found[0])
 
     def _arrived(self):
-        arrived = self.listener.turn()
-        if arrived:
-            (self.server,) = arrived
-        return arrived
+        arrived = [channel for channel, _ in self.listener.news()]
+        self.server = arrived[0] if arrived else self.server
+        return bool(arrived)
 
     def pump(self, until):
         """Carry messages both ways until a condition holds; return what each side has received."""
@@ -67,18 +66,19 @@ class Pair:
                     messages += end.receive()
         return heard
 
-    def close(self):
+    def unplug(self):
         self.client.detach()
-        if self.server is not None:
-            self.server.detach()
+        self.server.detach()
+
+    def close(self):
+        self.unplug()
         self.listener.close()
 
 
 @pytest.fixture
 def pair():
-    pair = Pair()
-    yield pair
-    pair.close()
+    with contextlib.closing(Pair()) as pair:
+        yield pair
 
 
 def test_messages_arrive_whole_once_and_in_order_both_ways(pair):
@@ -109,8 +109,7 @@ def test_a_stream_is_made_as_fast_as_the_other_side_reads(pair):
 
 
 def test_what_was_said_during_a_break_leaves_with_the_next_connection(pair):
-    pair.client.detach()
-    pair.server.detach()
+    pair.unplug()
     pair.client.send("from the agent")
     pair.server.send("an order")
     pair.connect()
@@ -187,15 +186,13 @@ class Once:
 
 
 @pytest.mark.parametrize("how", ["changed", "length", "replayed", "cut off"])
-def test_what_was_meddled_with_ends_the_connection_and_is_never_unpickled(how, monkeypatch):
-    pair = Pair()
-    pair.client.detach()
-    pair.server.detach()
+def test_what_was_meddled_with_ends_the_connection_and_is_never_unpickled(how, pair, monkeypatch):
+    pair.unplug()
     meddler = Meddler(pair, Once(how))
     pair.connect(meddler.port)
     loaded = []
     monkeypatch.setattr(channels.pickle, "loads", lambda data: loaded.append(bytes(data)))
-    pair.client.send("one")
+    pair.client.send("four")
     try:
         with pytest.raises(Broken) as caught:
             wait_until(lambda: pair.server.receive() and False)
@@ -203,7 +200,6 @@ def test_what_was_meddled_with_ends_the_connection_and_is_never_unpickled(how, m
         assert len(loaded) <= (how == "replayed")
     finally:
         meddler.close()
-        pair.close()
 
 
 def speak(port, words):
@@ -212,7 +208,7 @@ def speak(port, words):
     return connection
 
 
-def test_strangers_are_dropped_with_one_line_each_and_others_come_in(pair, monkeypatch):
+def test_strangers_are_dropped_with_one_line_each_and_others_come_in(pair, monkeypatch, capfd):
     monkeypatch.setattr(channels, "GREETING_S", 0.2)
     listener = pair.listener
     port = listener.port
@@ -232,13 +228,16 @@ def test_strangers_are_dropped_with_one_line_each_and_others_come_in(pair, monke
     threading.Thread(target=with_another_key).start()
     pair.client.send("still here")
 
+    shown = []
+
     def served():
-        assert listener.turn() == []
-        return len(listener.strangers) == 4 and outcome
+        assert listener.news() == []
+        shown.extend(capfd.readouterr().err.splitlines())
+        return len(shown) == 4 and outcome
 
     wait_until(served)
-    assert sum("does not know the key" in line for line in listener.strangers) == 2
-    assert sum("said nothing" in line for line in listener.strangers) == 2
+    assert sum("does not know the key" in line for line in shown) == 2
+    assert sum("said nothing" in line for line in shown) == 2
     assert pair.pump(lambda down, ups: ups)[1] == ["still here"]
     for connection in strangers:
         with connection:
@@ -247,10 +246,17 @@ def test_strangers_are_dropped_with_one_line_each_and_others_come_in(pair, monke
     assert GREETING_S > 1
 
 
-def test_only_so_many_strangers_wait_at_once_and_the_oldest_leaves(pair, monkeypatch):
+def test_only_so_many_strangers_wait_at_once_and_the_oldest_leaves(pair, monkeypatch, capfd):
     monkeypatch.setattr(channels, "GUESTS", 3)
     strangers = [speak(pair.listener.port, b"") for _ in range(5)]
-    wait_until(lambda: pair.listener.turn() or len(pair.listener.strangers) == 2)
+    shown = []
+
+    def served():
+        pair.listener.news()
+        shown.extend(capfd.readouterr().err.splitlines())
+        return len(shown) == 2
+
+    wait_until(served)
     for connection in strangers:
         connection.close()
 
@@ -310,22 +316,17 @@ def test_two_hundred_channels_cost_nothing_while_they_are_silent():
     listener = Listener(KEY)
     words = [sys.executable, "-c", AGENTS, KEY.hex(), str(listener.port), "200"]
     with subprocess.Popen(words) as process:
-        arrived, hellos = [], []
+        arrived, hellos = set(), []
         with selectors.DefaultSelector() as selector:
             selector.register(listener, selectors.EVENT_READ)
-
-            def turn():
-                for key, _ in selector.select(0.2):
-                    if key.fileobj is listener:
-                        for channel in listener.turn():
-                            arrived.append(channel)
-                            selector.register(channel, selectors.EVENT_READ)
-                    else:
-                        hellos.extend(key.fileobj.receive())
-                return len(hellos) == 200
-
-            while not turn():
+            while len(hellos) < 200:
                 assert process.poll() is None
+                listener.prepare()
+                if selector.select(0.2):
+                    for channel, messages in listener.news():
+                        arrived.add(channel)
+                        hellos += messages or ()
+            listener.prepare()
             before = time.process_time()
             selector.select(1.0)
             assert time.process_time() - before < 0.05

@@ -38,8 +38,8 @@ GREETING_S = 10.0
 """Longest time a connection may take to prove that it knows the key."""
 GUESTS = 128
 """Most connections without that proof; the oldest is dropped first."""
-_PIECE_BYTES = 1 << 20
-"""Largest body of a frame; longer messages are several frames."""
+_LONGEST_BYTES = 1 << 28
+"""Largest message."""
 _READ_BYTES = 1 << 18
 _NONCE_BYTES = 32
 _IDENTITY_BYTES = 16
@@ -47,7 +47,6 @@ _PROOF_BYTES = 32
 _DIGEST_BYTES = 16
 _HEAD = struct.Struct("<IQQ")
 _COUNT = struct.Struct("<Q")
-_MORE, _LAST = b"\0", b"\1"
 _ANSWER_BYTES = _NONCE_BYTES + _IDENTITY_BYTES + _COUNT.size + _PROOF_BYTES
 _SILENT_MS = 10_000
 """Without an acknowledgement of sent data for so long, the connection breaks."""
@@ -106,12 +105,10 @@ class ControlChannel:
         self._connection: Connection | None = None
         self._sent = 0
         self._queue: deque[Iterator[Any]] = deque()
-        self._pieces: Iterator[bytes] = iter(())
         self._kept: deque[tuple[int, bytes]] = deque()
         self._kept_bytes = 0
         self._outgoing = bytearray()
         self._incoming = bytearray()
-        self._joined = bytearray()
         self._count_in = self._count_out = 0
         self._owes_acknowledgement = False
         self._inbox: list[Any] = []
@@ -139,9 +136,12 @@ class ControlChannel:
 
     def fileno(self) -> int:
         """Return the descriptor of the connection."""
+        return self._connected().socket.fileno()
+
+    def _connected(self) -> Connection:
         if self._connection is None:
             raise Broken("there is no connection")
-        return self._connection.socket.fileno()
+        return self._connection
 
     def attach(self, connection: Connection) -> None:
         """Continue over a new connection: send again what the other side has not received."""
@@ -162,10 +162,8 @@ class ControlChannel:
             self._connection = None
 
     def release(self) -> socket.socket:
-        """Return the connection as a plain blocking socket, and end the channel."""
-        if self._connection is None:
-            raise Broken("there is no connection")
-        plain, self._connection = self._connection.socket, None
+        """Return the socket of the connection, blocking, as the caller's from now on."""
+        plain, self._connection = self._connected().socket, None
         plain.setblocking(True)
         return plain
 
@@ -194,9 +192,7 @@ class ControlChannel:
 
         Messages from before the end are returned first.
         """
-        connection = self._connection
-        if connection is None:
-            raise Broken("there is no connection")
+        connection = self._connected()
         if self._end is None:
             try:
                 self._read(connection)
@@ -235,17 +231,12 @@ class ControlChannel:
         return bool(self._outgoing)
 
     def _next_body(self) -> bytes | None:
-        """Return the next piece of a message, or None without one."""
-        while True:
-            for piece in self._pieces:
-                return piece
-            if not self._queue:
-                return None
+        """Return the next message, or None without one."""
+        while self._queue:
             for message in self._queue[0]:
-                self._pieces = _cut(pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL))
-                break
-            else:
-                self._queue.popleft()
+                return pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL)
+            self._queue.popleft()
+        return None
 
     def _pack(self, number: int, body: bytes) -> None:
         connection = self._connection
@@ -263,8 +254,8 @@ class ControlChannel:
         incoming, place = self._incoming, 0
         while len(incoming) - place >= _HEAD.size:
             length, number, received = _HEAD.unpack_from(incoming, place)
-            if length > _PIECE_BYTES + 1:
-                raise Broken(f"a frame of {length} bytes; the most is {_PIECE_BYTES + 1}")
+            if length > _LONGEST_BYTES:
+                raise Broken(f"a frame of {length} bytes; the most is {_LONGEST_BYTES}")
             begin = place + _HEAD.size
             end = begin + length + _DIGEST_BYTES
             if len(incoming) < end:
@@ -282,24 +273,13 @@ class ControlChannel:
                 raise Broken(f"frame {number} after frame {self.received}")
             self.received = number
             self._owes_acknowledgement = True
-            self._joined += body[1:]
-            if body[:1] == _LAST:
-                self._inbox.append(pickle.loads(self._joined))
-                self._joined.clear()
+            self._inbox.append(pickle.loads(body))
         del incoming[:place]
 
     def _acknowledge(self, received: int) -> None:
         """Forget frames that the other side has received."""
         while self._kept and self._kept[0][0] <= received:
             self._kept_bytes -= len(self._kept.popleft()[1])
-
-
-def _cut(data: bytes) -> Iterator[bytes]:
-    """Yield the bodies of the frames of a message."""
-    last = max(0, (len(data) - 1) // _PIECE_BYTES * _PIECE_BYTES)
-    for begin in range(0, last, _PIECE_BYTES):
-        yield _MORE + data[begin : begin + _PIECE_BYTES]
-    yield _LAST + data[last:]
 
 
 # The side of the supervisor.
@@ -319,7 +299,8 @@ class _Guest:
 class Listener:
     """The port of a supervisor, and the channels of those who have connected.
 
-    When its descriptor is readable, call `news`; or `turn`, where only connections are of interest.
+    Call `prepare` before each wait, and `news` when its descriptor is readable. A line is printed
+    for each connection that is dropped.
 
     Args:
         key: of the run.
@@ -327,7 +308,6 @@ class Listener:
 
     Attributes:
         port: where it listens.
-        strangers: one line for each connection that was dropped; the caller clears the list.
     """
 
     def __init__(self, key: bytes, address: str = "127.0.0.1") -> None:
@@ -337,7 +317,6 @@ class Listener:
         self._door = socket.create_server((address, 0), family=family, backlog=1024)
         self._door.setblocking(False)
         self.port: int = self._door.getsockname()[1]
-        self.strangers: list[str] = []
         self._guests: deque[_Guest] = deque()
         self._channels: dict[bytes, ControlChannel] = {}
         self._fds: dict[ControlChannel, int] = {}
@@ -349,20 +328,8 @@ class Listener:
         return self._selector.fileno()
 
     def seconds_left(self) -> float | None:
-        """Return the seconds until `turn` must be called; None if only its descriptor tells."""
+        """Return the seconds until `news` must be called; None if only its descriptor tells."""
         return max(0.0, self._guests[0].until - time.monotonic()) if self._guests else None
-
-    def turn(self) -> list[ControlChannel]:
-        """Answer new connections; return channels that are new, or were reconnected."""
-        arrived: list[ControlChannel] = []
-        for key, _ in self._selector.select(0):
-            if key.data is None:
-                self._accept()
-            elif isinstance(key.data, _Guest) and (channel := self._hear(key.data)) is not None:
-                arrived.append(channel)
-        while self._guests and self._guests[0].until <= time.monotonic():
-            self._drop(self._guests[0], f"said nothing for {GREETING_S:g} s")
-        return arrived
 
     def prepare(self) -> None:
         """Watch all channels, also for room if they have something to send; before each wait."""
@@ -378,27 +345,25 @@ class Listener:
                 self._selector.modify(fd, events, channel)
 
     def news(self) -> list[tuple[ControlChannel, list[Any] | Broken | None]]:
-        """Return the new messages of channels, `Broken` for an end, None for a new connection.
-
-        A line is printed for each connection that was dropped.
-        """
-        ready = [key.data for key, _ in self._selector.select(0)]
+        """Return the new messages of channels, `Broken` for an end, None for a new connection."""
         news: list[tuple[ControlChannel, list[Any] | Broken | None]] = []
-        for channel in self.turn():
-            news.append((channel, None))
-        for channel in ready:
-            if not isinstance(channel, ControlChannel) or channel not in self._fds:
-                continue
-            channel.flush()
-            try:
-                news.append((channel, channel.receive()))
-            except Broken as end:
-                self._unwatch(channel)
-                channel.detach()
-                news.append((channel, end))
-        for line in self.strangers:
-            print(f"unisono: {line}", file=sys.stderr, flush=True)
-        self.strangers.clear()
+        for key, _ in self._selector.select(0):
+            source = key.data
+            if source is None:
+                self._accept()
+            elif isinstance(source, _Guest):
+                if source in self._guests and (channel := self._hear(source)) is not None:
+                    news.append((channel, None))
+            elif source in self._fds:  # else it was reconnected just now
+                source.flush()
+                try:
+                    news.append((source, source.receive()))
+                except Broken as end:
+                    self._unwatch(source)
+                    source.detach()
+                    news.append((source, end))
+        while self._guests and self._guests[0].until <= time.monotonic():
+            self._drop(self._guests[0], f"said nothing for {GREETING_S:g} s")
         return news
 
     def forget(self, channel: ControlChannel) -> None:
@@ -478,7 +443,8 @@ class Listener:
         return channel
 
     def _drop(self, guest: _Guest, why: str) -> None:
-        self.strangers.append(f"a connection from {guest.name} was dropped: it {why}")
+        line = f"unisono: a connection from {guest.name} was dropped: it {why}"
+        print(line, file=sys.stderr, flush=True)
         self._guests.remove(guest)
         self._selector.unregister(guest.socket)
         guest.socket.close()

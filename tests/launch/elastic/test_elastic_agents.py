@@ -25,7 +25,7 @@ pytestmark = pytest.mark.timeout(240)
 
 
 class PlainRanks(AgentRanks):
-    """Ranks whose agents are processes of this host, started one by one."""
+    """Ranks whose agents are processes of this host, started one by one instead of by Ray."""
 
     def start(self):
         self.agents = []
@@ -95,7 +95,7 @@ def test_ranks_with_agents_end_with_the_bits_of_one_process(on_agents, tmp_path,
     alone, _ = train("")
     logs = unisono.Logs(dir=tmp_path / "logs", console="none")
     found = unisono.run(
-        train, str(tmp_path), victim, ranks=3, elastic=True, logs=logs, timeout_s=100
+        train, str(tmp_path), victim, on="ray", ranks=3, elastic=True, logs=logs, timeout_s=100
     )
     assert {digest for digest, _ in found} == {alone}
     assert max(members for _, members in found) == 3

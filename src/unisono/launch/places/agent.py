@@ -11,6 +11,7 @@ network has to wait.
 from __future__ import annotations
 
 import json
+import math
 import os
 import select
 import selectors
@@ -18,7 +19,6 @@ import shutil
 import signal
 import socket
 import sys
-import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -29,7 +29,7 @@ from typing import Any
 from unisono.environment import Environment, detect
 from unisono.errors import PlatformError
 from unisono.launch.channel import Broken, Connection, ControlChannel, dial
-from unisono.launch.job_files import check_ours, write_private
+from unisono.launch.job_files import check_ours
 from unisono.launch.pool.cleanup import make_temporary_directory, remove_left_directories
 from unisono.launch.pool.client import RankProcess, spawn_rank
 from unisono.launch.pool.monitor import STACKS_S, RankMonitor
@@ -43,16 +43,14 @@ INVITATION = "UNISONO_AGENT"
 _OF_OTHERS = (*MISLEADING, "RANK", "UNISONO_RUN_ID")
 """Variables that another launcher may have left; the starter sets its own."""
 _CHUNK = (1 << 20) - 4096  # with what pickle adds, one frame
-_DIAL_S = 5.0
-"""Longest attempt to connect to one address."""
+_DIAL_S = 1.0
+"""Longest attempt to connect to one address; news of the rank wait meanwhile."""
 _PAUSE_S = 0.2
 """Seconds between two attempts to reach the supervisor."""
 CONNECT_S = 60.0
 """Longest wait for a supervisor that has just started this agent."""
 LOOK_S = 0.2
 """Seconds between two checks whether a signal has stopped the rank of an elastic run."""
-_LINGER_S = 1.0
-"""Longest wait until the other side has received the last messages."""
 GONE = "the supervisor is gone"
 """Why an agent stops without an order."""
 _REFUSED_S = 1.0
@@ -75,118 +73,30 @@ class Invitation:
         """Undo `str`."""
         return cls(**json.loads(text))
 
-    def write(self, path: Path) -> None:
-        """Leave it in a file that only this user can read."""
-        write_private(path, str(self).encode())
-
-
-class Line:
-    """The channel of an agent, and its reconnection.
-
-    Args:
-        invitation: where the supervisor is.
-
-    Attributes:
-        channel: the channel.
-        is_lost: whether the supervisor is gone, or could not be reached for too long.
-    """
-
-    def __init__(self, invitation: Invitation) -> None:
-        self.channel = ControlChannel()
-        self.is_lost = False
-        self._invitation = invitation
-        self._wake_read, self._wake_write = os.pipe()
-        self._connections: list[Connection] = []
-
-    def connect(self, timeout_s: float) -> None:
-        """Connect for the first time; raise `PlatformError` if no supervisor answers."""
-        connection = self._try_for(timeout_s)
-        if connection is None:
-            at = ", ".join(f"{name}:{self._invitation.port}" for name in self._invitation.addresses)
-            raise PlatformError.because(
-                f"an agent on {socket.gethostname()} connects to its supervisor",
-                f"no answer at {at} within {timeout_s:g} s",
-                None,
-                "Platform(master_addr=...) with an address that all hosts reach",
-            )
-        self.channel.attach(connection)
-
-    def fileno(self) -> int:
-        """Return a descriptor that is readable when `reconnected` has an answer."""
-        return self._wake_read
-
-    def reconnect(self, timeout_s: float) -> None:
-        """Try to reach the supervisor in the background, for at most `timeout_s`."""
-        self.channel.detach()
-
-        def look() -> None:
-            connection = self._try_for(timeout_s)
-            if connection is not None:
-                self._connections.append(connection)
-            os.write(self._wake_write, b".")
-
-        threading.Thread(target=look, name="unisono-reconnect", daemon=True).start()
-
-    def reconnected(self) -> bool:
-        """Finish `reconnect`; return whether the channel is connected again."""
-        os.read(self._wake_read, 1)
-        if self._connections:
-            self.channel.attach(self._connections.pop())
-        self.is_lost = not self.channel.is_connected
-        return not self.is_lost
-
-    def close(self) -> None:
-        """Close the connection once the other side has all messages, or after a short wait."""
-        end = time.monotonic() + _LINGER_S
-        while not self.channel.is_drained and time.monotonic() < end:
-            self.channel.flush()
-            with suppress(Broken):
-                self.channel.receive()
-            if not self.channel.is_connected:
-                break
-            time.sleep(0.01)
-        self.channel.detach()
-
-    def _try_for(self, timeout_s: float) -> Connection | None:
-        """Return a connection; None if no process answers in time, or listens any more."""
-        end, refused_since = time.monotonic() + timeout_s, None
-        invitation = self._invitation
-        while True:
-            now = time.monotonic()
-            try:
-                return dial(
-                    self.channel,
-                    bytes.fromhex(invitation.key),
-                    invitation.addresses,
-                    invitation.port,
-                    min(_DIAL_S, max(0.1, end - now)),
-                )
-            except ConnectionRefusedError:
-                refused_since = refused_since or now
-                if now > refused_since + _REFUSED_S:
-                    return None
-            except OSError:
-                refused_since = None
-            if time.monotonic() > end:
-                return None
-            time.sleep(_PAUSE_S)
+    def dial(self, channel: ControlChannel, timeout_s: float) -> Connection:
+        """Connect a channel to the supervisor; raise `OSError` if it does not answer."""
+        return dial(channel, bytes.fromhex(self.key), self.addresses, self.port, timeout_s)
 
 
 class Agent(RankMonitor):
     """The parent of one rank, from start to end.
 
     Args:
-        line: the connection to the supervisor.
+        invitation: where the supervisor is.
         place: of the rank, among all.
         node: name of this host for users; "" if that is its host name.
         environment: variables that the rank inherits.
     """
 
     def __init__(
-        self, line: Line, place: Environment, node: str, environment: Mapping[str, str]
+        self, invitation: Invitation, place: Environment, node: str, environment: Mapping[str, str]
     ) -> None:
-        self._line = line
-        self._channel = line.channel
+        self._invitation = invitation
+        self._channel = ControlChannel()
+        self._refused_since = math.inf
+        self._reach_until = time.monotonic() + CONNECT_S
+        self._is_lost = False
+        """Whether the supervisor is gone, or could not be reached for too long."""
         self._place = place
         self._environment = environment
         self._signals: list[int] = []
@@ -195,6 +105,7 @@ class Agent(RankMonitor):
         self._stop_reason = ""
         self._hears_outputs = True
         self._own_dir: Path | None = None
+        self._connect()
         self._send(
             {
                 "rank": place.rank,
@@ -211,7 +122,6 @@ class Agent(RankMonitor):
                 os.chdir(welcome["directory"])
         super().__init__(signal.Signals[self._plan.stack_signal])
         self.listen(self._channel.fileno(), self._hear)
-        self.listen(line.fileno(), self._go_on_connected)
         self._forwarded = {signal.SIGTERM, signal.Signals[self._plan.stack_signal]}
         self._forwarded |= {signal.Signals[name] for name in self._plan.stop_signals}
         self._take_signals()
@@ -236,6 +146,35 @@ class Agent(RankMonitor):
         finally:
             self._end()
         return self._stop_reason
+
+    def _connect(self) -> None:
+        """Connect for the first time; raise `PlatformError` if no supervisor answers."""
+        invitation = self._invitation
+        while not self._dial():
+            if self._is_lost:
+                at = ", ".join(f"{name}:{invitation.port}" for name in invitation.addresses)
+                raise PlatformError.because(
+                    f"an agent on {socket.gethostname()} connects to its supervisor",
+                    f"no answer at {at} within {CONNECT_S:g} s",
+                    None,
+                    "Platform(master_addr=...) with an address that all hosts reach",
+                )
+            time.sleep(_PAUSE_S)
+
+    def _dial(self) -> bool:
+        """Try once to reach the supervisor; return whether it answers, and note if it is gone."""
+        now = time.monotonic()
+        try:
+            self._channel.attach(self._invitation.dial(self._channel, _DIAL_S))
+        except ConnectionRefusedError:
+            self._refused_since = min(self._refused_since, now)
+        except OSError:
+            self._refused_since = math.inf
+        else:
+            self._refused_since = math.inf
+            return True
+        self._is_lost = now > min(self._reach_until, self._refused_since + _REFUSED_S)
+        return False
 
     def _wait_for(self, word: str) -> dict[str, Any]:
         """Return the next message with this word; for messages before the start of the rank."""
@@ -325,7 +264,17 @@ class Agent(RankMonitor):
             self._obey(self._orders.pop(0))
 
     def wait(self, timeout_s: float | None) -> bool:
-        """Wait for news at most `timeout_s` and handle all of it; send what is queued."""
+        """Wait for news at most `timeout_s` and handle all of it; send what is queued.
+
+        Without a connection, try to reach the supervisor again.
+        """
+        if not self._channel.is_connected and not self._is_lost:
+            if self._dial():
+                self.listen(self._channel.fileno(), self._hear)
+            elif self._is_lost:
+                self._stop_reason = self._stop_reason or GONE
+                return False
+            timeout_s = _PAUSE_S if timeout_s is None else min(timeout_s, _PAUSE_S)
         if self._channel.is_connected:
             events = selectors.EVENT_READ | selectors.EVENT_WRITE * self._channel.wants_write
             key = self._selector.get_key(self._channel.fileno())
@@ -367,20 +316,14 @@ class Agent(RankMonitor):
             self._rank.order(**order)
 
     def _hear(self) -> bool:
-        """Receive orders; reconnect if the connection has ended."""
+        """Receive orders; from the end of the connection on, `wait` reconnects."""
         self._channel.flush()
         try:
             self._orders += self._channel.receive()
         except Broken:
             self._selector.unregister(self._channel.fileno())
-            self._line.reconnect(self._plan.lost_after_s)
-        return True
-
-    def _go_on_connected(self) -> bool:
-        if self._line.reconnected():
-            self.listen(self._channel.fileno(), self._hear)
-        else:
-            self._stop_reason = self._stop_reason or GONE
+            self._channel.detach()
+            self._reach_until = time.monotonic() + self._plan.lost_after_s
         return True
 
     def _take_signals(self) -> None:
@@ -403,7 +346,7 @@ class Agent(RankMonitor):
             self._tell()
             self._send({"over": True})
             self.step_until(
-                lambda: self._channel.is_drained or self._line.is_lost, self._plan.lost_after_s
+                lambda: self._channel.is_drained or self._is_lost, self._plan.lost_after_s
             )
         finally:
             self._channel.detach()
@@ -412,7 +355,7 @@ class Agent(RankMonitor):
                 os.close(fd)
             if self._own_dir is not None:
                 shutil.rmtree(self._own_dir, ignore_errors=True)
-            elif self._line.is_lost:  # a launcher that was killed has left its directory
+            elif self._is_lost:  # a launcher that was killed has left its directory
                 remove_left_directories(self._dir.parent)
 
 
@@ -441,9 +384,7 @@ def attend(invitation: Invitation, environment: Mapping[str, str]) -> str:
         Why it was stopped; "" if its rank was released.
     """
     place = detect({n: value for n, value in environment.items() if n not in _OF_OTHERS})
-    line = Line(invitation)
-    line.connect(CONNECT_S)
-    return Agent(line, place, environment.get("SLURMD_NODENAME", ""), environment).run()
+    return Agent(invitation, place, environment.get("SLURMD_NODENAME", ""), environment).run()
 
 
 def visit(invitation: Invitation, order: str, timeout_s: float) -> dict[str, Any] | None:
@@ -457,9 +398,9 @@ def visit(invitation: Invitation, order: str, timeout_s: float) -> dict[str, Any
     Returns:
         {} without an answer in time, None if the supervisor cannot be reached.
     """
-    channel, key = ControlChannel(), bytes.fromhex(invitation.key)
+    channel = ControlChannel()
     try:
-        channel.attach(dial(channel, key, invitation.addresses, invitation.port, _DIAL_S))
+        channel.attach(invitation.dial(channel, timeout_s))
         channel.send({"order": order})
         end = time.monotonic() + timeout_s
         while (remaining_s := end - time.monotonic()) > 0:

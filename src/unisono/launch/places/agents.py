@@ -43,9 +43,9 @@ from unisono.processes import process_start
 
 LEAVE_S = 15.0
 """Longest time from an order to the end of all agents."""
-HUNG_UP_S = 0.25, 1.0
-"""How long an agent of this host, or of another one, may take to reconnect after its connection was
-closed: that happens when it ends, but a gateway may also close a connection that seems idle."""
+HUNG_UP_S = 0.5
+"""How long an agent may take to reconnect after its connection was closed: that happens when it
+ends, but a gateway may also close a connection that seems idle."""
 ALL_INTERFACES = "0.0.0.0"
 
 
@@ -141,7 +141,6 @@ class AgentRanks(Ranks):
         ]
         self.states = [seat.state for seat in self._seats]
         self._channels: dict[ControlChannel, Seat | None] = {}
-        self._is_here = address is None
         self._master: Any = None
         self._key = new_key()
         self._listener = Listener(self._key, address or "127.0.0.1")
@@ -217,7 +216,7 @@ class AgentRanks(Ranks):
             else:
                 read_available(key.fd)
         self._give_up_lost()
-        if self.starter_has_ended() and not any(self._is_away(seat) for seat in self._seats):
+        if self.starter_has_ended() and all(seat.lost_at is None for seat in self._seats):
             self.has_left = all(seat.is_over or seat.channel is None for seat in self._seats)
         return bool(events)
 
@@ -287,7 +286,7 @@ class AgentRanks(Ranks):
             if seat is not None and not seat.is_over:
                 limit_s = self._plan.lost_after_s
                 if news.was_closed:
-                    limit_s = min(limit_s, HUNG_UP_S[not self._is_here])
+                    limit_s = min(limit_s, HUNG_UP_S)
                 seat.lost_at, seat.left_at = time.monotonic() + limit_s, time.time()
                 how = "ended" if news.was_closed else f"was away for {limit_s:g} s ({news})"
                 seat.why_lost = f"was lost: its agent {how}"
@@ -381,13 +380,11 @@ class AgentRanks(Ranks):
         if reported.failed is not None and state.failed is None:
             seat.log.write(FAILED + reported.failed.traceback.encode(errors="replace"))
         at, now = state.at, time.time()
-        for name in ("state", "pid", "pid_start", "failed", "exit_code", "peak_mb", "stack"):
-            setattr(state, name, getattr(reported, name))
-        for name in ("standing", "warning", "finishing_s"):
-            setattr(state, name, getattr(reported, name))
         latest = max(reported.at.values(), default=0.0)
         for word, when in reported.at.items():  # what came together did not happen at once
             at.setdefault(word, now - (latest - when))
+        here = {"rank": state.rank, "attempt": state.attempt, "at": at}
+        vars(state).update(vars(reported) | here | {"host": state.host, "node": state.node})
 
     def _fail(self, seat: Seat, summary: str, *, traceback: str = "", hint: str = "") -> None:
         """Record the failure of a rank that cannot report it.
@@ -459,10 +456,6 @@ class AgentRanks(Ranks):
     def forget_rank(self, rank: int) -> None:
         with suppress(ValueError):
             self.states.remove(self._seats[rank].state)
-
-    @staticmethod
-    def _is_away(seat: Seat) -> bool:
-        return seat.lost_at is not None
 
     # Orders to agents.
 

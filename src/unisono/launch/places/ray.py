@@ -24,7 +24,7 @@ from typing import Any
 from unisono.environment import Environment
 from unisono.errors import PlatformError
 from unisono.launch.logs import Console
-from unisono.launch.places.agent import CONNECT_S, Agent, Invitation, Line
+from unisono.launch.places.agent import Agent, Invitation
 from unisono.launch.places.agents import AgentRanks
 from unisono.launch.pool.protocol import RankJob, RunPlan
 from unisono.launch.pool.surroundings import for_other_hosts
@@ -194,9 +194,7 @@ class RankActor:
             place: of the rank.
         """
         environment = {name: v for name, v in os.environ.items() if name != _DEBUGGER}
-        line = Line(Invitation.read(invitation))
-        line.connect(CONNECT_S)
-        Agent(line, place, "", environment).run()
+        Agent(Invitation.read(invitation), place, "", environment).run()
 
 
 class RayRanks(AgentRanks):

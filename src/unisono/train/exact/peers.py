@@ -204,12 +204,11 @@ class Peers:
             ready = poll.poll(None if left_s is None else 1000 * left_s + 1)
             if any(fd == self._wake_read for fd, _ in ready):
                 return
-            for channel in self._listener.turn():
+            for channel, _ in self._listener.news():
                 self._listener.forget(channel)
                 connection = channel.release()
                 take = threading.Thread(target=self._take, args=(connection,), daemon=True)
                 take.start()
-            self._listener.strangers.clear()
 
     def _take(self, connection: socket.socket) -> None:
         """Receive what one member sends, as long as the epoch lasts that it is for."""
