@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.launch.contract import CASES, ELASTIC_CASES, Place
+from tests.launch.contract import CASES, OF_ALL_PLACES, Place, shows_stacks
 from tests.waiting import is_running, scaled_by_load, wait_until
 
 import unisono
@@ -39,8 +39,6 @@ HEALTH = {
     "health_check_timeout_ms": 60_000,
 }
 """A node that is killed refuses these calls at once; one that is only slow has a minute."""
-NEEDS_OWN_STACK = {"exits", "hangs", "SIGSEGV"}
-"""How ranks end whose stacks are shown: forks have frames of the interpreter that forked them."""
 
 
 @pytest.fixture(scope="module")
@@ -172,14 +170,12 @@ def test_a_cluster_that_is_not_there_is_named():
         unisono.run(lambda: None, on=platform, logs=QUIET)
 
 
-@pytest.mark.parametrize(
-    "case", [*CASES.values(), *ELASTIC_CASES.values()], ids=[*CASES, *ELASTIC_CASES]
-)
-def test_the_contract_of_places(on_ray, case, tmp_path, request):
-    if any(request.node.callspec.id.endswith(f"_{how}") for how in NEEDS_OWN_STACK):
+@OF_ALL_PLACES
+def test_the_contract_of_places(on_ray, case, tmp_path):
+    if shows_stacks(case):
         on_ray.real_python.touch()
     try:
-        case(Place("ray"), tmp_path)
+        CASES[case](Place("ray"), tmp_path)
     finally:
         on_ray.real_python.unlink(missing_ok=True)
 

@@ -369,7 +369,7 @@ class Hasty(Coordinator):
     """Does not wait until all members stand still."""
 
     def _go_on(self) -> None:
-        if self.phase == "holding" and self._stands_at:
+        if self.phase == "holding":
             for number in self.members:
                 self._stands_at.setdefault(number, self.step)
         super()._go_on()

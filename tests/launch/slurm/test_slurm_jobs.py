@@ -18,6 +18,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from tests.launch.contract import CASES, HOSTILE, OF_ALL_PLACES, Place, shows_stacks
 from tests.waiting import wait_until
 
 import unisono
@@ -143,6 +144,16 @@ def test_a_function_runs_on_two_nodes_and_all_results_come_back(cluster, tmp_pat
     cluster.call("scontrol", "requeue", job.id)
     wait_until(lambda: start_again(cluster, job) or is_completed(1))
     assert (job.status(), job.attempt) == ("done", 0)
+
+
+@OF_ALL_PLACES
+def test_the_contract_of_places(cluster, case, tmp_path, request):
+    if not shows_stacks(case):
+        request.getfixturevalue("forked_jobs")
+    # A batch script cannot have a line break in the name of a file; that is refused.
+    hostile = HOSTILE.replace("\n", "")
+    place = Place("slurm", hostile=hostile, has_job=True, options={"n_nodes": 2})
+    CASES[case](place, tmp_path)
 
 
 @pytest.mark.usefixtures("forked_jobs")
