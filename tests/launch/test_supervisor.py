@@ -150,7 +150,7 @@ def test_an_interrupt_lets_ranks_save_for_a_time():
     assert ranks.done == ["start", "interrupt 0.2", "stop: interrupted", "close None"]
     ranks, supervisor = interrupted(("running", "running"), ("running", "running"))
     assert supervisor.run().state == "cancelled"  # no function runs that could save anything
-    assert ranks.done == ["start", "stop: interrupted", "close None"]
+    assert ranks.done == ["start", "interrupt 0.2", "stop: interrupted", "close None"]
 
 
 def test_a_second_interrupt_kills_at_once_and_any_other_error_ends_in_order():

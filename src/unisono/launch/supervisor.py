@@ -166,6 +166,7 @@ class Supervisor:
         self._ready_at: float | None = None
         self._bad_since: float | None = None
         self._interrupted_until: float | None = None
+        self._may_save = False
         self._reason = ""
         self.is_interrupted = False
         """Whether the ranks were asked to end."""
@@ -179,16 +180,11 @@ class Supervisor:
         """Ask all ranks to save and end, as Ctrl-C does; only in the supervising thread."""
         if self._interrupted_until is not None:
             return
-        self.ranks.wait(0)  # the last may be ready by now
-        self._look()
         self.is_interrupted = True
-        self._interrupted_until = time.monotonic()
-        if any(map(_IS_READY, self.ranks.states)):  # else no function runs that could save anything
-            if self._announces:
-                announce(self._plan.interrupt_s)
-            self._interrupted_until += self._plan.interrupt_s
-            self.ranks.policy.settle()
-            self.ranks.interrupt(self._plan.interrupt_s)
+        self._interrupted_until = time.monotonic() + COLLECT_S  # news of a start may be on the way
+        self.ranks.policy.settle()
+        self.ranks.interrupt(self._plan.interrupt_s)
+        self._look()
 
     def cancel(self) -> None:
         """Stop all ranks; only in the supervising thread."""
@@ -238,12 +234,19 @@ class Supervisor:
             self._reason = "interrupted"
 
     def _look(self) -> None:
-        """Note when all ranks are ready, and when the first one failed."""
+        """Note when all ranks are ready, when the first one failed, and whether one can save."""
         if self._ready_at is None and all(map(_IS_READY, self.ranks.states)):
             self._ready_at = time.monotonic()
         if self._bad_since is None and self.ranks.is_bad():
             # By our own clock: that of the rank's host may be minutes ahead.
             self._bad_since = time.monotonic()
+        if self._interrupted_until is None or self._may_save:
+            return
+        if any(map(_IS_READY, self.ranks.states)):  # a function runs that could save something
+            self._may_save = True
+            self._interrupted_until += self._plan.interrupt_s
+            if self._announces:
+                announce(self._plan.interrupt_s)
 
     def _seconds_left(self) -> float | None:
         """Return the time until something must be done; None if that depends on the ranks alone.

@@ -37,7 +37,6 @@ _REACH_S = 10.0
 """Longest wait for a cluster to accept a connection."""
 _LAST_WORDS_S = 0.25
 """How long the messages of an agent may be on their way after Ray has told of its end."""
-_STATUS = 'ray status; RAY_ADDRESS, or ray_init={"address": "host:6379"}, names a cluster'
 _DEBUGGER = "PYTHONBREAKPOINT"
 """Ray points it to a debugger of its own, which works in its own workers alone."""
 
@@ -74,19 +73,18 @@ class Demand:
         need = self.need.items()
         rooms = [int(min(node.get(name, 0) / n + 1e-6 for name, n in need)) for node in nodes]
         most = self.size if self.nodes is None else 1  # bundles of a node
-        if sum(min(most, room // self.per_bundle) for room in rooms) >= len(self.bundles):
-            return
-        totals = [
-            f"{name}: {self.size} x {n:g} = {self.size * n:g} needed, it has "
-            + " + ".join(f"{node.get(name, 0):g}" for node in nodes)
-            for name, n in need
-        ]
-        raise PlatformError.because(
-            f'on="ray": {self}',
-            f"a cluster that has room for {' + '.join(map(str, rooms))} ranks",
-            "; ".join(totals),
-            "fewer ranks, n_cpus_per_node= for all ranks of a node, or more nodes (ray status)",
-        )
+        if sum(min(most, room // self.per_bundle) for room in rooms) < len(self.bundles):
+            totals = [
+                f"{name}: {self.size} x {n:g} = {self.size * n:g} needed, it has "
+                + " + ".join(f"{node.get(name, 0):g}" for node in nodes)
+                for name, n in need
+            ]
+            raise PlatformError.because(
+                f'on="ray": {self}',
+                f"a cluster that has room for {' + '.join(map(str, rooms))} ranks",
+                "; ".join(totals),
+                "fewer ranks, n_cpus_per_node= for all ranks of a node, or more nodes (ray status)",
+            )
 
 
 _connecting = threading.Lock()
@@ -103,21 +101,21 @@ def connect(init: Mapping[str, Any], cpus: float, timeout_s: float) -> bool:
         timeout_s: how long that may take.
     """
     global _init_of_driver
-    ray = sys.modules.get("ray")
+    import ray
+
     with _connecting:
-        if ray is not None and ray.is_initialized():
-            address = ray.get_runtime_context().gcs_address
-            if init in ({}, {"address": "auto"}, {"address": address}, _init_of_driver):
+        if ray.is_initialized():
+            if init in ({}, {"address": "auto"}, _init_of_driver):
                 return False
             raise PlatformError.because(
                 f'on="ray" with ray_init={dict(init)}',
-                f"this process is a driver of Ray already, with the cluster at {address}",
+                "this process is a driver of Ray already",
                 None,
-                "no ray_init, which uses that one; or ray.shutdown() before",
+                "no ray_init, which uses its cluster; or ray.shutdown() before",
             )
         started: Future[bool] = Future()
-        words = "unisono-ray", {"num_cpus": cpus, **init}, started
-        threading.Thread(target=_be_driver, name=words[0], args=words[1:], daemon=True).start()
+        words = {"num_cpus": cpus, **init}, started
+        threading.Thread(target=_be_driver, name="unisono-ray", args=words, daemon=True).start()
         try:
             is_new = started.result(timeout_s)
         except (OSError, RuntimeError, ValueError, TimeoutError) as error:
@@ -127,7 +125,7 @@ def connect(init: Mapping[str, Any], cpus: float, timeout_s: float) -> bool:
                 f'on="ray" with the cluster at {place}',
                 f"{type(error).__name__}: {text.splitlines()[0]}",
                 None,
-                _STATUS,
+                'ray status; RAY_ADDRESS, or ray_init={"address": "host:6379"}, names a cluster',
             ) from error
         _init_of_driver = dict(init)
         return is_new
@@ -138,18 +136,19 @@ def _be_driver(init: dict[str, Any], started: Future[bool]) -> None:
 
     Nor does Ray set signal handlers where it is initialised in a thread.
     """
-    hook, debugger = sys.excepthook, os.environ.get(_DEBUGGER)  # Ray changes both
-    try:
-        import ray
+    import ray
 
-        logging.getLogger("ray").setLevel(logging.ERROR)  # else it warns of this thread
-        init = {"log_to_driver": False, "logging_level": logging.ERROR, **init}
-        init["address"] = _address(init)
-        if init["address"] == "local":
-            init.setdefault("include_dashboard", False)
+    hook, debugger = sys.excepthook, os.environ.get(_DEBUGGER)  # Ray changes both
+    logging.getLogger("ray").setLevel(logging.ERROR)  # else it warns of this thread
+    try:
+        address = _address(init)
+        is_new = address == "local"
+        options = {"log_to_driver": False, "logging_level": logging.ERROR, **init}
+        if is_new:
+            options.setdefault("include_dashboard", False)
         else:
-            del init["num_cpus"]
-        ray.init(**init)
+            del options["num_cpus"]
+        ray.init(**options | {"address": address})
         sys.excepthook = hook
         os.environ.pop(_DEBUGGER, None)
         if debugger is not None:
@@ -157,14 +156,15 @@ def _be_driver(init: dict[str, Any], started: Future[bool]) -> None:
     except BaseException as error:
         started.set_exception(error)
         return
-    started.set_result(init["address"] == "local")
+    started.set_result(is_new)
     threading.Event().wait()
 
 
 def _address(init: Mapping[str, Any]) -> str:
     """Return the address at which `ray.init` finds a cluster, or "local", which starts one.
 
-    A cluster that was killed leaves its address in a file, and Ray would try it for minutes.
+    A cluster that was killed leaves its address in a file, and Ray would try it for a minute, then
+    end this process.
     """
     from ray._private.services import canonicalize_bootstrap_address  # no public function does
 
@@ -358,9 +358,5 @@ def _places(nodes: Sequence[str]) -> list[Environment]:
 
 def _words(error: BaseException) -> str:
     """Return what Ray says of the end of an actor, in one line."""
-    if (cause := getattr(error, "cause", None)) is not None:  # what the agent raised
-        return f"{type(cause).__name__}: {' '.join(str(cause).split())}"
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    reasons = [line for line in lines if "is dead because" in line or "reason" in line.lower()]
-    words = (reasons or lines or ["no word"])[0]
-    return f"{type(error).__name__}: {textwrap.shorten(words, 200)}"
+    cause = getattr(error, "cause", None) or error  # what the agent raised
+    return f"{type(cause).__name__}: {textwrap.shorten(str(cause), 200)}"
