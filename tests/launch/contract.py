@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import signal
+import stat
 import subprocess
 import sys
 import textwrap
@@ -23,7 +24,7 @@ import torch
 from tests.waiting import is_running, scaled_by_load, wait_until
 
 import unisono
-from unisono.errors import RankFailed, RankTimeout, RemoteError
+from unisono.errors import JobCancelled, RankFailed, RankTimeout, RemoteError
 
 AT_ONCE_S = 10.0
 """Two seconds are promised; a loaded machine may take longer."""
@@ -48,13 +49,13 @@ class Place:
     """Size of a large result there; `mpiexec` stands for all places with agents with 800."""
     options: dict[str, Any] = field(default_factory=dict)
 
-    def run(self, fn, *args, timeout_s=90.0, logs=None, ranks=2, **options):
-        """Run a function on two ranks there, in silence."""
+    def run(self, fn, *args, start=unisono.run, timeout_s=90.0, logs=None, **options):
+        """Run, or submit, a function on two ranks there, in silence."""
         if options.get("elastic") and not self.is_elastic:
             pytest.skip("ranks that end together")
-        platform = unisono.Platform(device=self.on, ranks=ranks, **self.options)
+        platform = unisono.Platform(device=self.on, ranks=2, **self.options)
         logs = unisono.Logs(dir=logs, console="none")
-        return unisono.run(fn, *args, on=platform, timeout_s=timeout_s, logs=logs, **options)
+        return start(fn, *args, on=platform, timeout_s=timeout_s, logs=logs, **options)
 
 
 def returns_values_and_logs_whatever_its_directory_is_called(place, tmp_path):
@@ -193,6 +194,36 @@ def goes_on_when_the_disk_of_its_logs_is_full(place, tmp_path):
         subprocess.run(["umount", "--lazy", str(disk)], check=True)
 
 
+def tries_a_failed_attempt_again(place, tmp_path):
+    def work():
+        comm = unisono.world()
+        comm.barrier()  # what fails before all are ready would fail again
+        if unisono.restart_count() == 0 and comm.rank == 1:
+            raise OSError("first attempt")
+        comm.barrier()
+        return unisono.restart_count()
+
+    results = place.run(work, logs=tmp_path, max_restarts=1)
+    assert (list(results), results.restarts) == ([1, 1], 1)
+    assert all(stat.S_IMODE(path.stat().st_mode) & 0o077 == 0 for path in results.dir.iterdir())
+
+
+def shows_the_stacks_of_a_job_and_cancels_it(place, tmp_path):
+    def sleepy():
+        print("here", flush=True)
+        time.sleep(600)
+
+    job = place.run(sleepy, start=unisono.submit, logs=tmp_path)
+    wait_until(lambda: all("here" in job.logs(rank) for rank in range(2)))
+    stacks = job.stacks()
+    assert sorted(stacks) == [0, 1]
+    assert all("in sleepy" in text for text in stacks.values())
+    job.cancel()
+    assert job.status() == "cancelled"
+    with pytest.raises(JobCancelled):
+        job.result()
+
+
 LAUNCHER = """
 import os, sys, time
 from pathlib import Path
@@ -278,6 +309,8 @@ CASES = {
         runs_twice_at_once,
         goes_on_when_the_disk_of_its_logs_is_full,
         leaves_nothing_when_its_launcher_is_killed,
+        tries_a_failed_attempt_again,
+        shows_the_stacks_of_a_job_and_cancels_it,
         trains_elastically_whatever_happens_to_a_rank,
         names_the_rank_of_an_elastic_training_that_raises,
     )
@@ -288,4 +321,4 @@ OF_ALL_PLACES = pytest.mark.parametrize("case", CASES)
 
 def shows_stacks(case):
     """Whether a case shows stacks: those of a fork begin with frames of the forked interpreter."""
-    return case.endswith(("_exits", "_hangs", "_SIGSEGV"))
+    return case.endswith(("_exits", "_hangs", "_SIGSEGV")) or "stacks" in case

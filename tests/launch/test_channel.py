@@ -6,8 +6,6 @@ import contextlib
 import os
 import selectors
 import socket
-import subprocess
-import sys
 import threading
 import time
 
@@ -290,47 +288,3 @@ def test_a_port_where_no_process_listens_is_told_from_one_that_does_not_answer()
         port = door.getsockname()[1]
     with pytest.raises(ConnectionRefusedError):
         dial(ControlChannel(), KEY, ["127.0.0.1"], port, 1.0)
-
-
-AGENTS = """
-import selectors, sys, threading
-from unisono.launch.channel import ControlChannel, dial, Broken
-key, port, count = bytes.fromhex(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
-selector = selectors.DefaultSelector()
-for number in range(count):
-    channel = ControlChannel()
-    channel.attach(dial(channel, key, ["127.0.0.1"], port, 30.0))
-    channel.send({"hello": number})
-    selector.register(channel, selectors.EVENT_READ)
-while True:
-    for key, _ in selector.select():
-        try:
-            for message in key.fileobj.receive():
-                key.fileobj.send(message)
-        except Broken:
-            sys.exit()
-"""
-
-
-def test_two_hundred_channels_cost_nothing_while_they_are_silent():
-    listener = Listener(KEY)
-    words = [sys.executable, "-c", AGENTS, KEY.hex(), str(listener.port), "200"]
-    with subprocess.Popen(words) as process:
-        arrived, hellos = set(), []
-        with selectors.DefaultSelector() as selector:
-            selector.register(listener, selectors.EVENT_READ)
-            while len(hellos) < 200:
-                assert process.poll() is None
-                listener.prepare()
-                if selector.select(0.2):
-                    for channel, messages in listener.news():
-                        arrived.add(channel)
-                        hellos += messages or ()
-            listener.prepare()
-            before = time.process_time()
-            selector.select(1.0)
-            assert time.process_time() - before < 0.05
-        for channel in arrived:
-            channel.detach()
-        listener.close()
-        process.wait(10)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import stat
 import subprocess
 import sys
 import time
@@ -13,10 +12,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.waiting import scaled_by_load, wait_until
+from tests.waiting import scaled_by_load
 
 import unisono
-from unisono.errors import JobCancelled, PlatformError, RankFailed
+from unisono.errors import PlatformError, RankFailed
 from unisono.launch.places import mpi
 from unisono.launch.places.mpi import find_mpiexec
 
@@ -100,44 +99,6 @@ def test_a_rank_under_mpiexec_cannot_have_the_terminal(mpiexec, monkeypatch):
     monkeypatch.setenv("UNISONO_STDIN_RANK", "0")
     with pytest.raises(PlatformError, match="have no terminal"):
         unisono.run(print, on="mpi", logs=QUIET)
-
-
-@pytest.mark.mpi
-def test_a_run_that_asks_for_it_is_started_again(forked_ranks, tmp_path):
-    def work():
-        comm = unisono.world()
-        if unisono.restart_count() == 0:
-            unisono.requeue()
-        if unisono.restart_count() == 1 and comm.rank == 1:
-            raise OSError("once more")
-        comm.barrier()
-        return unisono.restart_count()
-
-    results = unisono.run(
-        work, on="mpi", max_restarts=1, logs=unisono.Logs(dir=tmp_path, console="none")
-    )
-    assert list(results) == [2, 2]
-    assert results.restarts == 2
-    assert results.dir is not None
-    assert "--- attempt 2" in results.log(0)
-    assert all(stat.S_IMODE(path.stat().st_mode) == 0o600 for path in results.dir.iterdir())
-
-
-@pytest.mark.mpi
-def test_a_job_under_mpiexec_shows_its_stacks_and_can_be_cancelled(mpiexec, tmp_path):
-    def sleepy():
-        print("here", flush=True)
-        time.sleep(600)
-
-    job = unisono.submit(sleepy, on="mpi", logs=tmp_path)
-    wait_until(lambda: all("here" in job.logs(rank) for rank in range(2)))
-    stacks = job.stacks()
-    assert sorted(stacks) == [0, 1]
-    assert all("in sleepy" in text for text in stacks.values())
-    job.cancel()
-    assert job.status() == "cancelled"
-    with pytest.raises(JobCancelled):
-        job.result()
 
 
 JOINING = """

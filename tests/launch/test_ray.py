@@ -180,18 +180,6 @@ def test_the_contract_of_places(on_ray, case, tmp_path):
         on_ray.real_python.unlink(missing_ok=True)
 
 
-def test_another_attempt_has_actors_of_its_own(on_ray):
-    def work():
-        comm = unisono.world()
-        if comm.rank == 1 and unisono.restart_count() == 0:
-            raise KeyError("learning_rate")
-        comm.barrier()
-        return unisono.restart_count()
-
-    results = unisono.run(work, on="ray", ranks=2, nodes=2, logs=QUIET, max_restarts=1)
-    assert list(results) == [1, 1]
-
-
 def test_a_node_that_leaves_is_a_rank_that_died_and_is_not_waited_for(on_ray, tmp_path, has_ended):
     node = on_ray.add_node(num_cpus=2)
     try:

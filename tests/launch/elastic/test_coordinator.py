@@ -375,15 +375,6 @@ class Hasty(Coordinator):
         super()._go_on()
 
 
-class Hopeful(Coordinator):
-    """Takes a step for done that one member has begun."""
-
-    def _go_on(self) -> None:
-        if self.phase == "holding" and self.members.keys() <= self._stands_at.keys():
-            self._stands_at = {number: step + 1 for number, step in self._stands_at.items()}
-        super()._go_on()
-
-
 class Backward(Coordinator):
     """Goes back to the step of the slowest member, which others have applied."""
 
@@ -403,16 +394,6 @@ class Careless(Coordinator):
                 self._order(number, "load", step=self.step, bytes=1)
             return
         super()._at_boundary()
-
-
-class Restless(Follower):
-    """Says that it stands still, and goes on."""
-
-    def due(self, marks: Callable[[], Sequence[int]]) -> str:
-        found = super().due(marks)
-        if found == "held":
-            self.is_held, self.stops_at = False, None
-        return found
 
 
 class Impatient(Follower):
@@ -447,10 +428,8 @@ class Unconfirmed(Follower):
     ("world", "kinds"),
     [
         (World, {"coordinator": Hasty}),
-        (World, {"coordinator": Hopeful}),
         (World, {"coordinator": Backward, "parts": 1}),
         (World, {"coordinator": Careless}),
-        (World, {"follower": Restless}),
         (World, {"follower": Impatient}),
         (Cramped, {}),
         (Open, {"is_spread": True}),
@@ -466,26 +445,3 @@ def test_marks_from_before_a_change_must_not_count(monkeypatch):
     monkeypatch.setattr(coordinator_module, "mark_of", lambda _epoch, step: 3 * step)
     with pytest.raises(Broken):
         explore(World(2, 1, 1, 2))
-
-
-def test_a_member_that_leaves_early_is_told_to_the_coordinator():
-    follower = Follower()
-    follower.order, follower.step = {"ranks": [4, 7], "place": 1}, 5
-    follower.orders.append({"kind": "leave", "step": 5, "rank": 4})
-    assert follower.due(list) == "mismatch"
-    assert follower.mistake.startswith("ranks [4] ended their loop before step 5, ranks [7]")
-
-
-def test_resizing_happens_where_members_stand():
-    coordinator = Coordinator(3)
-    for number in range(3):
-        coordinator.joined(number, rank=number, shards=4, step=5)
-    coordinator.receive(0, {"kind": "donated", "bytes": 1})
-    for number in (1, 2):
-        coordinator.receive(number, {"kind": "loaded"})
-    assert (coordinator.phase, len(coordinator.members)) == ("running", 3)
-    coordinator.resize(1)
-    for number, ahead in enumerate((2, 2, 1)):
-        coordinator.receive(number, {"kind": "held", "step": 6 + ahead})
-    assert (coordinator.phase, coordinator.step, list(coordinator.members)) == ("running", 8, [0])
-    assert coordinator.retired == [2, 1]

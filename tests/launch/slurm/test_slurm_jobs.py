@@ -7,7 +7,6 @@ looked at last.
 from __future__ import annotations
 
 import os
-import shutil
 import signal
 import stat
 import subprocess
@@ -214,29 +213,6 @@ def test_ranks_of_a_gpu_job_compute_on_their_gpu(cluster):
     assert list(results) == [("cuda:0", [1.0, 1.0])]
 
 
-def test_a_failed_attempt_is_tried_again_and_a_deadline_shows_all_stacks(cluster, capsys):
-    def work():
-        comm = unisono.world()
-        comm.barrier()  # what fails before all are ready would fail again
-        if unisono.restart_count() == 0:
-            raise RuntimeError("first attempt")
-        if comm.rank == 1:
-            time.sleep(600)
-
-    logs = unisono.Logs(console="rank0")
-    with pytest.raises(RankTimeout) as caught:
-        unisono.run(work, on=platform(), max_restarts=1, timeout_s=3.0, logs=logs)
-    said = capsys.readouterr().err
-    assert said.count("RuntimeError: first attempt; attempt 2 of 2 begins in 1 s\n") == 1
-    error = caught.value
-    assert error.rank == 1
-    assert "in work" in error.stacks[1]
-    assert "barrier" in error.last_collective[1]
-    assert "rank 1 of 2 not done within timeout_s=3" in str(error)
-    assert "attempt 0: rank" in error.__notes__[0]
-    assert "RuntimeError: first attempt" in error.__notes__[0]
-
-
 def test_a_running_job_is_seen_from_another_process_and_can_be_cancelled(cluster, tmp_path):
     def sleepy():
         print("a\nb\nc", flush=True)
@@ -282,24 +258,6 @@ def sleeping_job(tmp_path):
     job = unisono.submit(sleep_after, tmp_path, on=platform(), logs=tmp_path / ".unisono")
     wait_until(lambda: len(list(tmp_path.glob("asleep-?"))) == 2)
     return job
-
-
-@pytest.mark.skipif(shutil.which("strace") is None, reason="needs strace")
-def test_an_idle_agent_leaves_the_disk_alone_and_a_killed_one_is_named(cluster, tmp_path):
-    job = sleeping_job(tmp_path)
-    agent = min(pid for pid, rank in processes_of(job.dir).items() if rank == 1)
-    time.sleep(1.0)  # what was said last is acknowledged
-    words = ["strace", "-f", "-o", "trace", "-p", str(agent)]
-    with subprocess.Popen(words, stderr=subprocess.PIPE) as tracer:
-        assert b"attached" in tracer.stderr.readline()
-        time.sleep(2.0)
-        tracer.terminate()
-    calls = Path("trace").read_text().splitlines()
-    assert calls
-    assert [call for call in calls if not ("epoll_wait(" in call or "futex(" in call)] == []
-    os.kill(agent, signal.SIGKILL)
-    with pytest.raises(RankFailed, match="rank 1 of 2 on n2 was lost: its agent ended"):
-        job.result(60)
 
 
 def test_a_killed_supervisor_takes_all_along(cluster, tmp_path):

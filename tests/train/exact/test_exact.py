@@ -255,28 +255,6 @@ def test_ranks_killed_and_stopped_at_random_moments_change_no_bit():
     assert set(job.result()) == {train("cnn", 60)}
 
 
-def kill_at(name: str, step_to_hit: int, flag: str) -> str:
-    """Train; whoever first comes to the step dies in its closure, with a shard half done."""
-    torch.manual_seed(0)
-    model, shape = made(name)
-    x, y = torch.ones(40, *shape), torch.zeros(40, dtype=torch.long)
-    optimizer = torch.optim.Adam(model.parameters())
-    for step in unisono.train.elastic(model, optimizer, (x, y), batch_size=20, shards=4, steps=6):
-
-        def loss(batch: object, step: object = step) -> torch.Tensor:
-            if step.number == step_to_hit and flag:
-                try:
-                    os.close(os.open(flag, os.O_CREAT | os.O_EXCL))
-                except FileExistsError:
-                    pass
-                else:
-                    os.kill(os.getpid(), signal.SIGKILL)
-            return functional.cross_entropy(model(batch.x), batch.y)
-
-        step(loss)
-    return digest(model, optimizer)
-
-
 class Mischief:
     """Ends ranks at moments that can be told; each happens once, one after the other.
 
@@ -351,13 +329,6 @@ def test_rank_0_two_at_once_deaths_in_recovery_donors_newcomers_and_a_stop(tmp_p
     found = unisono.run(train_in_mischief, 100, str(tmp_path), ranks=4, elastic=True)
     assert {path.name for path in tmp_path.iterdir()} == {*Mischief.PLAN, "donor", "newcomer"}
     assert {bits for bits, _ in found} == {train_in_mischief(100, "")[0]}
-
-
-@pytest.mark.parametrize("step", [0, 3])
-def test_a_death_inside_a_closure_is_made_good_by_others(tmp_path, step):
-    found = unisono.run(kill_at, "cnn", step, str(tmp_path / "hit"), ranks=2, elastic=True)
-    assert (tmp_path / "hit").exists()
-    assert set(found) == {kill_at("cnn", step, "")}
 
 
 def test_a_member_for_which_others_wait_too_long_is_ended_and_replaced(tmp_path, capfd):
