@@ -92,7 +92,7 @@ class World:
         self.boards.setdefault(
             number if self.is_spread else 0,
             {
-                "rows": [SPOILT] * (2 * self.shards),
+                "rows": [SPOILT] * self.shards,
                 "result": [SPOILT] * self.places,
                 "marks": [0] * self.places,
                 "words": [SPOILT] * (2 * self.places),
@@ -252,7 +252,7 @@ class World:
         board = self.board(number)
         if what == "compute":
             for shard in range(*runs[place]):
-                board["rows"][self.row(step, shard)] = value
+                board["rows"][shard] = value
         elif what == "reduce":
             board["result"][place] = value
         if mark is not None:
@@ -276,15 +276,11 @@ class World:
         follower.step += 1
         self.leave_if_done(number)
 
-    def row(self, step: int, shard: int) -> int:
-        """Where a sum lies on the board; those of two steps lie apart."""
-        return step % 2 * self.shards + shard
-
     def check_rows(self, number: int, now: tuple[int, int]) -> None:
         runs, rows = self.followers[number].order["runs"], self.board(number)["rows"]
         if [s for run in runs for s in range(*run)] != [*range(self.shards)]:
             raise Broken(f"step {now} adds up {runs}")
-        if any(rows[self.row(now[1], s)] != now for s in range(self.shards)):
+        if any(rows[shard] != now for shard in range(self.shards)):
             raise Broken(f"step {now} adds up {rows}")
 
     def leave_if_done(self, number: int) -> None:
@@ -403,13 +399,6 @@ class Impatient(Follower):
         return super().due(lambda: [max(marks())])
 
 
-class Cramped(World):
-    """Has one place for the sums of all steps."""
-
-    def row(self, step: int, shard: int) -> int:
-        return shard
-
-
 class Open(World):
     """Leaves connections open while members stand still."""
 
@@ -431,7 +420,6 @@ class Unconfirmed(Follower):
         (World, {"coordinator": Backward, "parts": 1}),
         (World, {"coordinator": Careless}),
         (World, {"follower": Impatient}),
-        (Cramped, {}),
         (Open, {"is_spread": True}),
         (World, {"is_spread": True, "follower": Unconfirmed}),
     ],

@@ -369,7 +369,7 @@ class ElasticRun:
                     if due == "compute":
                         self._sums.compute(link, step, closure)
                     elif due == "reduce":
-                        self._sums.reduce(link, step.number)
+                        self._sums.reduce(link)
                     is_new = due != "confirm"
                     link.show(due, word | stopping.is_wanted() if is_new else None)
                 except InVain:

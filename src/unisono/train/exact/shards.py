@@ -136,21 +136,21 @@ class VectorLayout:
         """Of one vector."""
         self.note_bytes = NOTE_BYTES + _ALIGN * (len(parameters) // 200)
         self._rows = MOST * LINE
-        self.result = self._rows + 2 * shards * at
+        self.result = self._rows + shards * at
         """First byte of the result on the board."""
         self._notes = self.result + at
         self.board_bytes = self._notes + 2 * shards * self.note_bytes
 
-    def row(self, step: int, shard: int) -> int:
-        """Return the first byte of the sum that begins with a shard.
+    def row(self, shard: int) -> int:
+        """Return the first byte of the sum that begins with a shard."""
+        return self._rows + shard * self.bytes
+
+    def notes(self, step: int) -> int:
+        """Return the first byte of the notes of a step.
 
         Two steps have theirs apart: a member may write to those of the next step while another one
         still reads.
         """
-        return self._rows + (step % 2 * self.shards + shard) * self.bytes
-
-    def notes(self, step: int) -> int:
-        """Return the first byte of the notes of a step, which are apart like its sums."""
         return self._notes + step % 2 * self.shards * self.note_bytes
 
     def views(self, vector: Tensor) -> list[Tensor]:
@@ -170,7 +170,6 @@ class VectorLayout:
 
     def reduce(
         self,
-        step: int,
         runs: Iterable[Run],
         piece: int,
         cut: int,
@@ -179,7 +178,6 @@ class VectorLayout:
         """Add up one piece of the vectors of all shards, as a part of the result.
 
         Args:
-            step: of which step.
             runs: runs of shards whose nodes lie on the board.
             piece: which piece.
             cut: of how many.
@@ -196,7 +194,7 @@ class VectorLayout:
             ) -> Tensor | None:
                 if (first, count) not in nodes:
                     return None
-                at = self.row(step, first)
+                at = self.row(first)
                 return view(at + begin, at + end).view(s.dtype)
 
             def add(lower: Tensor, upper: Tensor, s: Section = section) -> Tensor:

@@ -71,7 +71,7 @@ class ShardSums:
         run = order["runs"][order["place"]]
         self._loader.expect(step.number, [run])
         for node in nodes_in(run, 0, layout.shards):
-            at = layout.row(step.number, node[0])
+            at = layout.row(node[0])
             free = [*self._scratch, link.view(at, at + layout.bytes)]
 
             def leaf(shard: int, count: int, free: list[Tensor] = free) -> Tensor | None:
@@ -162,11 +162,11 @@ class ShardSums:
         )
         link.publish(lambda _: [(begin, begin + room)])
 
-    def reduce(self, link: ElasticLink, step: int) -> None:
+    def reduce(self, link: ElasticLink) -> None:
         """Add up this member's piece of all shards, and leave it as a part of the result."""
         layout, order = self.layout, link.follower.order
         piece, cut = order["place"], len(order["ranks"])
-        layout.reduce(step, order["runs"], piece, cut, link.view)
+        layout.reduce(order["runs"], piece, cut, link.view)
         bounds = [section.bounds(piece, cut) for section in layout.sections]
         link.publish(lambda _: [(layout.result + b, layout.result + e) for b, e in bounds])
 
