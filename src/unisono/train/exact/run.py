@@ -32,98 +32,6 @@ _DATA_EVERY = 64
 """Steps between two comparisons of a sample over members."""
 
 
-def elastic(
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    data: Any,
-    *,
-    batch_size: int,
-    shards: int = 8,
-    seed: int = 0,
-    scheduler: Any = None,
-    clip: float | None = None,
-    epochs: int = 1,
-    steps: int | None = None,
-    shuffle: bool = True,
-    collate: Callable[[list[Any]], Any] | None = None,
-    workers: int = 0,
-    scaler: Any = None,
-    threads: int = 1,
-    strict: bool = True,
-) -> ElasticRun:
-    """Train in steps that are the same to the last bit for any number of ranks.
-
-    Each step's batch is cut into `shards`; their gradients are computed one by one, by the members
-    that are there, and added up in one fixed order. In `run(..., elastic=True)` ranks may be killed
-    and join at any moment: no step is lost, none is done twice. Elsewhere it trains in this process
-    alone.
-
-    What a step must know of the steps before is in the model, the optimizer, the scheduler, the
-    scaler, or named by `state`: a rank that joins gets these from a member. Randomness inside the
-    closure is seeded by seed, step and shard.
-
-    Args:
-        model: holds all parameters of the optimizer; on the CPU, or whole on the device of the
-            rank. There, only deterministic kernels are used while a step computes.
-        optimizer: steps once for each batch, on all members alike.
-        data: a dataset with a length, a tensor, or a tuple of tensors; samples that fill no batch
-            at the end of an epoch are left out.
-        batch_size: samples of a step, over all members.
-        shards: into how many parts a step is cut; as many ranks can share the work.
-        seed: of the order of samples and of randomness in closure and dataset.
-        scheduler: a learning rate scheduler, stepped after the optimizer.
-        clip: largest norm of the whole gradient.
-        epochs: passes over the data.
-        steps: number of steps instead.
-        shuffle: whether each epoch has an order of its own.
-        collate: makes a batch of a list of samples; torch's `default_collate` if not given.
-        workers: processes of each member that fetch shards ahead of time.
-        scaler: a `torch.amp.GradScaler`.
-        threads: of each member while it computes; the bits depend on it.
-        strict: False takes a checkpoint of other settings with a warning.
-
-    >>> model = nn.Linear(4, 1)
-    >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    >>> data = torch.randn(64, 4), torch.randn(64, 1)
-    >>> run = elastic(model, optimizer, data, batch_size=32)
-    >>> for step in run:
-    ...     loss = step(lambda batch: nn.functional.mse_loss(model(batch.x), batch.y))
-    >>> run.number
-    2
-    """
-    for name, value in (("batch_size", batch_size), ("shards", shards), ("threads", threads)):
-        expect_int(name, value, 1, error=PlatformError)
-    for name, value in (("seed", seed), ("epochs", epochs), ("workers", workers)):
-        expect_int(name, value, 0, error=PlatformError)
-    if steps is not None:
-        expect_int("steps", steps, 0, error=PlatformError)
-    if clip is not None:
-        expect_float("clip", clip, 0.0)
-    if batch_size < shards:
-        raise PlatformError.because(
-            f"elastic(..., batch_size={batch_size}, shards={shards})",
-            "shards without a sample",
-            f"{batch_size} < {shards}",
-            f"shards={batch_size}, or a larger batch",
-        )
-    check_world(shards)
-    check_model(model, optimizer)
-    fetched = Shards(data, batch_size, shards, seed, shuffle=shuffle, collate=collate)
-    last = epochs * fetched.steps_per_epoch if steps is None else steps
-    return ElasticRun(
-        model,
-        optimizer,
-        fetched,
-        last=last,
-        scheduler=scheduler,
-        clip=clip,
-        workers=workers,
-        scaler=scaler,
-        threads=threads,
-        strict=strict,
-    )
-
-
 class ElasticStep:
     """One step of the loop; call it once with what computes the loss of a shard.
 
@@ -176,31 +84,95 @@ class ElasticStep:
 
 
 class ElasticRun:
-    """The loop that `elastic` returns; iterate over it once.
+    """Train in steps that are the same to the last bit for any number of ranks.
 
-    It has `state_dict` and `load_state_dict`, so a `Checkpoint` can hold it whole: model,
-    optimizer, scheduler, scaler, what `state` names, and the step.
+    Each step's batch is cut into `shards`; their gradients are computed one by one, by the members
+    that are there, and added up in one fixed order. In `run(..., elastic=True)` ranks may be killed
+    and join at any moment: no step is lost, none is done twice. Elsewhere it trains in this process
+    alone.
+
+    What a step must know of the steps before is in the model, the optimizer, the scheduler, the
+    scaler, or named by `state`: a rank that joins gets these from a member. Randomness inside the
+    closure is seeded by seed, step and shard.
+
+    Iterate over it once. With `state_dict` and `load_state_dict` a `Checkpoint` can hold it whole:
+    model, optimizer, scheduler, scaler, what `state` names, and the step.
+
+    Args:
+        model: holds all parameters of the optimizer; on the CPU, or whole on the device of the
+            rank. There, only deterministic kernels are used while a step computes.
+        optimizer: steps once for each batch, on all members alike.
+        data: a dataset with a length, a tensor, or a tuple of tensors; samples that fill no batch
+            at the end of an epoch are left out.
+        batch_size: samples of a step, over all members.
+        shards: into how many parts a step is cut; as many ranks can share the work.
+        seed: of the order of samples and of randomness in closure and dataset.
+        scheduler: a learning rate scheduler, stepped after the optimizer.
+        clip: largest norm of the whole gradient.
+        epochs: passes over the data.
+        steps: number of steps instead.
+        shuffle: whether each epoch has an order of its own.
+        collate: makes a batch of a list of samples; torch's `default_collate` if not given.
+        workers: processes of each member that fetch shards ahead of time.
+        scaler: a `torch.amp.GradScaler`.
+        threads: of each member while it computes; the bits depend on it.
+        strict: False takes a checkpoint of other settings with a warning.
+
+    Attributes:
+        number: steps that have happened.
+        members: ranks of the last step.
+
+    >>> model = nn.Linear(4, 1)
+    >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    >>> data = torch.randn(64, 4), torch.randn(64, 1)
+    >>> run = elastic(model, optimizer, data, batch_size=32)
+    >>> for step in run:
+    ...     loss = step(lambda batch: nn.functional.mse_loss(model(batch.x), batch.y))
+    >>> run.number
+    2
     """
 
     def __init__(
         self,
         model: nn.Module,
         optimizer: torch.optim.Optimizer,
-        shards: Shards,
+        data: Any,
         *,
-        last: int,
-        scheduler: Any,
-        clip: float | None,
-        workers: int,
-        scaler: Any,
-        threads: int,
-        strict: bool,
+        batch_size: int,
+        shards: int = 8,
+        seed: int = 0,
+        scheduler: Any = None,
+        clip: float | None = None,
+        epochs: int = 1,
+        steps: int | None = None,
+        shuffle: bool = True,
+        collate: Callable[[list[Any]], Any] | None = None,
+        workers: int = 0,
+        scaler: Any = None,
+        threads: int = 1,
+        strict: bool = True,
     ) -> None:
-        self.model, self.optimizer, self.shards = model, optimizer, shards
-        self.number = 0
-        """Steps that have happened."""
-        self.members = 1
-        """Ranks of the last step."""
+        for name, value in (("batch_size", batch_size), ("shards", shards), ("threads", threads)):
+            expect_int(name, value, 1, error=PlatformError)
+        for name, value in (("seed", seed), ("epochs", epochs), ("workers", workers)):
+            expect_int(name, value, 0, error=PlatformError)
+        if steps is not None:
+            expect_int("steps", steps, 0, error=PlatformError)
+        if clip is not None:
+            expect_float("clip", clip, 0.0)
+        if batch_size < shards:
+            raise PlatformError.because(
+                f"elastic(..., batch_size={batch_size}, shards={shards})",
+                "shards without a sample",
+                f"{batch_size} < {shards}",
+                f"shards={batch_size}, or a larger batch",
+            )
+        check_world(shards)
+        check_model(model, optimizer)
+        cut = Shards(data, batch_size, shards, seed, shuffle=shuffle, collate=collate)
+        last = epochs * cut.steps_per_epoch if steps is None else steps
+        self.model, self.optimizer, self.shards = model, optimizer, cut
+        self.number, self.members = 0, 1
         self._last, self._clip, self._threads = last, clip, threads
         self._scheduler, self._scaler, self._strict = scheduler, scaler, strict
         self._extra: dict[str, Any] = {}
@@ -208,19 +180,19 @@ class ElasticRun:
         self._is_logger = self._is_stopping = False
         trained = [name for name, p in model.named_parameters() if p.requires_grad]
         self._device = device_of(model)
-        self._sums = ShardSums(model, shards, Loader(shards, workers, last), scaler, self._device)
+        self._sums = ShardSums(model, cut, Loader(cut, workers, last), scaler, self._device)
         buffers = [name for name, _ in model.named_buffers()]
         self._facts = {
-            "batch_size": shards.batch_size,
+            "batch_size": batch_size,
             "clip": clip,
             "cpu": f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()}",
             "device": accelerator.name(self._device),
             "model": self._sums.layout.digest([*trained, *buffers]),
             "optimizer": type(optimizer).__name__,
-            "samples": shards.samples,
-            "seed": shards.seed,
-            "shards": len(shards.cuts),
-            "shuffle": shards.shuffle,
+            "samples": cut.samples,
+            "seed": seed,
+            "shards": shards,
+            "shuffle": shuffle,
             "threads": threads,
             "torch": str(torch.__version__),
         }
@@ -440,6 +412,7 @@ class ElasticRun:
         step.is_logger = self._is_logger = order["logger"]
 
 
+elastic = ElasticRun
 _active: ElasticRun | None = None
 
 
