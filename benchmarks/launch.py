@@ -32,7 +32,7 @@ import unisono
 from unisono.errors import RankFailed
 from unisono.launch.attempts import rank_job
 from unisono.launch.logs import Console
-from unisono.launch.places.agents import AgentRanks
+from unisono.launch.places.program import ProgramRanks
 from unisono.launch.pool.payload import dump_call
 from unisono.launch.pool.protocol import RunPlan
 from unisono.launch.request import checked_request
@@ -344,13 +344,14 @@ def many_agents(count: int = 200) -> str:
     plan = RunPlan.of(platform, timeout_s=None, max_restarts=0)
     with tempfile.TemporaryDirectory() as folder:
         Path(folder, f"payload-{plan.run_id}").touch(mode=0o600)
-        ranks = AgentRanks(
+        ranks = ProgramRanks(
             rank_job(checked_request(print, (), {}, on=platform), dump_call(print, (), {}), {}),
             plan,
             0,
             console=Console([], prefix=False),
             job_dir=Path(folder),
             command=[sys.executable, "-c", AGENTS, str(count)],
+            env=os.environ,
         )
         supervisor = Supervisor(ranks, plan, 0)
         thread = threading.Thread(target=supervisor.run)

@@ -20,6 +20,7 @@ from unisono.errors import RankFailed
 from unisono.launch.logs import Console
 from unisono.launch.places import agents
 from unisono.launch.places.agents import AgentRanks
+from unisono.launch.places.program import ProgramRanks
 from unisono.launch.pool.protocol import RankState
 
 QUIET = unisono.Logs(console="none")
@@ -197,7 +198,8 @@ def test_times_are_those_of_the_supervisors_clock(tmp_path):
         unisono.Platform(device="mpi", ranks=2), timeout_s=None, max_restarts=0
     )
     (tmp_path / f"payload-{plan.run_id}").touch(mode=0o600)
-    ranks = AgentRanks(None, plan, 0, console=Console([], prefix=False), job_dir=tmp_path)
+    shown = {"console": Console([], prefix=False), "job_dir": tmp_path}
+    ranks = ProgramRanks(None, plan, 0, command=[], env={}, **shown)
     try:
         told = RankState(rank=0, state="ready", at={"running": 1e12, "ready": 1e12})
         ranks._take(ranks._seats[0], {"state": told})

@@ -1,8 +1,8 @@
 """Ranks that have agents as parents, here or on other hosts, supervised over the control channel.
 
-A place says how agents are started: by mpiexec, by srun, as actors of Ray. All else is the same
-everywhere. An agent whose connection breaks has `lost_after_s` to reconnect, and its rank goes on
-meanwhile; an agent that closes its connection, or is killed, is lost at once.
+A place says how agents are started: by a program (`program.py`), or as actors of Ray. All else is
+the same everywhere. An agent whose connection breaks has `lost_after_s` to reconnect, and its rank
+goes on meanwhile; an agent that closes its connection, or is killed, is lost at once.
 """
 
 from __future__ import annotations
@@ -11,9 +11,8 @@ import os
 import selectors
 import signal
 import socket
-import subprocess
 import time
-from collections.abc import Mapping, Sequence
+from abc import abstractmethod
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
@@ -24,7 +23,7 @@ from unisono.errors import PlatformError
 from unisono.launch.channel import Broken, ControlChannel, Listener, new_key
 from unisono.launch.elastic.policy import policy_of
 from unisono.launch.logs import FAILED, STDIN_VARIABLE, Console, RankLog, RankStream
-from unisono.launch.places.agent import INVITATION, Invitation, chunks_of, mpi_descriptors
+from unisono.launch.places.agent import Invitation, chunks_of
 from unisono.launch.pool import verdict
 from unisono.launch.pool.monitor import LONGEST_S
 from unisono.launch.pool.payload import Parcel, nameless_file
@@ -90,9 +89,6 @@ class AgentRanks(Ranks):
         attempt: number of the attempt.
         console: where output is shown.
         job_dir: directory of the run.
-        command: a program that starts all agents and ends with the last one; None where
-            `start` is overridden.
-        env: its variables; None: those of this process.
         address: where agents find this process; None: on this host only.
     """
 
@@ -107,8 +103,6 @@ class AgentRanks(Ranks):
         *,
         console: Console,
         job_dir: Path,
-        command: Sequence[str] | None = None,
-        env: Mapping[str, str] | None = None,
         address: str | None = None,
     ) -> None:
         if console.raw_rank is not None and job is not None:
@@ -124,10 +118,6 @@ class AgentRanks(Ranks):
         self._console = console
         self._dir = job_dir
         self._directory = None if job is None else job.setting.directory
-        self._command = command
-        self._env = env
-        self._process: subprocess.Popen[bytes] | None = None
-        self._end_fd = -1
         self._payload = payload_path(job_dir, plan)
         if job is not None and not self._payload.exists():
             write_payload(job, self._payload)
@@ -161,45 +151,13 @@ class AgentRanks(Ranks):
             addresses = candidates()
         return Invitation(addresses=addresses, port=self._listener.port, key=self._key.hex())
 
-    def start(self) -> None:
-        """Start one agent for each rank."""
-        if self._command is None:
-            raise NotImplementedError
-        env = os.environ if self._env is None else self._env
-        flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND
-        output = os.open(self._dir / verdict.STARTER_LOG, flags, 0o600)
-        try:
-            # A session of its own: signals to our process group are for the ranks alone, and
-            # srun would take them as the end.
-            self._process = subprocess.Popen(
-                self._command,
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=output,
-                start_new_session=True,
-                pass_fds=mpi_descriptors(env),
-                env={**env, INVITATION: str(self.invitation)},
-            )
-        finally:
-            os.close(output)
-        if hasattr(os, "pidfd_open"):
-            self._end_fd = os.pidfd_open(self._process.pid)
-            self._selector.register(self._end_fd, selectors.EVENT_READ)
-
-    def end_agents(self) -> None:
-        """End the program that started the agents, and the agents with it."""
-        for number in (signal.SIGTERM, signal.SIGKILL):
-            if self._process is not None and self._process.poll() is None:
-                with suppress(ProcessLookupError):
-                    os.killpg(self._process.pid, number)
-                with suppress(subprocess.TimeoutExpired):
-                    self._process.wait(2.0)
-
+    @abstractmethod
     def starter_has_ended(self) -> bool:
-        """Whether the program that starts agents has ended, so that no more will come."""
-        if self._process is not None and self.exit_code is None:
-            self.exit_code = self._process.poll()
-        return self.exit_code is not None
+        """Whether no more agents will come, as those who start them have ended."""
+
+    @abstractmethod
+    def end_agents(self) -> None:
+        """End all agents, and what started them."""
 
     def wait(self, timeout_s: float | None) -> bool:
         now = time.monotonic()
@@ -211,8 +169,6 @@ class AgentRanks(Ranks):
             if key.fileobj is self._listener:
                 for channel, news in self._listener.news():
                     self._hear(channel, news)
-            elif key.fd == self._end_fd:
-                self._selector.unregister(key.fd)
             else:
                 read_available(key.fd)
         self._give_up_lost()
@@ -229,11 +185,11 @@ class AgentRanks(Ranks):
 
     def finish(self) -> None:
         self._order(finish=True)
-        self._wait_for_agents()
+        self.wait_for_agents()
 
     def stop(self, reason: str) -> None:
         self._order(stop=reason)
-        self._wait_for_agents()
+        self.wait_for_agents()
 
     def stacks(self) -> dict[int, str]:
         queried = [seat for seat in self._seats if not seat.is_over and "running" in seat.state.at]
@@ -255,7 +211,7 @@ class AgentRanks(Ranks):
         try:
             if at_once is not None:
                 self._order(stop="cancelled" if at_once else "the launcher was interrupted")
-                self._wait_for_agents(0.5 if at_once else self._plan.grace_s + 2.0)
+                self.wait_for_agents(0.5 if at_once else self._plan.grace_s + 2.0)
         finally:
             self._listener.close()
             for channel in self._channels:
@@ -264,11 +220,9 @@ class AgentRanks(Ranks):
             self.starter_has_ended()
             self._end_ranks_here()
             self._selector.close()
-            fds = (self._wake_read, self._wake_write, self._end_fd)
-            self._wake_write = self._end_fd = -1
-            for fd in fds:
-                if fd >= 0:
-                    os.close(fd)
+            wake_write, self._wake_write = self._wake_write, -1
+            os.close(wake_write)
+            os.close(self._wake_read)
             for seat in self._seats:
                 seat.log.close()
                 for stream in seat.streams:
@@ -463,7 +417,7 @@ class AgentRanks(Ranks):
         for seat in self._seats:
             seat.send(order)
 
-    def _wait_for_agents(self, limit_s: float | None = None) -> None:
+    def wait_for_agents(self, limit_s: float | None = None) -> None:
         """Wait for the last message of all agents; longer where a rank finishes a save."""
         begin = time.monotonic()
         if limit_s is None:
@@ -473,9 +427,6 @@ class AgentRanks(Ranks):
             if (remaining_s := begin + limit_s + longest - time.monotonic()) <= 0:
                 break
             self.wait(remaining_s)
-        if self._process is not None and all(seat.is_over for seat in self._seats):
-            with suppress(subprocess.TimeoutExpired):  # it ends after its agents
-                self.exit_code = self._process.wait(max(0.5, begin + limit_s - time.monotonic()))
 
     def _end_ranks_here(self) -> None:
         """Kill ranks of this host that outlived their agents; a reused process id is left alone."""

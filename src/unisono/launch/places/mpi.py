@@ -17,7 +17,7 @@ from typing import Any, Literal
 
 from unisono.errors import PYTHON, PlatformError, Spelling
 from unisono.launch.places.agent import INVITATION
-from unisono.launch.places.agents import AgentRanks
+from unisono.launch.places.program import ProgramRanks
 from unisono.launch.places.rendezvous import address_of_job
 from unisono.launch.platform import Platform
 from unisono.launch.pool.cleanup import unused_memory
@@ -38,7 +38,7 @@ _FORWARDED = ("UNISONO_", "PYTHON", "TORCH", "OMP_", "MKL_", "GLOO_", "NCCL_", "
 """Starts of names of variables that Open MPI has to be told to take to other hosts."""
 
 
-class MpiRanks(AgentRanks):
+class MpiRanks(ProgramRanks):
     """The ranks of one attempt that `mpiexec` starts; leaves no memory of MPI behind."""
 
     def __init__(self, job: RankJob, plan: RunPlan, attempt: int, **shown: Any) -> None:

@@ -23,8 +23,8 @@ PROGRAMS = ("sbatch", "srun", "squeue", "scontrol", "scancel", "sinfo")
 """What has to be there to submit jobs, and to look after them."""
 ANSWER_S = 60.0
 """Longest wait for an answer of the controller."""
-SHORTEST_S, LONGEST_S = 1.0, 10.0
-"""Seconds between two questions: the longer nothing changes, the rarer they are."""
+PAUSE_S = 3.0
+"""Seconds between two questions."""
 _SPECIAL_STEPS = 0xFFFFFFFA
 """Steps from this number on are no steps of the user's, as the shell of `salloc`."""
 
@@ -179,33 +179,26 @@ class Queue:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._jobs: dict[str, tuple[str, str]] = {}
-        self.forget()
+        self._next = 0.0
 
     def forget(self) -> None:
         """Ask again next time."""
-        self._pause_s, self._next = SHORTEST_S, 0.0
+        self._next = 0.0
 
     def look(self, job: str) -> tuple[str, str] | None:
         """Return state and reason of a job; None once the controller has forgotten it."""
         with self._lock:
             if time.monotonic() >= self._next:
-                before = self._jobs
+                words = ("--noheader", "--array", "--states=all", "--format=%i|%T|%r")
                 with suppress(PlatformError):  # the controller is busy or being restarted
-                    self._jobs = _jobs_of_user()
-                is_new = self._jobs != before
-                self._pause_s = SHORTEST_S if is_new else min(LONGEST_S, 1.5 * self._pause_s)
-                self._next = time.monotonic() + self._pause_s
+                    lines = call("squeue", f"--user={os.getuid()}", *words).splitlines()
+                    rows = (line.strip().split("|", 2) for line in lines)
+                    self._jobs = {job: (state, reason) for job, state, reason in rows}
+                self._next = time.monotonic() + PAUSE_S
             if job in self._jobs:
                 return self._jobs[job]
         fields = show_job(job)  # it has left the queue, or was just submitted
         return (fields["JobState"], fields.get("Reason", "")) if "JobState" in fields else None
-
-
-def _jobs_of_user() -> dict[str, tuple[str, str]]:
-    words = ("--noheader", "--array", "--states=all", "--format=%i|%T|%r")
-    lines = call("squeue", f"--user={os.getuid()}", *words).splitlines()
-    rows = (line.strip().split("|", 2) for line in lines)
-    return {job: (state, reason) for job, state, reason in rows}
 
 
 QUEUE = Queue()

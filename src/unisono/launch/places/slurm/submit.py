@@ -182,7 +182,7 @@ def _submit(request: RunRequest, folder: Path, tasks: Sequence[SlurmTask]) -> li
             f"a job of {request.ranks} ranks",
             f"sbatch says: {str(error).strip()}",
             None,
-            "unisono run --check ... shows the same at once",
+            "unisono run --dry-run ... shows the same at once",
         ) from error
 
 

@@ -28,7 +28,8 @@ from unisono.launch.attempts import LONGEST_PAUSE_S, Attempts, Progress
 from unisono.launch.channel import ControlChannel
 from unisono.launch.logs import FAILED, Console
 from unisono.launch.places.agent import CONNECT_S, GONE, Invitation, attend, chunks_of
-from unisono.launch.places.agents import ALL_INTERFACES, AgentRanks
+from unisono.launch.places.agents import ALL_INTERFACES
+from unisono.launch.places.program import ProgramRanks
 from unisono.launch.places.slurm import cluster
 from unisono.launch.pool.protocol import RankJob, RunPlan, own_versions
 from unisono.launch.pool.verdict import Ending, headline
@@ -45,19 +46,19 @@ _POLL_S = 0.1, 1.0
 """Seconds between two looks for an invitation: the first, and the longest."""
 
 
-def srun_ranks(job: RankJob, plan: RunPlan, attempt: int, **shown: Any) -> AgentRanks:
+def srun_ranks(job: RankJob, plan: RunPlan, attempt: int, **shown: Any) -> ProgramRanks:
     """Return the ranks of a run on the nodes that this process has already."""
     cluster.check_programs()
     command = ["srun", *cluster.srun_options(plan), *_agent_command()]
     shown |= {"env": job.setting.environment, "address": ALL_INTERFACES}
-    return AgentRanks(job, plan, attempt, command=command, **shown)
+    return ProgramRanks(job, plan, attempt, command=command, **shown)
 
 
 def _agent_command() -> list[str]:
     return [sys.executable, "-m", "unisono.launch.places.agent"]
 
 
-class SlurmRanks(AgentRanks):
+class SlurmRanks(ProgramRanks):
     """The ranks of one attempt in a job, whose other tasks are agents.
 
     Args:
@@ -70,7 +71,7 @@ class SlurmRanks(AgentRanks):
     def __init__(
         self, plan: RunPlan, attempt: int, obey: Callable[[str, ControlChannel], None], **shown: Any
     ) -> None:
-        shown |= {"command": _agent_command(), "address": ALL_INTERFACES}
+        shown |= {"command": _agent_command(), "env": os.environ, "address": ALL_INTERFACES}
         super().__init__(None, plan, attempt, **shown)
         self._obey = obey
 
