@@ -14,7 +14,6 @@ from unisono.errors import MissingExtra, PlatformError
 from unisono.launch import Platform, dry_run
 from unisono.launch.places.rendezvous import candidates, meet
 from unisono.launch.places.slurm import cluster
-from unisono.launch.places.slurm.submit import warning_s
 
 
 @pytest.fixture
@@ -93,13 +92,6 @@ def test_own_options_win_but_not_over_what_a_requeue_needs(no_cluster):
         "",
     )
     assert "module load cuda" in lines
-
-
-@pytest.mark.parametrize(
-    ("minutes", "seconds"), [(None, 90), (1, 12), (0, 90), (2, 24), (60, 90), (2880, 90)]
-)
-def test_short_jobs_are_warned_late_enough_to_do_something(minutes, seconds):
-    assert warning_s(minutes) == seconds
 
 
 def test_hostile_words_are_quoted_or_refused(no_cluster):
