@@ -43,7 +43,7 @@ INVITATION = "UNISONO_AGENT"
 _OF_OTHERS = (*MISLEADING, "RANK", "UNISONO_RUN_ID")
 """Variables that another launcher may have left; the starter sets its own."""
 _CHUNK = (1 << 20) - 4096  # with what pickle adds, one frame
-_DIAL_S = 1.0
+_DIAL_S = 3.0
 """Longest attempt to connect to one address; news of the rank wait meanwhile."""
 _PAUSE_S = 0.2
 """Seconds between two attempts to reach the supervisor."""

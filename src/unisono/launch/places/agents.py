@@ -42,7 +42,7 @@ from unisono.processes import process_start
 
 LEAVE_S = 15.0
 """Longest time from an order to the end of all agents."""
-HUNG_UP_S = 0.5
+HUNG_UP_S = 1.0
 """How long an agent may take to reconnect after its connection was closed: that happens when it
 ends, but a gateway may also close a connection that seems idle."""
 ALL_INTERFACES = "0.0.0.0"
