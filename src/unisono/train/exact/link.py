@@ -40,47 +40,47 @@ class InVain(Exception):
     """The members have changed: the step will be begun again."""
 
 
-class _Way(Protocol):
-    """The way to a coordinator."""
+class _Transport(Protocol):
+    """Messages to a coordinator, and its orders."""
 
-    def tell(self, message: dict[str, Any]) -> None:
-        """Send it a message."""
+    def send(self, message: dict[str, Any]) -> None:
+        """Send a message."""
 
-    def orders(self, *, blocks: bool) -> list[dict[str, Any]]:
+    def receive(self, *, blocks: bool) -> list[dict[str, Any]]:
         """Return the orders that have come; `blocks` waits for one."""
         ...
 
 
-class _Inside:
-    """The way to a coordinator in this process, of a world of one."""
+class _LocalTransport:
+    """A coordinator in this process, of a world of one."""
 
     def __init__(self) -> None:
         self._coordinator = Coordinator(1)
 
-    def tell(self, message: dict[str, Any]) -> None:
+    def send(self, message: dict[str, Any]) -> None:
         if message["kind"] == "join":
             place = {name: message[name] for name in ("shards", "step")}
             self._coordinator.joined(0, rank=0, **place)
         else:
             self._coordinator.receive(0, message)
 
-    def orders(self, *, blocks: bool) -> list[dict[str, Any]]:
+    def receive(self, *, blocks: bool) -> list[dict[str, Any]]:
         orders = [order for _, order in self._coordinator.take_orders()]
         if blocks and not orders:
             raise RankFailed("a member on its own waits for an order")
         return orders
 
 
-class _ByParent:
-    """The way to the coordinator of a job."""
+class _PipeTransport:
+    """The coordinator of a job, beyond the parent of this process."""
 
     def __init__(self, report_fd: int, orders: queue.SimpleQueue[dict[str, Any]]) -> None:
         self._report_fd, self._orders = report_fd, orders
 
-    def tell(self, message: dict[str, Any]) -> None:
+    def send(self, message: dict[str, Any]) -> None:
         tell(self._report_fd, elastic=message)
 
-    def orders(self, *, blocks: bool) -> list[dict[str, Any]]:
+    def receive(self, *, blocks: bool) -> list[dict[str, Any]]:
         orders: list[dict[str, Any]] = []
         while True:
             try:
@@ -96,7 +96,7 @@ class ElasticLink:
     """What a member needs of the others.
 
     Args:
-        way: to the coordinator.
+        transport: to the coordinator.
         files: the board and the state, which members share; none in a world of one.
         is_apart: whether each member has such files of its own, so that sums have to travel.
 
@@ -104,16 +104,18 @@ class ElasticLink:
         follower: knows what is next.
     """
 
-    def __init__(self, way: _Way, files: Sequence[int] = (), *, is_apart: bool = False) -> None:
+    def __init__(
+        self, transport: _Transport, files: Sequence[int] = (), *, is_apart: bool = False
+    ) -> None:
         self.follower = Follower()
-        self._way, self._files, self._is_apart = way, files, is_apart
+        self._transport, self._files, self._is_apart = transport, files, is_apart
         self._board = torch.empty(0, dtype=torch.uint8)
         self._lines = memoryview(b"")
         self._peers: Peers | None = None
         self._epoch = 0
         """The epoch of the connections to other members."""
         self._is_parted = False
-        self._told_mark, self._tell_at = 0, 0.0
+        self._reported_mark, self._tell_at = 0, 0.0
 
     def join(self, facts: dict[str, Any], size: int, shards: int, step: int) -> None:
         """Become a newcomer.
@@ -138,12 +140,12 @@ class ElasticLink:
             key = seal.prove("members of an elastic training").encode()
             self._peers = Peers(key, board, self._put_mark, self._files[1])
             address = self._peers.address
-        who = {"pid": os.getpid(), "host": socket.gethostname(), "address": address}
-        self.tell("join", facts=facts, shards=shards, step=step, **who)
+        process = {"pid": os.getpid(), "host": socket.gethostname(), "address": address}
+        self.tell("join", facts=facts, shards=shards, step=step, **process)
 
     def tell(self, kind: str, **rest: Any) -> None:
         """Tell the coordinator something."""
-        self._way.tell({"kind": kind, **rest})
+        self._transport.send({"kind": kind, **rest})
 
     def order(self) -> dict[str, Any]:
         """Wait for the next order. A member that keeps others waiting too long is ended."""
@@ -247,7 +249,7 @@ class ElasticLink:
         return [self._lines[n * _WORDS] for n in range(len(self.follower.order["ranks"]))]
 
     def _listen(self, *, blocks: bool = False) -> None:
-        self.follower.orders += self._way.orders(blocks=blocks)
+        self.follower.orders += self._transport.receive(blocks=blocks)
 
     def _pause(self, waited_s: float) -> None:
         """Wait a moment for marks and orders."""
@@ -265,8 +267,8 @@ class ElasticLink:
 
     def _tell_mark(self) -> None:
         mark, now = self.follower.mark, time.monotonic()
-        if mark != self._told_mark and now > self._tell_at:
-            self._told_mark, self._tell_at = mark, now + _TELL_S
+        if mark != self._reported_mark and now > self._tell_at:
+            self._reported_mark, self._tell_at = mark, now + _TELL_S
             self.tell("mark", mark=mark)
 
     # Members with memory of their own.
@@ -318,7 +320,7 @@ def open_link() -> ElasticLink:
     global _has_joined
     place = here()
     if place is None or place.report_fd is None or place.orders is None or not place.shared_fds:
-        return ElasticLink(_Inside())
+        return ElasticLink(_LocalTransport())
     if _has_joined:
         raise PlatformError.because(
             "a second elastic training in one elastic job",
@@ -326,5 +328,5 @@ def open_link() -> ElasticLink:
             hint="one unisono.run(..., elastic=True) for each",
         )
     _has_joined = True
-    way = _ByParent(place.report_fd, place.orders)
-    return ElasticLink(way, place.shared_fds, is_apart=not place.platform.kind.is_here)
+    transport = _PipeTransport(place.report_fd, place.orders)
+    return ElasticLink(transport, place.shared_fds, is_apart=not place.platform.kind.is_here)
