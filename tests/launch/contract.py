@@ -239,23 +239,28 @@ def work(folder):
 
 if __name__ == "__main__":
     options = eval(sys.argv[1])
-    unisono.run(work, sys.argv[2], on=unisono.Platform(ranks=2, **options))
+    elastic = sys.argv[3] == "True" or None
+    unisono.run(work, sys.argv[2], on=unisono.Platform(ranks=2, **options), elastic=elastic)
 """
 
 
-def leaves_nothing_when_its_launcher_is_killed(place, tmp_path):
-    if place.has_job:
-        pytest.skip("the job goes on")
+def leaves_nothing_when_its_launcher_is_killed(place, tmp_path, *, elastic=False):
+    if place.has_job or (elastic and not place.is_elastic):
+        pytest.skip("the job goes on, or ranks end together")
     script = tmp_path / "launcher.py"
     script.write_text(textwrap.dedent(LAUNCHER))
     options = {"device": place.on, **place.options}
-    words = [sys.executable, str(script), repr(options), str(tmp_path)]
+    words = [sys.executable, str(script), repr(options), str(tmp_path), str(elastic)]
     with subprocess.Popen(words, cwd=tmp_path, start_new_session=True) as launcher:
         paths = [tmp_path / str(rank) for rank in range(2)]
         wait_until(lambda: all(path.exists() for path in paths) or launcher.poll() is not None)
         pids = [int(pid) for path in paths for pid in path.read_text().split()]
         launcher.kill()
     wait_until(lambda: not any(map(is_running, pids)), 30)
+
+
+def leaves_nothing_of_an_elastic_run_when_its_launcher_is_killed(place, tmp_path):
+    leaves_nothing_when_its_launcher_is_killed(place, tmp_path, elastic=True)
 
 
 def train(ends=(), folder=""):
@@ -309,6 +314,7 @@ CASES = {
         runs_twice_at_once,
         goes_on_when_the_disk_of_its_logs_is_full,
         leaves_nothing_when_its_launcher_is_killed,
+        leaves_nothing_of_an_elastic_run_when_its_launcher_is_killed,
         tries_a_failed_attempt_again,
         shows_the_stacks_of_a_job_and_cancels_it,
         trains_elastically_whatever_happens_to_a_rank,
