@@ -359,4 +359,4 @@ def _places(nodes: Sequence[str]) -> list[Environment]:
 def _words(error: BaseException) -> str:
     """Return what Ray says of the end of an actor, in one line."""
     cause = getattr(error, "cause", None) or error  # what the agent raised
-    return f"{type(cause).__name__}: {textwrap.shorten(str(cause), 200)}"
+    return f"{type(cause).__name__}: {textwrap.shorten(str(cause), 500)}"
