@@ -12,17 +12,22 @@ from unisono.errors import PlatformError
 from unisono.launch import Platform, Wrapper, wrapper
 from unisono.launch.context import Here
 from unisono.launch.logs import IO
-from unisono.launch.request import choose_convention
+from unisono.launch.tasks import Task, as_task
 
 HERE = Here(
     rank=3, local_rank=1, platform=Platform(device="cpu"), device=torch.device("cpu"), group=None
 )
 
 
+@pytest.fixture(autouse=True)
+def rank_3(monkeypatch):
+    monkeypatch.setattr(Task, "_this_rank", lambda _task: HERE)
+
+
 def called(fn, *args, is_decorated=False, kind="auto", **kwargs):
-    """Choose a convention for `fn`, call it on rank 3, and return what it got."""
-    convention = choose_convention(fn, args, kwargs, kind=kind, is_decorated=is_decorated)
-    return convention.call(fn, args, kwargs, HERE)
+    """Make a task of `fn`, call it on rank 3, and return what it got."""
+    options = {"convention": kind, "is_decorated": is_decorated}
+    return as_task(fn, args, kwargs, HERE.platform, **options)(*args, **kwargs)
 
 
 def test_the_seed_pages_task_gets_its_one_tuple_as_written():
@@ -109,7 +114,7 @@ def test_a_wrapper_keeps_its_platform_and_a_decorated_function_its_name(monkeypa
 
 @pytest.mark.parametrize("device", ["mpi", "ray"])
 def test_one_rank_elsewhere_does_not_run_in_this_process(monkeypatch, device):
-    import unisono.launch.api as launching
+    import unisono.launch.tasks as launching
 
     monkeypatch.setattr(launching, "checked_request", lambda *_a, on, **_k: request_on(on))
     monkeypatch.setattr(launching, "execute", lambda request: request.place)

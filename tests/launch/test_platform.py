@@ -14,7 +14,7 @@ import unisono
 from unisono.comm import backends
 from unisono.cores import cgroup_quota, threads_per_rank, usable_cores
 from unisono.errors import MissingExtra, PlatformError, RankFailed
-from unisono.launch import IO, Device, Platform, fields, platform
+from unisono.launch import IO, Device, Platform, checks, platform
 from unisono.launch.platform import gpu_index
 
 QUIET = unisono.Logs(console="none")
@@ -45,10 +45,9 @@ def test_sizes_follow_from_the_fields_that_were_given(fields, per_node, world, c
 
 def test_every_field_has_a_kind_and_the_table_of_places_names_fields_and_places():
     callables = {"device", "upon_finish", "upon_error"}
-    assert platform.FIELDS - platform.KINDS.keys() == callables
-    assert platform.ONLY_AT.keys() <= platform.FIELDS
+    assert platform.FIELDS.keys() - platform.KINDS.keys() == callables
     places = {device.value for device in Device}
-    assert all(set(taken) < places for taken in platform.ONLY_AT.values())
+    assert all(set(platform.places_of(name)) < places for name in platform.FIELDS)
 
 
 def test_a_platform_does_not_change_but_another_one_may_differ():
@@ -169,7 +168,7 @@ def test_the_printed_table_shows_where_ranks_meet_only_if_they_do(capsys, monkey
 
 
 def test_a_backend_that_ranks_could_not_use_is_refused_before_any_is_started(monkeypatch):
-    assert set(backends.NAMES) <= set(fields.BACKENDS)
+    assert set(backends.NAMES) <= set(checks.BACKENDS)
     monkeypatch.setattr("importlib.util.find_spec", lambda _name: None)
     with pytest.raises(MissingExtra, match="unisono\\[mpi\\]"):
         unisono.run(print, on=Platform(device="cpu", backend="mpi"))

@@ -164,13 +164,6 @@ def test_a_bad_file_says_what_is_wrong(project, text, words):
     assert all(word in str(caught.value) for word in words), str(caught.value)
 
 
-@pytest.mark.parametrize("name", ["ranks", "partition"])
-def test_a_variable_that_was_a_setting_says_what_to_write_instead(monkeypatch, name):
-    monkeypatch.setenv(variable := f"UNISONO_{name.upper()}", "4")
-    with pytest.raises(PlatformError, match=f"unset {variable}; write {name} in .run. of unisono"):
-        request()
-
-
 def test_a_variable_that_means_nothing_is_named(monkeypatch):
     monkeypatch.setenv("UNISONO_CHEK", "1")
     with pytest.warns(RuntimeWarning, match="did you mean UNISONO_CHECK") as caught:

@@ -271,16 +271,18 @@ def _check_uses(fields: Mapping[str, Any], request: RunRequest) -> None:
 
     In an existing world, or with UNISONO_FORCE_ON, the place is not the user's choice.
     """
-    from unisono.launch.platform import unused_fields
+    from unisono.launch.platform import places_of
 
     if os.environ.get("UNISONO_FORCE_ON") or request.joins_world:
         return
-    for name, places in unused_fields(fields, request.place):
-        raise PlatformError.because(
-            SHELL.run(**{name: fields[name]}, on=request.place),
-            f"{name} is used on {' and '.join(places)} only",
-            hint=SHELL.options(on=places[0]),
-        )
+    for name, value in fields.items():
+        places = places_of(name)
+        if places and request.place not in places:
+            raise PlatformError.because(
+                SHELL.run(**{name: value}, on=request.place),
+                f"{name} is used on {' and '.join(places)} only",
+                hint=SHELL.options(on=places[0]),
+            )
 
 
 def _show(args: argparse.Namespace, request: RunRequest) -> int:

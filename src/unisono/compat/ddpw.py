@@ -12,7 +12,7 @@ from typing import Any, Self
 from unisono import launch
 from unisono.compat.modules import Module, build
 from unisono.errors import PlatformError
-from unisono.launch import functional, in_process
+from unisono.launch import functional, tasks
 from unisono.launch.platform import check_names
 
 OLD_NAMES = {"n_gpus": "n_gpus_per_node", "n_cpus": "n_cpus_per_node", "ram": "mem_per_node"}
@@ -145,7 +145,7 @@ MODULES = {
     "wrapper": Module(
         "DDPW's `wrapper`. The package's attribute of that name is the decorator.",
         (launch, "Wrapper wrapper"),
-        (in_process, "setup"),
+        (tasks, "setup"),
     ),
 }
 

@@ -6,7 +6,7 @@ Starting this package imports neither torch nor numpy.
 
 from __future__ import annotations
 
-from unisono.launch.api import Wrapper, dry_run, run, submit, submit_array, wrapper
+from unisono.launch.api import dry_run, run, submit, submit_array
 from unisono.launch.in_process import world
 from unisono.launch.job import Job
 from unisono.launch.logs import IO, Logs
@@ -20,6 +20,7 @@ from unisono.launch.stopping import (
     should_stop,
     simulate_preemption,
 )
+from unisono.launch.tasks import Wrapper, wrapper
 
 __all__ = [
     "IO",

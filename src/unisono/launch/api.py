@@ -1,11 +1,7 @@
-"""`run`, `submit` and `dry_run`: one function, any number of ranks, their return values back.
-
-`Wrapper` and `wrapper` do the same as DDPW spells it.
-"""
+"""`run`, `submit` and `dry_run`: one function, any number of ranks, their return values back."""
 
 from __future__ import annotations
 
-import functools
 import importlib
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
@@ -13,9 +9,9 @@ from typing import Any, TypeVar
 
 from unisono.errors import PlatformError
 from unisono.launch.attempts import LauncherAttempts, job_directory, telling
-from unisono.launch.in_process import run_here, run_in_process, run_inline
+from unisono.launch.in_process import run_here, run_inline
 from unisono.launch.job import Job, LocalJob
-from unisono.launch.logs import IO, Logs
+from unisono.launch.logs import Logs
 from unisono.launch.places.slurm.cluster import in_allocation
 from unisono.launch.platform import Device, Platform
 from unisono.launch.pool.client import get_server, why_not
@@ -26,7 +22,6 @@ from unisono.launch.request import (
     RunRequest,
     check_call,
     checked_request,
-    choose_convention,
     function_name,
     is_in_world,
 )
@@ -34,7 +29,7 @@ from unisono.launch.results import Results
 from unisono.launch.settings import say_once
 from unisono.launch.stopping import signals_of_launcher
 
-__all__ = ["Wrapper", "dry_run", "run", "submit", "submit_array", "wrapper"]
+__all__ = ["dry_run", "run", "submit", "submit_array"]
 
 T = TypeVar("T")
 
@@ -258,72 +253,3 @@ def describe_request(request: RunRequest) -> str:
     from unisono.launch.places.slurm.submit import script_text
 
     return f"{script_text(request)}\n{table}"
-
-
-class Wrapper:
-    """Starts tasks on a platform.
-
-    Attributes:
-        platform: where.
-    """
-
-    def __init__(self, platform: Platform, *, convention: str = "auto") -> None:
-        """Take a platform.
-
-        Args:
-            platform: where tasks run; `IO.verbose` follows its `verbose`.
-            convention: how tasks are called: `"seed"` (ranks, group, one value), `"ddpw6"` (by
-                keyword), `"plain"`, or `"auto"` by their signature.
-        """
-        self.platform = platform
-        self._convention = convention
-        IO.verbose = platform.verbose
-
-    def start(self, task: Callable[..., Any], *args: Any, **kwargs: Any) -> Results[Any] | Job:
-        """Run `task` on every rank of the platform and return what each returned.
-
-        One rank of this host is this process, as DDPW has it. On SLURM the job is queued, and its
-        handle returned at once.
-        """
-        with own_frames_hidden():
-            return self._start(task, args, kwargs, is_decorated=False)
-
-    def _start(
-        self,
-        task: Callable[..., Any],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        *,
-        is_decorated: bool,
-    ) -> Results[Any] | Job:
-        convention = choose_convention(
-            task, args, kwargs, kind=self._convention, is_decorated=is_decorated
-        )
-        platform = self.platform
-        if platform.seed_per_rank is None:  # equal weights and splits everywhere, as DDPW has it
-            platform = platform.but(seed_per_rank=False)
-        request = checked_request(task, args, kwargs, on=platform, convention=convention)
-        request.platform.print()
-        if request.place == "slurm" and not request.joins_world:
-            return submit_request(request)
-        is_here = request.platform.kind.is_here and not request.joins_world
-        if request.ranks == 1 and is_here:
-            with telling(request.platform):
-                return run_in_process(request)
-        return execute(request)
-
-
-def wrapper(
-    platform: Platform,
-) -> Callable[[Callable[..., Any]], Callable[..., Results[Any] | Job]]:
-    """Decorate a function so that calling it runs it on every rank of `platform`."""
-
-    def decorate(fn: Callable[..., Any]) -> Callable[..., Results[Any] | Job]:
-        @functools.wraps(fn)
-        def launch(*args: Any, **kwargs: Any) -> Results[Any] | Job:
-            with own_frames_hidden():
-                return Wrapper(platform)._start(fn, args, kwargs, is_decorated=True)
-
-        return launch
-
-    return decorate

@@ -415,7 +415,6 @@ def rank_job(request: RunRequest, call: Parcel, variables: Mapping[str, str]) ->
     return RankJob(
         argv=list(sys.argv),
         call=call,
-        convention=request.convention,
         platform=request.platform.but(upon_finish=None, upon_error=None, seed_per_rank=is_per_rank),
         setting=Surroundings.now(variables),
         upon_finish=upon_finish,

@@ -15,31 +15,20 @@ import socket
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from unisono.accelerator import is_accelerator
-from unisono.environment import RANK_PID, detect, rank_mark
-from unisono.errors import PlatformError, RankFailed, Requeue
+from unisono.environment import detect
+from unisono.errors import RankFailed, Requeue
 from unisono.launch import stopping
-from unisono.launch.context import (
-    Here,
-    checked,
-    enter_world,
-    generators_kept,
-    here,
-    own_group,
-    seeded,
-    set_here,
-)
+from unisono.launch.context import checked, here, seeded
 from unisono.launch.job_files import check_ours
-from unisono.launch.platform import Device, Platform
+from unisono.launch.platform import Device
 from unisono.launch.pool.stacks import hide_own_frames, site_of
-from unisono.launch.request import RunRequest, choose_convention
+from unisono.launch.request import RunRequest
 from unisono.launch.results import Elsewhere, Results
 from unisono.launch.stopping import deadline
 
@@ -148,14 +137,13 @@ def run_here(request: RunRequest) -> Results[Any]:
             file=sys.stderr,
         )
     ready = time.perf_counter()
-    place = _place(comm, request)
     try:
         with (
             deadline(request.timeout_s, rank=comm.rank, size=comm.size),
             seeded(request.seed, comm.rank),
             checked(request.check),
         ):
-            value = request.convention.call(request.fn, request.args, request.kwargs, place)
+            value = request.fn(*request.args, **request.kwargs)
             streams.settle()
     except BaseException as error:
         post_failure(error)
@@ -206,91 +194,6 @@ def run_inline(request: RunRequest) -> Results[Any]:
     raise RankFailed(f"the function asked to be started again more than max_requeues={limit} times")
 
 
-def run_in_process(request: RunRequest) -> Results[Any]:
-    """Run a request for one rank in this process; exceptions pass as they are."""
-    begin = time.perf_counter()
-    with _as_rank(request.platform, rank=0, local_rank=0, node=0) as place:
-        ready = time.perf_counter()
-        value = request.convention.call(request.fn, request.args, request.kwargs, place)
-        wall_s = time.perf_counter() - ready
-    return Results(
-        [value],
-        hosts=[socket.gethostname()],
-        platform=request.place,
-        wall_s=wall_s,
-        start_s=ready - begin,
-        threads=request.platform.cpus_per_rank,
-    )
-
-
-def setup(
-    node: int,
-    global_rank: int,
-    local_rank: int,
-    platform: Platform,
-    target: Callable[..., Any],
-    *args: Any,
-    **kwargs: Any,
-) -> Any:
-    """Run `target` in this process as the given rank of `platform`; return what it returns.
-
-    Collective over all ranks of the platform: for more than one, `master_addr` and `master_port`
-    say where they meet.
-    """
-    if platform.requires_ipc and (platform.master_addr is None or platform.master_port is None):
-        raise PlatformError.because(
-            f"setup(..., global_rank={global_rank}) of {platform.world_size} ranks",
-            "no address at which the ranks meet",
-            None,
-            "Platform(master_addr='127.0.0.1', master_port=29400)",
-        )
-    convention = choose_convention(target, args, kwargs)
-    if platform.seed_per_rank is None:
-        platform = platform.but(seed_per_rank=False)
-    with _as_rank(platform, rank=global_rank, local_rank=local_rank, node=node) as place:
-        return convention.call(target, args, kwargs, place)
-
-
-@contextmanager
-def _as_rank(platform: Platform, *, rank: int, local_rank: int, node: int) -> Iterator[Here]:
-    """Make this process a rank for the length of the block."""
-    from unisono.comm.lifecycle import open_store, stop_world
-
-    previous = here()
-    with generators_kept(), ExitStack() as at_end:
-        at_end.callback(os.environ.update, dict(os.environ))
-        at_end.callback(os.environ.clear)
-        at_end.callback(set_here, previous)
-        at_end.callback(stop_world)
-        for name in (RANK_PID, "MASTER_ADDR", "MASTER_PORT", "UNISONO_DETECT"):
-            os.environ.pop(name, None)
-        os.environ |= {
-            "RANK": str(rank),
-            "WORLD_SIZE": str(platform.world_size),
-            "LOCAL_RANK": str(local_rank),
-            "LOCAL_WORLD_SIZE": str(platform.ranks_per_node),
-            "NODE_RANK": str(node),
-            "UNISONO_RUN_ID": secrets.token_hex(8),
-            "UNISONO_RESTART": "0",
-            **(platform.env or {}),
-        }
-        environment = detect()
-        store = None
-        if platform.ipc_groups is not None:
-            store = open_store(
-                environment,
-                addr=platform.master_addr,
-                port=platform.master_port or 0,
-                timeout_s=platform.start_timeout_s,
-            )
-            addr = platform.master_addr or "127.0.0.1"
-            port = platform.master_port or store.port  # pyright: ignore[reportAttributeAccessIssue]
-            platform = platform.but(master_addr=addr, master_port=port)
-            os.environ |= {"MASTER_ADDR": addr, "MASTER_PORT": str(port)}
-        os.environ[RANK_PID] = rank_mark(os.environ, os.getpid())
-        yield enter_world(environment, platform, store=store, name="in-process")
-
-
 def _unused(request: RunRequest, comm: Communicator) -> list[str]:
     """Return the options that this world does not follow."""
     platform, nodes = request.platform, request.platform.n_nodes
@@ -303,26 +206,6 @@ def _unused(request: RunRequest, comm: Communicator) -> list[str]:
     if nodes > 1 and nodes != detect().nodes:
         words.append(f"nodes={nodes}")
     return words
-
-
-def _place(comm: Communicator, request: RunRequest) -> Here:
-    """Return this rank for the task: from our launcher, else from the world.
-
-    Collective over the world where groups of the platform are made.
-    """
-    launched = here()
-    if launched is not None:
-        group, groups = launched.group, launched.platform.ipc_groups
-        if group is None and groups is not None:  # a script made the world, and we found it
-            group = own_group(groups)
-        return replace(launched, platform=request.platform, group=group)
-    return Here(
-        rank=comm.rank,
-        local_rank=detect().local_rank,
-        platform=request.platform,
-        device=comm.device,
-        group=comm.process_group(),
-    )
 
 
 def pack(value: object) -> bytes:

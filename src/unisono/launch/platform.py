@@ -1,15 +1,17 @@
 """`Platform`: where ranks run, how many there are, and what each of them gets.
 
-`Device` is the kind of place. Accelerators are counted without making a context on any of them.
-`KINDS` says what each field may be (`fields.py`), `ONLY_AT` which fields only some places take.
+Each field says what it may be and, where only some places take it, which (`checks.py`). `Device` is
+the kind of place. Accelerators are counted without making a context on any of them.
 """
+
+# ruff: noqa: RUF009  what `_of` returns is no default but a field
 
 from __future__ import annotations
 
 import copy
 import os
 import socket
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from dataclasses import MISSING, dataclass, field, fields
 from enum import Enum, EnumMeta
@@ -18,8 +20,8 @@ from typing import TYPE_CHECKING, Any, Self
 from unisono import accelerator, removed
 from unisono.cores import threads_per_rank, usable_cores
 from unisono.errors import PYTHON, PlatformError, Spelling
-from unisono.launch import fields as kinds
-from unisono.launch.fields import Kind, nearest
+from unisono.launch import checks as kinds
+from unisono.launch.checks import Kind, check_machine, check_platform, nearest
 from unisono.launch.logs import IO
 
 if TYPE_CHECKING:
@@ -51,6 +53,11 @@ class Device(Enum, metaclass=_Devices):
     def is_here(self) -> bool:
         """Whether its ranks are processes of this host, which the launcher starts itself."""
         return self in (Device.CPU, Device.GPU, Device.MPS)
+
+    @property
+    def has_own_nodes(self) -> bool:
+        """Whether ranks get the CPUs and GPUs that the platform names, not those of this host."""
+        return self in (Device.SLURM, Device.RAY)
 
     @classmethod
     def from_str(cls, device: str | Device) -> Device:
@@ -90,8 +97,14 @@ def gpu_index(local_rank: int, local_size: int, visible: int, *, oversubscribe: 
     return local_rank % visible if oversubscribe and visible else None
 
 
-AS_REQUESTED = (Device.SLURM, Device.RAY)
-"""Places where ranks get the CPUs and GPUs that the platform names, not those of this host."""
+_WITH_GPUS = ("gpu", "mps", "mpi", "ray", "slurm")
+_HOSTS = ("mpi", "ray", "slurm")
+
+
+def _of(kind: Kind, default: Any = None, *, only: Sequence[str] = ()) -> Any:
+    """Return a field of this kind; `only` these places take it, or all of them."""
+    given: Any = {"default_factory": list} if default == [] else {"default": default}
+    return field(**given, metadata={"kind": kind, "only": tuple(only)})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,85 +118,85 @@ class Platform:
 
     device: Device | str = Device.GPU
     """Kind of place; a kind of accelerator (`"cuda"`, `"xpu"`) is `"gpu"` with that accelerator."""
-    accelerator: str | None = None
+    accelerator: str | None = _of(kinds.TEXT, only=_WITH_GPUS)
     """Kind of accelerator of `"gpu"`; None is the one that a rank finds."""
-    name: str = "unisono"
+    name: str = _of(kinds.TEXT, "unisono")
     """Name of the job."""
 
-    ranks: int | None = None
+    ranks: int | None = _of(kinds.COUNT)
     """Number of ranks over all nodes; None derives it from the fields below, else takes one."""
-    n_nodes: int = 1
+    n_nodes: int = _of(kinds.COUNT, 1, only=_HOSTS)
     """Number of hosts; where `hosts` are named, their number."""
-    n_gpus_per_node: int = 0
+    n_gpus_per_node: int = _of(kinds.COUNT_OR_ZERO, 0)
     """GPUs of a node, and its ranks where `ranks` is not given."""
-    n_cpus_per_node: int | None = None
+    n_cpus_per_node: int | None = _of(kinds.COUNT)
     """CPUs of a node for this job; its ranks, where neither `ranks` nor GPUs are given."""
-    oversubscribe: bool = False
+    oversubscribe: bool = _of(kinds.FLAG, False, only=_WITH_GPUS)
     """Whether several ranks may share a GPU."""
 
-    backend: str | None = None
+    backend: str | None = _of(kinds.BACKEND)
     """torch.distributed backend; None chooses one that fits the device."""
-    ipc_groups: list[list[int]] | None = field(default_factory=list)
+    ipc_groups: list[list[int]] | None = _of(kinds.GROUPS, [])
     """None: no process group; `[]`: one of all ranks; else disjoint lists of ranks."""
-    ipc_protocol: str = "tcp"
+    ipc_protocol: str = _of(kinds.one_of("tcp", "file"), "tcp")
     """How ranks meet: `"tcp"`, or `"file"` for a file in the directory of the run."""
-    master_addr: str | None = None
+    master_addr: str | None = _of(kinds.TEXT)
     """Where rank 0 listens; None decides at the start."""
-    master_port: int | None = None
+    master_port: int | None = _of(kinds.PORT)
     """Its port; None takes a free one."""
-    spawn_method: str = "auto"
+    spawn_method: str = _of(kinds.SPAWN, "auto", only=("cpu", "gpu", "mps"))
     """`"auto"`, `"forkserver"`, `"fork"`: from the warm server; `"spawn"`: fresh interpreters."""
-    env: dict[str, str] | None = None
+    env: dict[str, str] | None = _of(kinds.VARIABLES)
     """More environment variables for the ranks."""
-    detect: bool = True
+    detect: bool = _of(kinds.FLAG, True)
     """Whether to join a world that this process is in already."""
-    seed: int | None = None
+    seed: int | None = _of(kinds.INTEGER)
     """Seed of all generators of each rank; None leaves them alone."""
-    seed_per_rank: bool | None = None
+    seed_per_rank: bool | None = _of(kinds.FLAG)
     """Whether rank r gets `seed + r`; None: yes under `run`, no under `Wrapper`."""
 
-    start_timeout_s: float = 300.0
+    start_timeout_s: float = _of(kinds.FINITE_SECONDS, 300.0)
     """Deadline of the start of all ranks."""
-    comm_timeout_s: float = 600.0
+    comm_timeout_s: float = _of(kinds.FINITE_SECONDS, 600.0)
     """Deadline of each collective, in all groups."""
-    grace_s: float = 1.0
+    grace_s: float = _of(kinds.FINITE_SECONDS, 1.0)
     """Time between asking a rank to stop and killing it."""
-    interrupt_s: float = 30.0
+    interrupt_s: float = _of(kinds.FINITE_SECONDS, 30.0)
     """Time that ranks have to save and end after the first Ctrl-C."""
-    lost_after_s: float = 60.0
+    lost_after_s: float = _of(kinds.FINITE_SECONDS, 60.0, only=_HOSTS)
     """MPI, Ray, SLURM: how long a host may be unreachable before its ranks are given up."""
-    stop_signals: tuple[str, ...] = ("SIGTERM", "SIGUSR2")
+    stop_signals: tuple[str, ...] = _of(kinds.SIGNALS, ("SIGTERM", "SIGUSR2"))
     """Signals that ask a rank to stop (`should_stop`)."""
-    stack_signal: str = "SIGUSR1"
+    stack_signal: str = _of(kinds.SIGNAL, "SIGUSR1")
     """Signal at which a rank writes its stacks."""
-    max_requeues: int = 100
+    max_requeues: int = _of(kinds.COUNT_OR_ZERO, 100)
     """How often `requeue` may start a run again."""
-    verbose: bool = False
+    verbose: bool = _of(kinds.FLAG, False)
     """Whether `Wrapper` prints what it does."""
     upon_finish: Callable[[], object] | None = None
     """Called once after all ranks succeeded: in the launcher, on a cluster in rank 0."""
     upon_error: Callable[[BaseException], object] | None = None
     """Called in the launcher with the exception of a failed run."""
 
-    hosts: Sequence[str] = ()
+    hosts: Sequence[str] = _of(kinds.STRINGS, (), only=["mpi"])
     """MPI: names of the hosts, which are the nodes; `mpiexec` reaches them by ssh."""
-    mpiexec: str | None = None
+    mpiexec: str | None = _of(kinds.PATH, only=["mpi"])
     """MPI: path of `mpiexec`; None looks for it."""
-    mpiexec_args: Sequence[str] = ()
+    mpiexec_args: Sequence[str] = _of(kinds.STRINGS, (), only=["mpi"])
     """MPI: more words for `mpiexec`."""
-    partition: str | None = None
+    partition: str | None = _of(kinds.TEXT, only=["slurm"])
     """SLURM: partition; None is the cluster's default."""
-    mem_per_node: int | None = None
+    mem_per_node: int | None = _of(kinds.COUNT_OR_ZERO, only=["slurm"])
     """SLURM: memory of a node in GB; None asks for none in particular."""
-    timeout_min: int | None = None
+    timeout_min: int | None = _of(kinds.MINUTES, only=["slurm"])
     """SLURM: time limit in minutes; None is that of the partition."""
-    slurm_additional_parameters: dict[str, Any] | None = None
+    slurm_additional_parameters: dict[str, Any] | None = _of(kinds.TABLE, only=["slurm"])
     """SLURM: more options for `sbatch`."""
-    srun_args: Sequence[str] = ()
+    srun_args: Sequence[str] = _of(kinds.STRINGS, (), only=["slurm"])
     """SLURM: more words for `srun`."""
-    console_logs: str = "./.unisono/jobs"
+    console_logs: str = _of(kinds.PATH, "./.unisono/jobs", only=("mpi", "slurm"))
     """SLURM, MPI: parent of the directories of jobs on several hosts."""
-    ray_init: dict[str, Any] | None = None
+    ray_init: dict[str, Any] | None = _of(kinds.TABLE, only=["ray"])
     """Ray: arguments of `ray.init`, as `{"address": "10.0.0.1:6379"}`."""
 
     def __new__(cls, *_args: Any, **named: Any) -> Self:
@@ -258,7 +271,7 @@ class Platform:
         """Number of CPUs, and threads, of each rank."""
         if (cpus := self.shared_cpus) is not None:
             return max(1, cpus // self.ranks_per_node)
-        if self.kind in AS_REQUESTED:
+        if self.kind.has_own_nodes:
             return 1
         return threads_per_rank(self.ranks_per_node, usable_cores())
 
@@ -277,7 +290,7 @@ class Platform:
         """Whether ranks work on GPUs; under MPI if the platform names GPUs and the node has any."""
         if self.kind is Device.MPI:
             return self.counts_gpus and accelerator.count() > 0
-        return self.kind is Device.GPU or (self.kind in AS_REQUESTED and self.n_gpus_per_node > 0)
+        return self.kind is Device.GPU or (self.kind.has_own_nodes and self.n_gpus_per_node > 0)
 
     def gpu_of_rank(self, local_rank: int, spelling: Spelling = PYTHON) -> int:
         """Return the number of the GPU of a rank, or explain that there are too few."""
@@ -305,8 +318,6 @@ class Platform:
 
     def validate(self) -> None:
         """Raise `PlatformError` if this platform makes no sense, or cannot be had here."""
-        from unisono.launch.checks import check_machine, check_platform
-
         check_platform(self)
         check_machine(self)
         if self.kind is Device.SLURM:
@@ -342,7 +353,7 @@ class Platform:
         lines = [f"{'rank':>4}  {'node':<16}  device"]
         for rank in range(self.world_size):
             node, local_rank = divmod(rank, self.ranks_per_node)
-            if self.kind in AS_REQUESTED:  # not a device of this host
+            if self.kind.has_own_nodes:  # not a device of this host
                 device = f"gpu:{local_rank}" if self.n_gpus_per_node else "cpu"
             else:
                 device = str(self.torch_device(local_rank))
@@ -353,68 +364,26 @@ class Platform:
         return "\n".join(lines)
 
 
-FIELDS = frozenset(f.name for f in fields(Platform))
-"""Names of the fields of a platform."""
-_DEFAULTS: dict[str, Any] = {
-    f.name: [] if f.default is MISSING else f.default for f in fields(Platform)
-}
-MAY_BE_NONE = frozenset(f.name for f in fields(Platform) if str(f.type).endswith("| None"))
-KINDS: dict[str, Kind] = {
-    **dict.fromkeys(("accelerator", "name", "master_addr", "partition"), kinds.TEXT),
-    **dict.fromkeys(("ranks", "n_nodes", "n_cpus_per_node"), kinds.COUNT),
-    **dict.fromkeys(("n_gpus_per_node", "max_requeues", "mem_per_node"), kinds.COUNT_OR_ZERO),
-    **dict.fromkeys(("oversubscribe", "detect", "seed_per_rank", "verbose"), kinds.FLAG),
-    "backend": kinds.BACKEND,
-    "ipc_groups": kinds.GROUPS,
-    "ipc_protocol": kinds.one_of("tcp", "file"),
-    "master_port": kinds.PORT,
-    "spawn_method": kinds.one_of("auto", "forkserver", "fork", "spawn"),
-    "env": kinds.VARIABLES,
-    "seed": kinds.INTEGER,
-    **dict.fromkeys(
-        ("start_timeout_s", "comm_timeout_s", "grace_s", "interrupt_s", "lost_after_s"),
-        kinds.FINITE_SECONDS,
-    ),
-    "stop_signals": kinds.SIGNALS,
-    "stack_signal": kinds.SIGNAL,
-    **dict.fromkeys(("hosts", "mpiexec_args", "srun_args"), kinds.STRINGS),
-    **dict.fromkeys(("mpiexec", "console_logs"), kinds.PATH),
-    "timeout_min": kinds.MINUTES,
-    **dict.fromkeys(("slurm_additional_parameters", "ray_init"), kinds.TABLE),
-    "nodes": kinds.COUNT,
-    "timeout_s": kinds.SECONDS,
-    "max_restarts": kinds.COUNT_OR_ZERO,
-}
-"""What the fields of a platform and the arguments of `run` take."""
-ONLY_AT: dict[str, tuple[str, ...]] = {
-    **dict.fromkeys(("accelerator", "oversubscribe"), ("gpu", "slurm", "ray", "mpi", "mps")),
-    **dict.fromkeys(("hosts", "mpiexec", "mpiexec_args"), ("mpi",)),
-    **dict.fromkeys(("partition", "mem_per_node", "timeout_min"), ("slurm",)),
-    **dict.fromkeys(("slurm_additional_parameters", "srun_args"), ("slurm",)),
-    **dict.fromkeys(("n_nodes", "lost_after_s"), ("mpi", "ray", "slurm")),
-    "spawn_method": ("cpu", "gpu", "mps"),
-    "console_logs": ("slurm", "mpi"),
-    "ray_init": ("ray",),
-}
-"""Fields that only some places take."""
+FIELDS = {f.name: f for f in fields(Platform)}
+"""The fields of a platform, by name."""
+KINDS: dict[str, Kind] = {n: f.metadata["kind"] for n, f in FIELDS.items() if f.metadata}
+"""What they may be; those without an entry are checked where they are used."""
+_DEFAULTS = {name: [] if f.default is MISSING else f.default for name, f in FIELDS.items()}
 
 
-def unused_fields(names: Collection[str], place: str) -> Iterator[tuple[str, tuple[str, ...]]]:
-    """Yield each of these fields that a place does not take, and the places that do."""
-    for name in names:
-        if place not in (places := ONLY_AT.get(name, (place,))):
-            yield name, places
+def places_of(name: str) -> tuple[str, ...]:
+    """Return the places that take a field; none if all of them do."""
+    return FIELDS[name].metadata.get("only", ())
 
 
 def check_names(named: Collection[str]) -> None:
     """Raise `PlatformError` for a field that no platform has."""
-    unknown = min(set(named) - FIELDS, default=None)
-    if unknown is None:
-        return
-    near = nearest(unknown, FIELDS)
-    raise PlatformError.because(
-        f"Platform({unknown}=...)",
-        f"fields are {', '.join(f.name for f in fields(Platform))}",
-        hint=removed.REMOVED.get(f"unisono.Platform.{unknown}")
-        or (f"did you mean {near}?" if near else None),
-    )
+    unknown = min(set(named) - FIELDS.keys(), default=None)
+    if unknown is not None:
+        near = nearest(unknown, FIELDS)
+        hint = removed.REMOVED.get(f"unisono.Platform.{unknown}")
+        raise PlatformError.because(
+            f"Platform({unknown}=...)",
+            f"fields are {', '.join(FIELDS)}",
+            hint=hint or (f"did you mean {near}?" if near else None),
+        )

@@ -1,9 +1,7 @@
 """The request of a caller of `run`, checked before any process starts.
 
-First the function: whether it can be called with these arguments, and how ranks call it, plainly or
-with the arguments that DDPW passes to a task. The launcher decides that once, from the signature.
-
-Then the place: `on`, a word, a profile, a `Device` or a `Platform`, becomes a checked platform.
+First the function: whether it can be called with these arguments. Then the place: `on`, a word, a
+profile, a `Device` or a `Platform`, becomes a checked platform.
 """
 
 from __future__ import annotations
@@ -15,152 +13,32 @@ import math
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any
 
 from unisono import accelerator
 from unisono.errors import PYTHON, PlatformError, Spelling, an
-from unisono.expect import expect, expect_choice
-from unisono.launch.checks import check_machine, check_platform
+from unisono.expect import expect
+from unisono.launch.checks import (
+    COUNT,
+    COUNT_OR_ZERO,
+    SECONDS,
+    check_machine,
+    check_platform,
+    nearest,
+)
 from unisono.launch.elastic.settings import Elastic, bounds, checked
-from unisono.launch.fields import COUNT_OR_ZERO, nearest
 from unisono.launch.logs import Logs, checked_logs, warn
-from unisono.launch.platform import FIELDS, KINDS, Device, Platform
+from unisono.launch.platform import FIELDS, Device, Platform
 from unisono.launch.settings import NAMES, RUN_NAMES, Configuration, read_configuration
 from unisono.removed import REMOVED
 
-if TYPE_CHECKING:
-    from unisono.launch.context import Here
-
 RESERVED = (*RUN_NAMES, "hosts", "seed", "check", "elastic", "record", "watch")
 """Keywords of `run` itself; a function that needs one of them takes `functools.partial`."""
-INJECTED = ("global_rank", "local_rank", "group", "platform")
-"""Keywords that a task may get from us."""
-_KINDS = ("auto", "seed", "ddpw6", "plain")
-_POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-_BY_NAME = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
-
-
-@dataclass(frozen=True)
-class Convention:
-    """How ranks call the task."""
-
-    kind: Literal["plain", "seed", "named"] = "plain"
-    """`seed`: ranks, group and one value in front; `named`: some of `INJECTED` as keywords."""
-    names: tuple[str, ...] = ()
-    """Which keywords a `named` call gets."""
-    takes_value: bool = True
-    """Whether a `seed` call has a fourth argument."""
-
-    def call(
-        self,
-        fn: Callable[..., Any],
-        args: Sequence[Any],
-        kwargs: Mapping[str, Any],
-        here: Here,
-    ) -> Any:
-        """Call the task on this rank."""
-        if self.kind == "seed":
-            value = (args[0] if args else None,) if self.takes_value else ()
-            return fn(here.rank, here.local_rank, here.group, *value)
-        offered = {
-            "global_rank": here.rank,
-            "local_rank": here.local_rank,
-            "group": here.group,
-            "platform": here.platform,
-        }
-        return fn(*args, **kwargs, **{name: offered[name] for name in self.names})
-
-
-def choose_convention(
-    fn: Callable[..., Any],
-    args: Sequence[Any],
-    kwargs: Mapping[str, Any],
-    *,
-    kind: str = "auto",
-    is_decorated: bool = False,
-) -> Convention:
-    """Return how to call `fn`, or raise `PlatformError` if the arguments do not fit it.
-
-    Args:
-        fn: the task.
-        args: its positional arguments.
-        kwargs: its keyword arguments.
-        kind: `"seed"`, `"ddpw6"` or `"plain"`; `"auto"` looks at the signature.
-        is_decorated: whether `fn` was called like a function, through the decorator.
-    """
-    expect_choice("convention", kind, _KINDS, error=PlatformError)
-    if not callable(fn) or inspect.iscoroutinefunction(fn):
-        check_call(fn, tuple(args), kwargs)
-    try:
-        signature = inspect.signature(fn)
-    except (TypeError, ValueError):
-        return Convention()  # a builtin: the call itself will tell
-    positional = [p for p in signature.parameters.values() if p.kind in _POSITIONAL]
-    names = [p.name for p in positional]
-    is_seed = names[:2] == ["global_rank", "local_rank"] and (
-        "process_group" in names or (len(names) == 4 and "platform" not in names)
-    )
-    if kind == "seed" or (kind == "auto" and is_seed):
-        return _seed(fn, positional, args, kwargs)
-    takes_any = any(p.kind is p.VAR_KEYWORD for p in signature.parameters.values())
-    if kind == "ddpw6" or (kind == "auto" and takes_any):
-        return _named(fn, signature, INJECTED, args, kwargs)
-    by_name = {p.name for p in signature.parameters.values() if p.kind in _BY_NAME}
-    open_names = by_name.difference(names[: len(args)])
-    if kind == "auto" and not open_names.isdisjoint(INJECTED):
-        ours = tuple(name for name in INJECTED if name in open_names)
-        return _named(fn, signature, ours, args, kwargs)
-    required = [p for p in positional if p.default is p.empty]
-    has_one_tuple = len(args) == 0 or (len(args) == 1 and isinstance(args[0], tuple))
-    if kind == "auto" and not is_decorated and len(required) == 4 and not kwargs and has_one_tuple:
-        return _seed(fn, positional, args, kwargs)
-    check_call(fn, tuple(args), kwargs)
-    return Convention()
-
-
-def _seed(
-    fn: Callable[..., Any],
-    positional: Sequence[inspect.Parameter],
-    args: Sequence[Any],
-    kwargs: Mapping[str, Any],
-) -> Convention:
-    if len(args) > 1 or kwargs:
-        raise PlatformError.because(
-            f"start({function_name(fn)}, ...) with global_rank, local_rank, process_group, args",
-            f"{len(args)} values and keywords {sorted(kwargs)} where one value fits",
-            None,
-            f"start({function_name(fn)}, (first, second)): one tuple, which arrives as args",
-        )
-    return Convention("seed", takes_value=len(positional) > 3)
-
-
-def _named(
-    fn: Callable[..., Any],
-    signature: inspect.Signature,
-    names: tuple[str, ...],
-    args: Sequence[Any],
-    kwargs: Mapping[str, Any],
-) -> Convention:
-    twice = [name for name in names if name in kwargs]
-    if twice:
-        raise PlatformError.because(
-            f"start({function_name(fn)}, ..., {twice[0]}=...)",
-            f"each rank gets its own {twice[0]}",
-            None,
-            "another name for it, or Wrapper(platform, convention='plain')",
-        )
-    try:
-        signature.bind(*args, **kwargs, **dict.fromkeys(names))
-    except TypeError as error:
-        raise PlatformError.because(
-            f"start({function_name(fn)}, ...) calls {function_name(fn)}{signature}",
-            f"{len(args)} positional arguments, keywords {sorted(kwargs)}, and ours: "
-            f"{', '.join(names)}",
-            str(error),
-        ) from None
-    return Convention("named", names=names)
+_KEYWORD, _NONE = inspect.Parameter.KEYWORD_ONLY, inspect.Parameter.empty
+_KINDS = {"ranks": COUNT, "nodes": COUNT, "timeout_s": SECONDS, "max_restarts": COUNT_OR_ZERO}
+"""What arguments of `run` may be."""
 
 
 def check_call(
@@ -178,8 +56,7 @@ def check_call(
         raise PlatformError.because(
             f"unisono.run({fn!r}, ...)",
             f"{an(type(fn).__name__)}, which cannot be called",
-            None,
-            "unisono.run(train, cfg), with the function and its arguments apart",
+            hint="unisono.run(train, cfg), with the function and its arguments apart",
         )
     name = function_name(fn)
     is_coroutine = inspect.iscoroutinefunction(fn)
@@ -194,62 +71,49 @@ def check_call(
         signature = inspect.signature(fn)
     except (TypeError, ValueError):
         return  # builtins without a signature: the call itself will tell
-    filled = list(signature.parameters)[: len(args)]
+    parameters = signature.parameters
+    bound = fn.keywords if isinstance(fn, functools.partial) else {}
+    filled = [n for n in [*parameters][: len(args)] if parameters[n].kind is not _KEYWORD]
     for word, value in (of_run or {}).items():
-        p = signature.parameters.get(word)
-        if value is None or p is None or p.kind not in _BY_NAME:
-            continue
-        if word in filled and p.kind is p.POSITIONAL_OR_KEYWORD:
-            continue
-        if isinstance(fn, functools.partial) and word in fn.keywords:
-            continue
-        raise PlatformError.because(
-            f"unisono.run({name}, ..., {word}={value!r})",
-            f"run takes {word} itself, and {name} has a parameter of that name",
-            hint=f"unisono.run(functools.partial({name}, {word}=...), ...): that one is {name}'s; "
-            f"{word}= beside it is run's",
-        )
+        is_open = word not in filled and word not in bound
+        if value is not None and is_open and _takes(signature, word):
+            raise PlatformError.because(
+                f"unisono.run({name}, ..., {word}={value!r})",
+                f"run takes {word} itself, and {name} has a parameter of that name",
+                hint=f"functools.partial({name}, {word}=...) for {name}; {word}= is run's",
+            )
+    free = {word: value for word, value in kwargs.items() if word not in parameters}
+    near = {_option_like(word): value for word, value in free.items()}
+    near = {option: value for option, value in near.items() if option is not None}
+    suggestion = f"did you mean {PYTHON.options(**near)}?"
     try:
         signature.bind(*args, **kwargs)
     except TypeError as error:
-        open_options = [
-            word
-            for word in RESERVED
-            if (p := signature.parameters.get(word)) is not None
-            and p.default is p.empty
-            and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)
-        ]
-        hint = f"unisono.run({name}, ...) with the arguments of its signature"
-        if open_options:
-            word = open_options[0]
-            hint = f"functools.partial({name}, {word}=...): run takes {word} itself"
-        elif near := _like_options(kwargs, signature):
-            hint = f"did you mean {PYTHON.options(**near)}?"
+        missing = [w for w in RESERVED if _takes(signature, w) and parameters[w].default is _NONE]
+        hint = suggestion if near else f"unisono.run({name}, ...) with what its signature takes"
+        if missing:
+            hint = f"functools.partial({name}, {missing[0]}=...): run takes {missing[0]} itself"
         raise PlatformError.because(
             f"unisono.run({name}, ...) calls {name}{signature}",
             f"{len(args)} positional arguments and keywords {sorted(kwargs)}",
             str(error),
             hint,
         ) from None
-    if kwargs and (near := _like_options(kwargs, signature)):
-        words = " and ".join(word for word in kwargs if _option_like(word) in near)
-        warn(
-            f"unisono.run({name}, ...) hands {words} to {name}, which takes any keyword; "
-            f"did you mean {PYTHON.options(**near)}?"
-        )
+    if near:
+        words = " and ".join(word for word in free if _option_like(word) in near)
+        warn(f"unisono.run({name}, ...) hands {words} to {name}; {suggestion}")
+
+
+def _takes(signature: inspect.Signature, word: str) -> bool:
+    """Whether a function has a parameter that can be given by this name."""
+    parameter = signature.parameters.get(word)
+    return parameter is not None and parameter.kind in (_KEYWORD, parameter.POSITIONAL_OR_KEYWORD)
 
 
 def _option_like(word: str) -> str | None:
     """Return the option of `run` that a keyword resembles closely, if any."""
     options = [option for option in RESERVED if option != "on"]  # which is like too many words
     return next(iter(difflib.get_close_matches(word, options, n=1, cutoff=0.8)), None)
-
-
-def _like_options(kwargs: Mapping[str, object], signature: inspect.Signature) -> dict[str, object]:
-    """Return options of `run` that unknown keywords of the function resemble."""
-    free = {word: value for word, value in kwargs.items() if word not in signature.parameters}
-    near = {_option_like(word): value for word, value in free.items()}
-    return {option: value for option, value in near.items() if option is not None}
 
 
 def function_name(fn: object) -> str:
@@ -268,6 +132,7 @@ _INSTEAD = {
 """What to write for places where ranks cannot be started."""
 _DEFAULT_RANKS = {"cpu": 2, "mps": 1, "mpi": 2, "ray": 2, "inline": 1}
 _SIZES = frozenset(("ranks", "n_gpus_per_node", "n_cpus_per_node", "hosts", "n_nodes"))
+_NO_FIELDS = frozenset((*RUN_NAMES, "device"))
 _TRACES = frozenset(
     ("RANK", "TORCHELASTIC_RUN_ID", "OMPI_COMM_WORLD_SIZE", "PMI_RANK", "SLURM_STEP_ID")
 )
@@ -310,8 +175,6 @@ class RunRequest:
     """Whether ranks look for silent mistakes; None: as `UNISONO_CHECK` says."""
     elastic: Elastic | None = None
     """How the job may grow and shrink; None: the death of a rank ends it."""
-    convention: Convention = field(default_factory=Convention)
-    """How ranks call the function."""
     preload: tuple[str, ...] = ()
     """Modules that the warm server loads before it forks the ranks."""
     decided_by_file: str = ""
@@ -338,51 +201,43 @@ def checked_request(
     fields: Mapping[str, Any] | None = None,
     title: str | None = None,
     is_script: bool = False,
-    convention: Convention | None = None,
     spelling: Spelling = PYTHON,
 ) -> RunRequest:
     """Return the request, or raise `PlatformError` that says what is wrong with it.
 
     What the caller leaves open comes from `unisono.toml`. The first options are those of `run`.
     `fields` are more fields of the platform that the caller gives; `title` is shown instead of the
-    function; `is_script` leaves it to the function when its ranks join their world; `convention`
-    says how ranks call it; `spelling` is how the caller writes options, in errors. That the call
-    fits the function is for the caller to check (`check_call`).
+    function; `is_script` leaves it to the function when its ranks join their world; `spelling` is
+    how the caller writes options, in errors. That the call fits the function is for the caller to
+    check (`check_call`).
     """
     least = None
     if elastic or isinstance(ranks, (tuple, list)):
         least, ranks = bounds(ranks, elastic, spelling)
     requested: dict[str, Any] = {"on": on, "ranks": ranks, "nodes": nodes, "timeout_s": timeout_s}
-    requested |= {"max_restarts": max_restarts, "logs": logs}
-    requested = {name: value for name, value in requested.items() if value is not None}
-    fields = dict(fields or {})
-    if hosts is not None:
-        fields["hosts"] = hosts
+    requested = _given(**requested, max_restarts=max_restarts, logs=logs)
+    fields = {**(fields or {}), **_given(hosts=hosts, seed=seed)}
     if fields.get("hosts") and nodes == 1 < len(fields["hosts"]):
-        finding = f"1 node != {len(fields['hosts'])} hosts"
         call = spelling.run(nodes=1, hosts=list(fields["hosts"]))
         raise PlatformError.because(
-            call, finding, hint="leave nodes out: it is the number of hosts"
+            call, f"1 node != {len(fields['hosts'])} hosts", hint="leave nodes out"
         )
     if seed is not None:
         COUNT_OR_ZERO.check("seed", seed, "run", spelling)
-        fields["seed"] = seed
     configuration = read_configuration()
     left_open = ("timeout_s", "max_restarts", "logs")
     if not isinstance(on, Platform):
         configuration, left_open = configuration.at(on), RUN_NAMES
-    settings = {n: s.value for n, s in configuration.settings.items() if n in left_open}
+    settings = {n: v for n, v in configuration.values().items() if n in left_open}
     resolved = {**dict.fromkeys(RUN_NAMES), **settings, **requested}
-    for name in ("ranks", "nodes", "timeout_s", "max_restarts"):
+    for name, kind in _KINDS.items():
         if resolved[name] is not None:
-            KINDS[name].check(name, resolved[name], "run", spelling)
-    sizes = {"ranks": resolved["ranks"], "n_nodes": resolved["nodes"]}
-    sizes = {name: size for name, size in sizes.items() if size is not None}
+            kind.check(name, resolved[name], "run", spelling)
+    sizes = _given(ranks=resolved["ranks"], n_nodes=resolved["nodes"])
     place, platform = resolve(resolved["on"], {**fields, **sizes}, configuration, spelling)
     if check is not None:
         expect("check", check, bool)
-        variables = {**(platform.env or {}), "UNISONO_CHECK": str(int(check))}
-        platform = platform.but(env=variables)
+        platform = platform.but(env={**(platform.env or {}), "UNISONO_CHECK": str(int(check))})
     joins_world = platform.detect and is_in_world()
     if not joins_world:  # else that world counts, whatever is asked for
         check_machine(platform, spelling)
@@ -393,15 +248,11 @@ def checked_request(
         # Members meet at their coordinator, and nowhere else. MKL is to take the same way through
         # a sum at any address, and cuBLAS at any time.
         variables = {"MKL_CBWR": "AUTO", "CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
-        variables |= platform.env or {}
-        platform = platform.but(ipc_groups=None, env=variables)
-    decided = ""
-    if configuration.path is not None:
-        explicit = {*requested, *fields}
-        if isinstance(on, Platform):
-            explicit |= {name for name in NAMES if name not in FIELDS or on.is_explicit(name)}
-        decided = configuration.decisions(explicit)
-    is_endless = resolved["timeout_s"] is not None and math.isinf(resolved["timeout_s"])
+        platform = platform.but(ipc_groups=None, env={**variables, **(platform.env or {})})
+    explicit = {*requested, *fields}
+    if isinstance(on, Platform):
+        explicit |= {name for name in NAMES if name not in FIELDS or on.is_explicit(name)}
+    is_endless = resolved["timeout_s"] == math.inf
     return RunRequest(
         fn=fn,
         args=args,
@@ -419,10 +270,13 @@ def checked_request(
         seed=seed,
         check=check,
         elastic=grows,
-        convention=convention or Convention(),
-        decided_by_file=decided,
+        decided_by_file=configuration.decisions(explicit),
         spelling=spelling,
     )
+
+
+def _given(**options: Any) -> dict[str, Any]:
+    return {name: value for name, value in options.items() if value is not None}
 
 
 def resolve(
@@ -440,15 +294,9 @@ def resolve(
         spelling: how the caller writes options, in errors.
     """
     forced = os.environ.get("UNISONO_FORCE_ON")
-    settings = {
-        name: setting.value
-        for name, setting in configuration.settings.items()
-        if name not in (*RUN_NAMES, "device")
-    }
+    settings = {name: v for name, v in configuration.values().items() if name not in _NO_FIELDS}
     if isinstance(on, Platform):
-        left_open = {
-            name: v for name, v in settings.items() if name in FIELDS and not on.is_explicit(name)
-        }
+        left_open = {name: v for name, v in settings.items() if not on.is_explicit(name)}
         platform = on.but(**{**left_open, **fields})
         place, keeps_size = platform.kind.value, bool(forced)
     else:
@@ -456,9 +304,8 @@ def resolve(
         nodes = fields.get("n_nodes", 1)
         is_spread = bool(fields.get("hosts")) or (isinstance(nodes, int) and nodes > 1)
         keeps_size = is_spread and forced is not None and _is_of_one_host(forced)
-        place, platform = _from_word(
-            on if keeps_size else forced or on, fields, configuration, spelling
-        )
+        word = on if keeps_size else forced or on
+        place, platform = _from_word(word, fields, configuration, spelling)
     if forced and keeps_size:
         size = platform.world_size
         platform = platform.but(device=forced, n_nodes=1, hosts=())

@@ -21,28 +21,26 @@ from pathlib import Path
 from typing import Any
 
 from unisono.errors import PlatformError
-from unisono.launch.fields import nearest
+from unisono.launch.checks import nearest
 from unisono.launch.logs import warn
 from unisono.launch.platform import FIELDS
 
 FILE_NAME = "unisono.toml"
 RUN_NAMES = ("on", "ranks", "nodes", "timeout_s", "max_restarts", "logs")
 """Arguments of `run` itself."""
-NAMES = FIELDS.union(RUN_NAMES).difference(("upon_finish", "upon_error"))
+NAMES = {*FIELDS, *RUN_NAMES} - {"upon_finish", "upon_error"}
 """What a file may set."""
 _SIZES = frozenset(("ranks", "n_nodes", "n_gpus_per_node", "n_cpus_per_node"))
 """What says how many ranks there are."""
-_PREFIX = "UNISONO_"
-_READ_ELSEWHERE = frozenset(
-    (
-        *("ALGO", "BACKEND", "CHECK", "CORE", "DETECT"),
-        *("FORCE_ON", "FRAMES", "HOST_ID", "JOB_DIR", "KEY_FILE", "RANK_PID", "REQUIRE"),
-        *("RESTART", "RUN_ID", "SERVER_IDLE_S", "STDIN_RANK", "STRUCTURE_CHECK", "TEST_KILL"),
-        *("TIMEOUT_S", "TRACE"),
+_VARIABLES = frozenset(
+    f"UNISONO_{word}"
+    for word in (
+        *("ALGO", "BACKEND", "CHECK", "CORE", "DETECT", "FORCE_ON", "FRAMES", "HOST_ID"),
+        *("JOB_DIR", "KEY_FILE", "RANK_PID", "REQUIRE", "RESTART", "RUN_ID", "SERVER_IDLE_S"),
+        *("STDIN_RANK", "STRUCTURE_CHECK", "TEST_KILL", "TIMEOUT_S", "TRACE"),
     )
 )
-"""Variables with a meaning of their own; UNISONO_TIMEOUT_S is the deadline of collectives."""
-_FAMILIES = ("SHM_", "MPI_", "TEST_", "SLURM_")
+_FAMILIES = tuple(f"UNISONO_{word}_" for word in ("SHM", "MPI", "TEST", "SLURM"))
 
 
 @dataclass(frozen=True)
@@ -62,6 +60,10 @@ class Configuration:
     """`on="NAME"` -> fields of its platform."""
     path: Path | None = None
     """The file, if there is one."""
+
+    def values(self) -> dict[str, Any]:
+        """Return the value of each setting."""
+        return {name: setting.value for name, setting in self.settings.items()}
 
     def at(self, place: object) -> Configuration:
         """Return the settings at a place, else at that which they name: a profile's go before.
@@ -91,22 +93,18 @@ class Configuration:
         return f"unisono: {self.path} decides: {', '.join(decided)}" if decided else ""
 
 
-def read_configuration(
-    env: Mapping[str, str] | None = None, directory: Path | None = None
-) -> Configuration:
-    """Read the file in force for this process, in this directory.
+def read_configuration() -> Configuration:
+    """Read the file in force for this process, in its working directory.
 
     Raises:
-        PlatformError: the file makes no sense, or others could have written it; or a variable asks
-            for what only the file and arguments can say.
+        PlatformError: the file makes no sense, or others could have written it.
     """
-    _check_variables(os.environ if env is None else env)
-    path = find_file(Path.cwd() if directory is None else directory)
-    settings: dict[str, Setting] = {}
-    profiles: dict[str, dict[str, Any]] = {}
-    if path is not None:
-        run, profiles = _read_file(path)
-        settings = {name: Setting(value, f"[run] of {path}") for name, value in run.items()}
+    _look_at_variables()
+    path = find_file(Path.cwd())
+    if path is None:
+        return Configuration()
+    run, profiles = _read_file(path)
+    settings = {name: Setting(value, f"[run] of {path}") for name, value in run.items()}
     if "device" in settings:  # of all fields of a platform, this one is an argument of `run`
         settings.setdefault("on", settings.pop("device"))
     return Configuration(settings, profiles, path)
@@ -198,21 +196,12 @@ def _table(
     return value
 
 
-def _check_variables(env: Mapping[str, str]) -> None:
-    """Warn about variables that mean nothing; raise for those that once were settings."""
-    for variable in sorted(env):
-        if not variable.startswith(_PREFIX):
-            continue
-        word = variable.removeprefix(_PREFIX)
-        if word in _READ_ELSEWHERE or word.startswith(_FAMILIES):
-            continue
-        name = word.lower()
-        if name in NAMES:
-            raise PlatformError.because(
-                f"{variable}={env[variable]}",
-                "settings are read from the file and from arguments, no longer from variables",
-                hint=f"unset {variable}; write {name} in [run] of {FILE_NAME}",
-            )
-        near = nearest(variable, [_PREFIX + name for name in sorted(_READ_ELSEWHERE)])
-        hint = f"; did you mean {near}?" if near else ""
-        warn(f"{variable} means nothing to unisono{hint}")
+def _look_at_variables() -> None:
+    """Warn about variables that mean nothing to us."""
+    for variable in sorted(os.environ):
+        is_known = variable in _VARIABLES or variable.startswith(_FAMILIES)
+        if variable.startswith("UNISONO_") and not is_known:
+            hint = f"settings are in {FILE_NAME}"
+            if near := nearest(variable, _VARIABLES):
+                hint = f"did you mean {near}?"
+            warn(f"{variable} means nothing to unisono; {hint}")

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from unisono.errors import PYTHON, PlatformError, Spelling
-from unisono.launch.fields import COUNT
+from unisono.launch.checks import COUNT
 from unisono.launch.platform import Platform
 
 

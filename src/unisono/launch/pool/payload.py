@@ -17,6 +17,7 @@ import ctypes
 import functools
 import importlib
 import importlib.machinery
+import inspect
 import io
 import mmap
 import os
@@ -290,9 +291,10 @@ def dump_call(
     fn: Callable[..., object], args: Sequence[object], kwargs: Mapping[str, object]
 ) -> Parcel:
     """Pack a call for the ranks, or raise `PlatformError` naming what cannot be pickled."""
-    inner = fn
+    inner: Any = fn
     while isinstance(inner, functools.partial):
         inner = inner.func
+    inner = inspect.unwrap(inner)
     module = sys.modules.get(getattr(inner, "__module__", None) or "")
     with taken_by_value([] if module is None or is_importable(module) else [module]):
         try:

@@ -31,7 +31,6 @@ from unisono.launch.pool.payload import ROOM, Parcel
 if TYPE_CHECKING:
     from unisono.launch.platform import Platform
     from unisono.launch.pool.surroundings import Surroundings
-    from unisono.launch.request import Convention
 
 AWAY_S = 3.0
 """How long the connection to members of an elastic training may be away, unless the user says."""
@@ -130,8 +129,6 @@ class RankJob:
     """The launcher's `sys.argv`."""
     call: Parcel
     """Function and arguments; empty while the job is sent, for they travel beside it."""
-    convention: Convention
-    """How to call it."""
     platform: Platform
     """The platform."""
     setting: Surroundings

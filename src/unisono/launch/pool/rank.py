@@ -252,7 +252,7 @@ def _live(
     tell(report_fd, state="ready")
     try:
         with stopping.interruptible(), forks_end_here():
-            value = job.convention.call(fn, args, kwargs, here)
+            value = fn(*args, **kwargs)
             streams.settle()
     except Requeue:
         tell(report_fd, state="requeued")

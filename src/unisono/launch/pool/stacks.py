@@ -27,7 +27,7 @@ _THREAD = re.compile(r"^(?:Current thread|Thread) 0x[0-9a-f]+(?: \[(?P<name>.*)\
 _FRAME = re.compile(r'^\s*File "(?P<file>[^"]+)", line (?P<line>\d+) in (?P<function>.+)$')
 _BOTTOM = re.compile(
     r'^\s*File "(?:<string>", line 1 in <module>$|[^"]*unisono/(?:launch/pool/(?:rank|server)'
-    r'|launch/request|testing/rank)\.py", line \d+ in )'
+    r'|launch/tasks|testing/rank)\.py", line \d+ in )'
 )
 """The frames below the user's function, the same in every rank."""
 _OWN_THREADS = re.compile(
