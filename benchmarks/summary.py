@@ -7,9 +7,8 @@ from __future__ import annotations
 
 import re
 
-from unisono.cli.bench import read_rows
-
 SHORT, MISSED, HEADING = "Summary", "What missed its target", "Every ratio and its target"
+_JUDGED = {"ratio", "target", "verdict"}
 _MADE = (SHORT, MISSED, HEADING)
 _SECTION = re.compile(r"^## ([^\n]+)\n(.*?)(?=^## |\Z)", re.S | re.M)
 _MEASURED = re.compile(r"^Measured on (?:(?P<date>\d{4}-\d\d-\d\d), )?(?P<machine>.+)\.$", re.M)
@@ -83,3 +82,21 @@ def _summary(sections: list[tuple[str, str]]) -> str:
 def _anchor(title: str) -> str:
     """Return what Markdown viewers make of a heading."""
     return re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-")
+
+
+def read_rows(text: str) -> list[dict[str, str]]:
+    """Return the rows of a benchmark's Markdown tables that have ratio, target and verdict.
+
+    Keys are the names of the columns; the first one's is always `case`.
+    """
+    rows: list[dict[str, str]] = []
+    columns: list[str] = []
+    for line in text.splitlines():
+        cells = [cell.strip() for cell in line.strip().strip("|").split("|")]
+        if not line.startswith("|"):
+            columns = []
+        elif set(cells) >= _JUDGED:
+            columns = ["case", *cells[1:]]
+        elif columns and not set(line) <= set("|-: "):
+            rows.append(dict(zip(columns, cells, strict=True)))
+    return rows

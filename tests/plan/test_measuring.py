@@ -198,17 +198,17 @@ def test_the_command_prints_ways_and_assumptions(few_rounds, tmp_path, capsys):
         (["--model", "mlp", "--nodes", "2", "--link", "1GB/s"], "--ranks 16"),
         (
             ["--model", "mlp", "--nodes", "3", "--ranks", "8", "--link", "1GB/s"],
-            "8 = 3 * 2 + 2",
+            "8 ranks / 3 nodes = 2.66667",
         ),
-        (["--model", "mlp", "--ranks", "0"], "at least one"),
+        (["--model", "mlp", "--ranks", "0"], "--ranks 0\n"),
         (["--model", "mlp", "--ranks", "4", "--link", "fast"], "HINT: write 10GB/s"),
         (["--model", "mlp", "--overlap", "2"], "not between 0 and 1"),
         (["--model", "mlp", "--batch", "0"], "--batch 0"),
-        (["--model", "mlp", "--batch", "inf"], "not a finite number above 0"),
-        (["--model", "mlp", "--rank-speed", "nan"], "not a finite number above 0"),
+        (["--model", "mlp", "--batch", "inf"], "not between 1e-09 and 1e+09"),
+        (["--model", "mlp", "--rank-speed", "nan"], "not between 1e-09 and 1e+09"),
         (["--model", "mlp", "--cores", "-2"], "--cores -2"),
-        (["--model", "mlp", "--max-ranks", "0"], "HINT: --max-ranks 8"),
-        (["--model", "mlp", "--ranks", "8", "--team", "3"], "8 = 3 * 2 + 2"),
+        (["--model", "mlp", "--max-ranks", "0"], "HINT: --max-ranks 1"),
+        (["--model", "mlp", "--ranks", "8", "--team", "3"], "8 ranks / 3 = 2.66667 teams"),
     ],
 )
 def test_bad_options_are_explained(words, message, capsys):

@@ -4,27 +4,31 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import os
+import select
 import sys
-from collections.abc import Sequence
-from typing import Any
+import traceback
+from collections.abc import Callable, Sequence
+from typing import Any, TextIO
 
 import unisono
 from unisono.cli import (
-    bench,
-    compare,
     completion,
-    demo,
     doctor,
     job,
     plan,
     recorded,
     run,
+    shipped,
 )
 from unisono.cli.completion import subcommands
-from unisono.cli.outcome import exit_code_of
+from unisono.errors import MissingExtra, PlatformError, RankTimeout, RemoteError, UnisonoError
 from unisono.removed import REMOVED
 
 __all__ = ["main"]
+
+_UNREAD = 141
+"""Exit code where nothing reads the output any more."""
 
 
 class _Parser(argparse.ArgumentParser):
@@ -44,8 +48,7 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"unisono {unisono.__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    every = (run, compare, job, demo, recorded, doctor, plan, bench, completion)
-    for command in every:
+    for command in (run, job, shipped, recorded, doctor, plan, completion):
         command.add_parser(commands)
     return parser
 
@@ -65,6 +68,57 @@ def main(argv: Sequence[str] | None = None) -> int:
     args.forwarded = forwarded
     debug = getattr(args, "debug", False)
     return exit_code_of(lambda: args.execute(args), name=words[0], debug=debug)
+
+
+def exit_code_of(command: Callable[[], int], *, name: str = "run", debug: bool = False) -> int:
+    """Run `command`, typed as `name`; return its exit code, or the one its exception means."""
+    try:
+        code = command()
+        print(end="", flush=True)  # here, where the error of a closed pipe is caught
+        return code
+    except BrokenPipeError:
+        if not _is_unread(sys.stdout):
+            raise
+        return _UNREAD
+    except KeyboardInterrupt as interrupt:
+        if isinstance(interrupt.__cause__, UnisonoError):  # of a rank that was to end
+            print(_block(interrupt.__cause__), file=sys.stderr)
+        print("unisono: interrupted", file=sys.stderr)
+        return 130
+    except UnisonoError as error:
+        if debug:
+            traceback.print_exc()
+        else:
+            print(_block(error), file=sys.stderr)
+        match error:
+            case PlatformError() | MissingExtra():
+                return 2
+            case ValueError() if name != "run":  # sizes, meshes and files that do not fit
+                return 2
+            case RankTimeout():
+                return 124
+            case _:
+                return 1
+
+
+def _is_unread(output: TextIO) -> bool:
+    """Whether nothing reads `output` any more, as after `| head`; drop what it still holds."""
+    waiting = select.poll()
+    waiting.register(output.fileno(), 0)
+    if not any(event & (select.POLLERR | select.POLLHUP) for _, event in waiting.poll(0)):
+        return False
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, output.fileno())
+    os.close(nowhere)
+    return True
+
+
+def _block(error: UnisonoError) -> str:
+    """Return the message, with the remote traceback where only the cause has it."""
+    parts = [f"unisono: {error}", *getattr(error, "__notes__", ())]
+    if isinstance(error.__cause__, RemoteError):
+        parts.insert(0, str(error.__cause__).rstrip())
+    return "\n".join(parts)
 
 
 def _check_command(words: list[str], parser: argparse.ArgumentParser) -> None:

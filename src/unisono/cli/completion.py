@@ -9,8 +9,6 @@ import argparse
 import shlex
 from collections.abc import Iterator, Mapping
 
-from unisono.cli.outcome import OK
-
 SHELLS = ("bash", "zsh", "fish")
 _PLACES = ("cpu", "gpu", "mps", "mpi", "ray", "slurm", "inline")
 """Words for `--on`, which takes profiles, too."""
@@ -35,7 +33,7 @@ def execute(args: argparse.Namespace) -> int:
 
     table = dict(_words(build_parser()))
     print({"bash": _bash, "zsh": _zsh, "fish": _fish}[args.shell](table))
-    return OK
+    return 0
 
 
 def subcommands(parser: argparse.ArgumentParser) -> Mapping[str, argparse.ArgumentParser]:

@@ -11,22 +11,23 @@ import functools
 import json
 import os
 import platform
-import secrets
 import subprocess
 import sys
-from collections.abc import Callable
+import tempfile
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
+from unisono.cli.words import ShellSpelling
 from unisono.errors import PlatformError
 
 if TYPE_CHECKING:
     from unisono.launch import Platform, Results
 
-Status = Literal["ok", "warn", "FAIL", "skip"]
-Finding = tuple[Status, str] | tuple[Status, str, str]
-"""Status, what was found, and what to do about it."""
+Finding = tuple[str, str] | tuple[str, str, str]
+"""Status (ok, warn, FAIL, skip), what was found, and what to do about it."""
+Group = list[Callable[[], "Check"]]
 
 MIN_SHM_MB = 64
 SHM = Path("/dev/shm")
@@ -38,7 +39,7 @@ class Check:
     """What was looked at, what was found, and what to do about it."""
 
     name: str
-    status: Status
+    status: str
     found: str
     fix: str = ""
 
@@ -48,25 +49,24 @@ class Check:
         return f"{line}\n      {'':<12} fix: {self.fix}" if self.fix else line
 
 
-CHECKS: list[Callable[[], Check]] = []
+CHECKS: Group = []
 """The checks of every machine, in the order of this file."""
-SLURM_CHECKS: list[Callable[[], Check]] = []
+SLURM_CHECKS: Group = []
 """Further checks of `--on slurm`."""
 
 
 def check(
-    name: str, group: list[Callable[[], Check]] | None = None
+    name: str, group: Group | None = None
 ) -> Callable[[Callable[[], Finding]], Callable[[], Check]]:
     """Make a function a check with this name, and add it to `group`."""
 
     def named(function: Callable[[], Finding]) -> Callable[[], Check]:
         def run() -> Check:
             try:
-                status, finding, *fix = function()
-                return Check(name, status, finding, *fix)
+                return Check(name, *function())
             except Exception as error:
                 finding = f"{type(error).__name__}: {_in_one_line(error)}"
-                return Check(name, "FAIL", finding, _fix(error, name))
+                return Check(name, "FAIL", finding, _fix(error))
 
         if group is not None:
             group.append(run)
@@ -94,27 +94,11 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 
 def execute(args: argparse.Namespace) -> int:
     """Run all checks, print them as they end, and return 1 if one failed."""
-    place, more = args.on, []
-    if place not in (None, "auto"):
-        from unisono.cli.outcome import ShellSpelling
-        from unisono.launch.request import known_place
-        from unisono.launch.settings import read_configuration
-
-        known_place(place, read_configuration(), ShellSpelling("doctor"))
-    if place == "slurm":
-        more = SLURM_CHECKS
-    elif place not in (None, "cpu"):
-        more = [check(f"on {place}")(functools.partial(_run_at, place))]
     checks: list[Check] = []
-    for run_check in (*CHECKS, *more):
-        checks.append(run_check())
+    for found in _all_checks(args.on):
+        checks.append(found)
         if not args.json:
-            print(checks[-1], flush=True)
-    if place is not None and checks[-1].status == "ok" and _names_accelerator(place):
-        for further in device_checks(place):
-            checks.append(further)
-            if not args.json:
-                print(further, flush=True)
+            print(found, flush=True)
     failed = any(check.status == "FAIL" for check in checks)
     if args.json:
         print(json.dumps({"ok": not failed, "checks": [asdict(check) for check in checks]}))
@@ -123,37 +107,47 @@ def execute(args: argparse.Namespace) -> int:
     return int(failed)
 
 
-def _names_accelerator(place: str) -> bool:
+def _all_checks(place: str | None) -> Iterator[Check]:
     from unisono import accelerator
+    from unisono.launch.request import known_place
+    from unisono.launch.settings import read_configuration
 
-    return place == "gpu" or accelerator.is_kind(place)
+    if place is not None:
+        known_place(place, read_configuration(), ShellSpelling("doctor"))
+    for run_check in CHECKS:
+        yield run_check()
+    if place == "slurm":
+        for run_check in SLURM_CHECKS:
+            yield run_check()
+    elif place not in (None, "cpu", "auto"):
+        at_place = check(f"on {place}")(functools.partial(_run_at, place))()
+        yield at_place
+        if at_place.status == "ok" and (place == "gpu" or accelerator.is_kind(place)):
+            yield from device_checks(place)
 
 
-def device_checks(place: str) -> list[Check]:
+def device_checks(place: str) -> Iterator[Check]:
     """Run the programs of `self_test` on two ranks, or one where there is one device."""
     from unisono import accelerator
     from unisono.cli import self_test
     from unisono.launch import Logs, Platform, run
 
     devices = accelerator.count(None if place == "gpu" else place)
-    platform = Platform(device=place, ranks=min(2, devices), comm_timeout_s=20.0, verbose=False)
+    platform = Platform(device=place, ranks=min(2, devices), comm_timeout_s=20.0)
+    fix = "report this, with all lines above"
     try:
         ranks = list(run(self_test.on_rank, on=platform, timeout_s=60, logs=Logs(console="none")))
     except Exception as error:
-        fix = "report this, with all lines above and the traceback in the log"
-        return [Check("self-test", "FAIL", f"{type(error).__name__}: {error}", fix)]
-    checks = [Check(f"rank {rank}", "ok", device) for rank, (device, _) in enumerate(ranks)]
+        yield Check("self-test", "FAIL", f"{type(error).__name__}: {error}", fix)
+        return
+    for rank, (device, _) in enumerate(ranks):
+        yield Check(f"rank {rank}", "ok", device)
     for name in self_test.PROGRAMS:
         outcomes = [by_program[name] for _, by_program in ranks]
         wrong = [f"rank {rank}: {o.wrong}" for rank, o in enumerate(outcomes) if o.wrong]
-        if wrong:
-            fix = "report this, with all lines above"
-            checks.append(Check(name, "FAIL", "; ".join(wrong), fix))
-            continue
         took, host = max(o.total_s for o in outcomes), min(o.host_s for o in outcomes)
         finding = f"as on the CPU, in {took:.2f} s; the host was free after {host:.2f} s"
-        checks.append(Check(name, "ok", finding))
-    return checks
+        yield Check(name, "FAIL", "; ".join(wrong), fix) if wrong else Check(name, "ok", finding)
 
 
 def _in_one_line(error: Exception) -> str:
@@ -163,19 +157,13 @@ def _in_one_line(error: Exception) -> str:
     return f"{first} ({causes[0]})" if isinstance(error, PlatformError) and causes else first
 
 
-def _fix(error: Exception, name: str) -> str:
+def _fix(error: Exception) -> str:
     """Return what to type against an error that a check did not expect."""
     hints = [line for line in str(error).splitlines() if "HINT: " in line]
     if hints:
         return hints[-1].partition("HINT: ")[2]
     if isinstance(error, ImportError):
-        package = (error.name or "torch").partition(".")[0]
-        return f"{_PIP} {package}"
-    if isinstance(error, PermissionError):
-        return f"ls -ld {error.filename or Path.cwd()}, which this user cannot use"
-    if name.startswith("on "):
-        place = name.removeprefix("on ")
-        return f"unisono run --on {place} --ranks 1 --debug os:getpid shows the whole traceback"
+        return f"{_PIP} {(error.name or 'torch').partition('.')[0]}"
     return "unisono run --ranks 1 --debug os:getpid shows whether and where a rank fails"
 
 
@@ -191,11 +179,10 @@ def check_torch() -> Finding:
     import torch
     import torch.distributed as dist
 
-    if not dist.is_available():
-        finding = f"{torch.__version__} without torch.distributed"
-        return "FAIL", finding, f"{_PIP} torch, from pytorch.org"
     from unisono import torch_private
 
+    if not dist.is_available():
+        return "FAIL", f"{torch.__version__} without torch.distributed", f"{_PIP} torch"
     untested, missing = torch_private.untested(), torch_private.missing()
     if untested is None and not missing:
         return "ok", torch.__version__
@@ -212,9 +199,7 @@ def check_devices() -> Finding:
 
     kind = accelerator.kind() or "cpu"
     devices = [torch.device(kind, index) for index in range(accelerator.count())]
-    return "ok", ", ".join(
-        ["CPU", *(f"{device} ({accelerator.name(device)})" for device in devices)]
-    )
+    return "ok", ", ".join(["CPU", *(f"{d} ({accelerator.name(d)})" for d in devices)])
 
 
 @check("backends", CHECKS)
@@ -226,15 +211,11 @@ def check_backends() -> Finding:
     from unisono.comm import transports
 
     default = dist.Backend.default_device_backend_map.get(accelerator.kind() or "cpu", "gloo")
-    states = {name: dist.is_backend_available(name) for name in ("gloo", default)}
-    words = {name: "ok" if there else "not in this torch" for name, there in states.items()}
+    there = {name: dist.is_backend_available(name) for name in ("gloo", default)}
+    words = {name: "ok" if is_there else "not in this torch" for name, is_there in there.items()}
     words |= transports.available()
-    finding = ", ".join(
-        name if word == "ok" else f"{name} ({word})" for name, word in words.items()
-    )
-    if not states["gloo"]:
-        return "FAIL", finding, f"{_PIP} torch: its wheels have gloo"
-    return "ok", finding
+    finding = ", ".join(n if word == "ok" else f"{n} ({word})" for n, word in words.items())
+    return ("ok", finding) if there["gloo"] else ("FAIL", finding, f"{_PIP} torch: it has gloo")
 
 
 @check("core", CHECKS)
@@ -259,39 +240,35 @@ def check_cores() -> Finding:
     from unisono.cores import cgroup_quota, usable_cores
 
     cores, quota = usable_cores(), cgroup_quota()
-    limit = "" if quota is None else f", control group allows {quota:g}"
-    finding = f"{cores} usable of {os.cpu_count()}{limit}"
-    if "OMP_NUM_THREADS" in os.environ:
-        finding += (
-            f"; OMP_NUM_THREADS={os.environ['OMP_NUM_THREADS']} sets the threads of each rank"
-        )
-    if cores == 1:
-        fix = "ranks share one core: correct, but not faster; taskset -p $$ shows what limits them"
-        return "warn", finding, fix
-    return "ok", finding
+    finding = f"{cores} usable of {os.cpu_count()}"
+    finding += "" if quota is None else f", control group allows {quota:g}"
+    if threads := os.environ.get("OMP_NUM_THREADS"):
+        finding += f"; OMP_NUM_THREADS={threads} sets the threads of each rank"
+    if cores > 1:
+        return "ok", finding
+    return "warn", finding, "ranks share one core: correct, but not faster; taskset -p $$"
 
 
 @check("/dev/shm", CHECKS)
 def check_shared_memory() -> Finding:
     """/dev/shm exists and has room, and killed processes have left nothing in it."""
+    from unisono.launch.pool.cleanup import unused_memory
+
     try:
         space = os.statvfs(SHM)
     except OSError as error:
-        fix = "mount -t tmpfs tmpfs /dev/shm, or UNISONO_BACKEND=gloo"
-        return "warn", f"{error.strerror}", fix
+        return "warn", f"{error.strerror}", "mount -t tmpfs tmpfs /dev/shm, or UNISONO_BACKEND=gloo"
     free_mb = space.f_bavail * space.f_frsize / 2**20
     finding = f"{free_mb:,.0f} MB free of {space.f_blocks * space.f_frsize / 2**20:,.0f} MB"
     if free_mb < MIN_SHM_MB:
         return "warn", finding, "docker run --shm-size=1g, or UNISONO_BACKEND=gloo"
-    from unisono.launch.pool.cleanup import unused_memory
-
-    kinds = [f"{SHM}/{start}*" for start in ("unisono-", "mpich_shm_")]
-    unused = {kind: unused_memory(SHM.glob(Path(kind).name)) for kind in kinds}
-    if count := sum(map(len, unused.values())):
-        finding += f"; {count} file{'' if count == 1 else 's'} of processes that were killed"
-        fix = f"rm {' '.join(kind for kind in kinds if unused[kind])} once none of your ranks runs"
-        return "warn", finding, fix
-    return "ok", finding
+    kinds = {f"{SHM}/{start}*": SHM.glob(f"{start}*") for start in ("unisono-", "mpich_shm_")}
+    unused = {kind: len(unused_memory(files)) for kind, files in kinds.items()}
+    if not (count := sum(unused.values())):
+        return "ok", finding
+    finding += f"; {count} file{'' if count == 1 else 's'} of processes that were killed"
+    left = " ".join(kind for kind, number in unused.items() if number)
+    return "warn", finding, f"rm {left} once none of your ranks runs"
 
 
 @check("mpi", CHECKS)
@@ -351,21 +328,14 @@ def check_shared_directory() -> Finding:
     """Whether a node sees the directory from which jobs are submitted."""
     from unisono.launch.places.slurm import cluster
 
-    directory = Path(".unisono").absolute()
-    was_there = directory.exists()
-    probe = directory / f"probe-{os.getpid()}-{secrets.token_hex(4)}"
-    probe.mkdir(mode=0o700, parents=True)
-    try:
-        words = ("srun", "--immediate=30", "--ntasks=1", "--time=1", "ls", "-d", str(probe))
+    with tempfile.TemporaryDirectory(prefix=".unisono-", dir=".") as probe:
+        path = str(Path(probe).absolute())
+        words = ("srun", "--immediate=30", "--ntasks=1", "--time=1", "ls", "-d", path)
         output = cluster.call(*words, check=False, timeout_s=60.0)
-    finally:
-        probe.rmdir()
-        if not was_there:
-            directory.rmdir()
-    if str(probe) in output:
-        return "ok", f"a node sees {directory.parent}"
+    if path in output:
+        return "ok", f"a node sees {Path.cwd()}"
     fix = "logs= with a directory that all nodes share; sinfo shows whether a node is free"
-    return "warn", f"no node has answered for {directory.parent}", fix
+    return "warn", f"no node has answered for {Path.cwd()}", fix
 
 
 @check("settings", CHECKS)
@@ -374,14 +344,12 @@ def check_settings() -> Finding:
     from unisono.launch.settings import read_configuration
 
     configuration = read_configuration()
-    finding = [f"{n}={s.value!r} ({s.source})" for n, s in configuration.settings.items()]
+    finding = [] if configuration.path is None else [f"file {configuration.path.absolute()}"]
+    finding += [f"{n}={s.value!r} ({s.source})" for n, s in configuration.settings.items()]
     if forced := os.environ.get("UNISONO_FORCE_ON"):
         finding.append(f"every device becomes {forced} (UNISONO_FORCE_ON)")
-    if configuration.path is not None:
-        finding.insert(0, f"file {configuration.path.absolute()}")
     if configuration.profiles:
-        names = ", ".join(configuration.profiles)
-        finding.append(f"profiles {names} ({configuration.path})")
+        finding.append(f"profiles {', '.join(configuration.profiles)}")
     return "ok", "; ".join(finding) or "defaults only"
 
 

@@ -7,8 +7,6 @@ import sys
 import time
 from typing import TYPE_CHECKING
 
-from unisono.cli.outcome import DEADLINE, FAILED, OK
-
 if TYPE_CHECKING:
     from unisono.launch import Job
 
@@ -55,7 +53,7 @@ def _status(args: argparse.Namespace) -> int:
     job = _attached(args)
     reason = f": {job.reason}" if job.reason else ""
     print(f"{job.status()}, attempt {job.attempt}{reason}")
-    return OK
+    return 0
 
 
 def _logs(args: argparse.Namespace) -> int:
@@ -71,7 +69,7 @@ def _logs(args: argparse.Namespace) -> int:
         for rank, text in zip(ranks, texts, strict=True):
             for line in text.splitlines():
                 print(f"[{rank}] {line}" if args.rank == "all" else line)
-        return OK
+        return 0
     console = Console(ranks, prefix=args.rank == "all")
     logs = [
         (LogReader(job.dir / f"rank-{rank}.log", tail=args.tail), console.stream(rank, 0))
@@ -85,7 +83,7 @@ def _logs(args: argparse.Namespace) -> int:
         time.sleep(_PAUSE_S)
     for _, stream in logs:
         stream.close()
-    return OK
+    return 0
 
 
 def _stacks(args: argparse.Namespace) -> int:
@@ -95,7 +93,7 @@ def _stacks(args: argparse.Namespace) -> int:
         print(f"--- rank {rank}\n{text}")
     if not stacks:
         print(f"unisono: no rank of this job runs here ({job.status()})", file=sys.stderr)
-    return OK
+    return 0
 
 
 def _cancel(args: argparse.Namespace) -> int:
@@ -105,8 +103,8 @@ def _cancel(args: argparse.Namespace) -> int:
     if not job.done():
         text = f"unisono: cancellation was requested in {job.dir}, but has not happened yet"
         print(text, file=sys.stderr)
-        return FAILED
-    return OK
+        return 1
+    return 0
 
 
 def _wait(args: argparse.Namespace) -> int:
@@ -116,8 +114,8 @@ def _wait(args: argparse.Namespace) -> int:
     if not is_over:
         text = f"unisono: job {job.id} has not ended within {args.timeout_s:g} s"
         print(text, file=sys.stderr)
-        return DEADLINE
-    return OK if job.status() == "done" else FAILED
+        return 124
+    return int(job.status() != "done")
 
 
 _ACTIONS = {

@@ -9,12 +9,16 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
-from unisono.cli.outcome import OK
 from unisono.errors import PlatformError
 
 if TYPE_CHECKING:
     from unisono.plan import Calibration, Cluster
 
+_RANGES = {
+    **dict.fromkeys(("ranks", "nodes", "cores", "team", "max_ranks"), (1, 10**9)),
+    **dict.fromkeys(("batch", "rank_speed"), (1e-9, 1e9)),
+    "overlap": (0, 1),
+}
 _EXAMPLES = """\
 examples:
   unisono plan --calibrate                     measure links and cores of this machine
@@ -79,7 +83,7 @@ def execute(args: argparse.Namespace) -> int:
         _calibrate(args)
     if args.model is None:
         if args.calibrate:
-            return OK
+            return 0
         _refuse("", "no --model", "unisono plan --model cnn")
     from unisono.plan import compare, load_subject, profile, read_calibration
     from unisono.plan.report import assumptions, draw_scaling, table
@@ -101,11 +105,11 @@ def execute(args: argparse.Namespace) -> int:
         limits = {"largest": args.max_ranks, "team": args.team}
         draw_scaling(args.plot, workload, cluster, batch, notes, **limits)
         print(f"unisono: wrote {args.plot}", file=sys.stderr)
-    return OK
+    return 0
 
 
-def _refuse(words: str, finding: str, hint: str, arithmetic: str | None = None) -> NoReturn:
-    raise PlatformError.because(f"unisono plan {words}".rstrip(), finding, arithmetic, hint)
+def _refuse(words: str, finding: str, hint: str) -> NoReturn:
+    raise PlatformError.because(f"unisono plan {words}".rstrip(), finding, hint=hint)
 
 
 def _check(args: argparse.Namespace) -> None:
@@ -116,27 +120,20 @@ def _check(args: argparse.Namespace) -> None:
 
     ranks, nodes, team = args.ranks, args.nodes, args.team
     call = f"--ranks {ranks} --nodes {nodes}"
-    for name in ("ranks", "nodes", "cores", "team", "max_ranks"):
-        count, option = getattr(args, name), f"--{name.replace('_', '-')}"
-        if count is not None and count < 1:
-            _refuse(f"{option} {count}", "at least one is needed", f"{option} 8")
+    for name, (least, most) in _RANGES.items():
+        option, value = f"--{name.replace('_', '-')}", getattr(args, name)
+        if value is not None and not least <= value <= most:
+            _refuse(f"{option} {value:g}", f"not between {least:g} and {most:g}", f"{option} 1")
     if nodes > 1 and args.link is None:
         _refuse(call, "no bandwidth between nodes", "--link 10GB/s --latency 2us")
     if nodes > 1 and ranks is None:
         _refuse(call, "no number of ranks", f"--ranks {8 * nodes}")
     if ranks is not None and ranks % nodes:
-        finding, fits = "nodes must have equal numbers of ranks", nodes * (ranks // nodes + 1)
-        arithmetic = f"{ranks} = {nodes} * {ranks // nodes} + {ranks % nodes}"
-        _refuse(call, finding, f"--ranks {fits}", arithmetic)
+        fits = f"--ranks {nodes * (ranks // nodes + 1)}"
+        _refuse(call, f"{ranks} ranks / {nodes} nodes = {ranks / nodes:g}", fits)
     if ranks is not None and team is not None and ranks % team:
-        finding, fits = "teams must have equal numbers of ranks", math.gcd(ranks, team)
-        arithmetic = f"{ranks} = {team} * {ranks // team} + {ranks % team}"
-        _refuse(f"--ranks {ranks} --team {team}", finding, f"--team {fits}", arithmetic)
-    if not 0 <= args.overlap <= 1:
-        _refuse(f"--overlap {args.overlap:g}", "not between 0 and 1", "--overlap 0.5")
-    for name, value in (("--rank-speed", args.rank_speed), ("--batch", args.batch)):
-        if value is not None and not 0 < value < math.inf:
-            _refuse(f"{name} {value:g}", "not a finite number above 0", f"{name} 32")
+        finding, fits = f"{ranks} ranks / {team} = {ranks / team:g} teams", math.gcd(ranks, team)
+        _refuse(f"--ranks {ranks} --team {team}", finding, f"--team {fits}")
     if args.algorithm not in ALGORITHMS:
         hint = f"one of {', '.join(ALGORITHMS)}"
         _refuse(f"--algorithm {args.algorithm}", "no such algorithm", hint)

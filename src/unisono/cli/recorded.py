@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import sys
 from pathlib import Path
 from typing import Any
 
 from unisono import trace_file
-from unisono.cli.outcome import OK
 from unisono.errors import PlatformError
 
 
@@ -36,7 +34,6 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     )
     trace.add_argument("path", type=Path, help="a trace file, or a directory with some")
     trace.add_argument("--chrome", type=Path, metavar="OUT", help="merge all events into a file")
-    trace.add_argument("--json", action="store_true", help="print the events as JSON")
     trace.set_defaults(execute=_trace)
     checkpoint = commands.add_parser(
         "checkpoint",
@@ -61,7 +58,7 @@ def _report(args: argparse.Namespace) -> int:
         import webbrowser
 
         webbrowser.open(path.absolute().as_uri())
-    return OK
+    return 0
 
 
 def _has_screen() -> bool:
@@ -74,17 +71,12 @@ def _has_screen() -> bool:
 def _trace(args: argparse.Namespace) -> int:
     """Read the files, print the table, write the joined file if asked."""
     events = [event for path in _files(args.path) for event in _load(path)]
-    if args.json:
-        print(json.dumps(events))
-    elif events:
-        print(trace_file.table(events))
-    else:
-        print("the trace has no collectives")
+    print(trace_file.table(events) if events else "the trace has no collectives")
     if args.chrome:
         trace_file.write(args.chrome, events)
         text = f"unisono: wrote {args.chrome}: open it at ui.perfetto.dev or chrome://tracing"
         print(text, file=sys.stderr)
-    return OK
+    return 0
 
 
 def _files(path: Path) -> list[Path]:
@@ -119,4 +111,4 @@ def _convert(args: argparse.Namespace) -> int:
 
     for path in convert(args.old, args.new):
         print(path)
-    return OK
+    return 0

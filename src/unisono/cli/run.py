@@ -1,24 +1,27 @@
-"""`unisono run`: a script, a module or a function on several ranks.
-
-`--record` and `--watch` keep a record; `--detach` leaves a job to a scheduler.
+"""`unisono run`: a script, a module or a function on several ranks; and `compare`, which asks why
+one rank and several give other results.
 """
 
 from __future__ import annotations
 
 import argparse
-import ast
 import contextlib
 import functools
 import os
 import shutil
 import sys
-import tomllib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from unisono.cli import targets
-from unisono.cli.outcome import SHELL
+from unisono.cli.words import (
+    SHELL,
+    parse_console,
+    parse_field,
+    parse_pairs,
+    parse_words,
+)
 from unisono.compat.libraries import LIBRARIES
 from unisono.compat.serving import AS_CPU, call_served, notice, serving
 from unisono.errors import PlatformError
@@ -35,7 +38,6 @@ examples:
 Arguments after the script go to the script; everything after -- does in any case.
 """
 
-NUMBERS = ("one", "two", "three", "four", "five", "six", "seven", "eight")
 _ABOUT_RANKS = (
     *("on", "ranks", "nodes", "hosts", "gpus", "partition", "timeout_s", "max_restarts", "logs"),
     *("console", "record", "to", "check"),
@@ -119,6 +121,58 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     other.add_argument("--dry-run", action="store_true", help="only check the request and show it")
     other.add_argument("--detach", action="store_true", help="queue a job (slurm), print its id")
     parser.set_defaults(execute=execute)
+    _add_compare(commands)
+
+
+def _add_compare(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    parser = commands.add_parser(
+        "compare",
+        help="say why one rank and several give other results",
+        description="Run a script on several numbers of ranks, the first of them twice. Print the "
+        "first step and tensor that differ by more than rounding, and the cause.",
+        epilog="example: unisono compare --ranks 1,2,4 train.py -- --epochs 1",
+    )
+    parser.add_argument("target", help="script.py, or package.module:function")
+    parser.add_argument(
+        "-n", "--ranks", type=_counts, default="1,2", metavar="N,M", help="1,2 if not given"
+    )
+    parser.add_argument("--on", help="where ranks run, as for unisono run")
+    parser.add_argument("--steps", type=int, default=50, metavar="N", help="steps to follow (50)")
+    parser.add_argument("--timeout-s", type=float, metavar="S", help="deadline of each run")
+    parser.add_argument(
+        "--record", metavar="NAME", help="keep it in runs/NAME, with a report: curves, modules"
+    )
+    parser.set_defaults(execute=_compare)
+
+
+def _compare(args: argparse.Namespace) -> int:
+    """Compare, print the table, write a record with its report if asked."""
+    from unisono.testing.comparing import compare
+    from unisono.train.recording.launching import near
+
+    function, is_script = _script_or_call(args.target, args.forwarded)
+    comparison = compare(
+        function,
+        ranks=args.ranks,
+        on=args.on,
+        steps=args.steps,
+        timeout_s=args.timeout_s,
+        name=Path(args.target).name,
+        is_script=is_script,
+    )
+    print(comparison)
+    if args.record is not None:
+        print(f"unisono: report in {near(comparison.record(args.record))}", file=sys.stderr)
+    return int(not comparison.is_equal)
+
+
+def _counts(text: str) -> list[int]:
+    """Read several numbers of ranks."""
+    try:
+        return [int(word) for word in text.split(",")]
+    except ValueError:
+        words = f"{text!r} is not a list of numbers\nHINT: --ranks 1,2,4"
+        raise argparse.ArgumentTypeError(words) from None
 
 
 def _ranks(text: str) -> int | tuple[int, int]:
@@ -127,11 +181,8 @@ def _ranks(text: str) -> int | tuple[int, int]:
     try:
         return (int(first), int(last)) if colon else int(text)
     except ValueError:
-        number = NUMBERS.index(text.lower()) + 1 if text.lower() in NUMBERS else 2
-        raise argparse.ArgumentTypeError(
-            f"{text!r} is not a number\nHINT: --ranks {number}, or --ranks {number}:8 for "
-            f"{number} to 8 ranks of an elastic job"
-        ) from None
+        hint = "--ranks 2, or --ranks 2:8 for 2 to 8 ranks of an elastic job"
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number\nHINT: {hint}") from None
 
 
 def execute(args: argparse.Namespace) -> int:
@@ -187,11 +238,9 @@ def _execute(args: argparse.Namespace) -> int:
             text = f"in {job.dir}; unisono job logs {job.id} --follow shows its output"
             print(f"unisono: {text}", file=sys.stderr)
             return 0
-        print(
-            f"unisono: {_count(request.ranks, 'rank')} on {request.place}, "
-            f"{_count(request.platform.cpus_per_rank, 'thread')} each",
-            file=sys.stderr,
-        )
+        threads = _count(request.platform.cpus_per_rank, "thread")
+        size = f"{_count(request.ranks, 'rank')} on {request.place}"
+        print(f"unisono: {size}, {threads} each", file=sys.stderr)
         if args.watch and directory is not None:
             from unisono.train.recording.launching import watched
 
@@ -220,62 +269,28 @@ def _request(
 ) -> RunRequest:
     """Check what the command line asks for."""
     from unisono.launch import Logs
+    from unisono.launch.platform import places_of
     from unisono.launch.request import checked_request
 
-    fields = _fields(args)
-    console = _console(args.console)
-    logs = None
-    if args.logs is not None or console != "auto":
-        logs = Logs(dir=args.logs, console=console)
+    fields, console = _fields(args), parse_console(args.console)
+    same = ("on", "ranks", "nodes", "timeout_s", "max_restarts", "check")
     request = checked_request(
         function,
         (),
         {},
-        on=args.on,
-        ranks=args.ranks,
-        nodes=args.nodes,
-        timeout_s=args.timeout_s,
-        max_restarts=args.max_restarts,
-        logs=logs,
-        check=args.check,
+        **{name: getattr(args, name) for name in same},
+        logs=None
+        if args.logs is None and console == "auto"
+        else Logs(dir=args.logs, console=console),
         elastic=args.elastic or None,
         fields=fields,
         title=args.module or Path(args.target.rpartition(":")[2]).stem,
         is_script=is_script,
         spelling=SHELL,
     )
-    _check_uses(fields, request)
-    return request
-
-
-def _fields(args: argparse.Namespace) -> dict[str, Any]:
-    """Return the fields of the platform that the command line gives."""
-    fields: dict[str, Any] = {
-        name: _setting(name, value) for name, value in _pairs(args.set, "--set field=value")
-    }
-    if args.env:
-        fields["env"] = dict(_pairs(args.env, "--env NAME=value"))
-    if args.gpus is not None:
-        fields["n_gpus_per_node"] = args.gpus
-    if args.partition is not None:
-        fields["partition"] = args.partition
-    if args.hosts is not None:
-        fields["hosts"] = [host for host in args.hosts.split(",") if host]
-    if args.no_detect:
-        fields["detect"] = False
-    return fields
-
-
-def _check_uses(fields: Mapping[str, Any], request: RunRequest) -> None:
-    """Raise for a field that the place does not take; files may have it for other places.
-
-    In an existing world, or with UNISONO_FORCE_ON, the place is not the user's choice.
-    """
-    from unisono.launch.platform import places_of
-
     if os.environ.get("UNISONO_FORCE_ON") or request.joins_world:
-        return
-    for name, value in fields.items():
+        return request  # the place is not the user's choice
+    for name, value in fields.items():  # files may have fields of other places
         places = places_of(name)
         if places and request.place not in places:
             raise PlatformError.because(
@@ -283,6 +298,22 @@ def _check_uses(fields: Mapping[str, Any], request: RunRequest) -> None:
                 f"{name} is used on {' and '.join(places)} only",
                 hint=SHELL.options(on=places[0]),
             )
+    return request
+
+
+def _fields(args: argparse.Namespace) -> dict[str, Any]:
+    """Return the fields of the platform that the command line gives."""
+    fields: dict[str, Any] = {
+        name: parse_field(name, value) for name, value in parse_pairs(args.set, "--set field=value")
+    }
+    if args.env:
+        fields["env"] = dict(parse_pairs(args.env, "--env NAME=value"))
+    hosts = args.hosts and [host for host in args.hosts.split(",") if host]
+    given = {"n_gpus_per_node": args.gpus, "partition": args.partition, "hosts": hosts}
+    fields |= {name: value for name, value in given.items() if value is not None}
+    if args.no_detect:
+        fields["detect"] = False
+    return fields
 
 
 def _show(args: argparse.Namespace, request: RunRequest) -> int:
@@ -307,77 +338,23 @@ def _note_missing_gpus(args: argparse.Namespace, request: RunRequest) -> None:
         print(f"unisono: {text} (--on gpu requires GPUs)", file=sys.stderr)
 
 
-def _pairs(words: Sequence[str], usage: str) -> list[tuple[str, str]]:
-    pairs: list[tuple[str, str]] = []
-    for word in words:
-        name, equals, value = word.partition("=")
-        if not equals or not name:
-            raise PlatformError.because(f"unisono run ... {word}", "no = in it", None, usage)
-        pairs.append((name, value))
-    return pairs
-
-
 def _function(args: argparse.Namespace) -> tuple[Callable[[], object], bool]:
     """Return what each rank calls, and whether it is a whole script."""
-    is_script = True
     if args.module is not None:
         targets.find_source(args.module, f"unisono run -m {args.module}")
         function = functools.partial(targets.run_module, args.module, args.forwarded)
-    elif ":" in args.target and not args.target.endswith(".py"):
-        function = targets.named_call(args.target, *parse_words(args.forwarded))
-        is_script = False
+        is_script = True
     else:
-        path = targets.check_script(args.target)
-        function = functools.partial(targets.run_script, path, args.forwarded)
+        function, is_script = _script_or_call(args.target, args.forwarded)
     if args.compat:
         function = functools.partial(call_served, args.compat, args.as_cpu, function)
     return function, is_script
 
 
-def parse_words(words: Sequence[str]) -> tuple[list[object], dict[str, object]]:
-    """Read words as arguments: Python literals, else strings; `name=value` are keywords.
-
-    Example:
-        >>> parse_words(["3", "adam", "lr=0.1"])
-        ([3, 'adam'], {'lr': 0.1})
-    """
-    positional: list[object] = []
-    keywords: dict[str, object] = {}
-    for word in words:
-        name, equals, value = word.partition("=")
-        if equals and name.isidentifier():
-            keywords[name] = _literal(value)
-        else:
-            positional.append(_literal(word))
-    return positional, keywords
-
-
-def _literal(text: str) -> object:
-    try:
-        return ast.literal_eval(text)
-    except (ValueError, SyntaxError):
-        return text
-
-
-def _setting(name: str, text: str) -> object:
-    """Read a value of `--set` as Python or TOML, else as a plain string."""
-    from unisono.launch.platform import KINDS
-
-    value = _literal(text)
-    if value is text:
-        with contextlib.suppress(tomllib.TOMLDecodeError):
-            value = tomllib.loads(f"value = {text}")["value"]
-    kind = KINDS.get(name)
-    return text if kind is not None and kind.fits(text) and not kind.fits(value) else value
-
-
-def _console(text: str | None) -> Any:
-    """Read `--console`; `Logs` checks it."""
-    if text is None:
-        return "auto"
-    if all(part.strip().isdigit() for part in text.split(",")):
-        return [int(part) for part in text.split(",")]
-    return text
+def _script_or_call(target: str, words: list[str]) -> tuple[Callable[[], object], bool]:
+    if ":" in target and not target.endswith(".py"):
+        return targets.named_call(target, *parse_words(words)), False
+    return functools.partial(targets.run_script, targets.check_script(target), words), True
 
 
 def _count(number: int, noun: str) -> str:

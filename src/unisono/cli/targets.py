@@ -21,9 +21,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import unisono
 from unisono.compat.joining import trainers_join
-from unisono.errors import PlatformError, UnisonoError, an
+from unisono.errors import PlatformError, an
 
 
 def named_call(
@@ -128,28 +127,6 @@ def check_script(path: str) -> str:
             f"scripts there: {', '.join(scripts[:8])}" if scripts else "the path of a script",
         )
     return str(script.absolute())
-
-
-def unknown_name(command: str, kind: str, word: str, names: Sequence[str]) -> UnisonoError:
-    """Return the error of a word behind a command that names nothing."""
-    near = difflib.get_close_matches(word, names, n=1)
-    return PlatformError.because(
-        f"unisono {command} {word}",
-        f"{kind}: {', '.join(names)}",
-        hint=f"unisono {command} {near[0] if near else names[0]}",
-    )
-
-
-def carried(folder: str, file: str) -> Path:
-    """Return the folder with `file`: that of a checkout, or the one that the package carries."""
-    package = Path(unisono.__file__).parent
-    homes = (package / f"_{folder}", package.parents[1] / folder)
-    for home in homes:
-        if (home / file).is_file():
-            return home
-    raise PlatformError.because(
-        f"unisono's {folder}", f"no {file} in {homes[0]} or {homes[1]}", hint="reinstall unisono"
-    )
 
 
 def nearest_first(word: str, names: Sequence[str]) -> list[str]:
