@@ -36,6 +36,8 @@ REMOVED: dict[str, str] = {
     "unisono run --chaos": "kill -9 of a rank's process; os.kill(os.getpid(), 9) in the function",
     "unisono run --invite": 'on="ray" or on="slurm" with elastic=True; ray start joins hosts',
     "unisono run --join": 'on="ray" or on="slurm" with elastic=True; ray start joins hosts',
+    "unisono bench --json": "unisono bench, whose tables are Markdown",
+    "unisono trace --json": "the trace file itself, which is JSON",
     "unisono job list": "squeue --me",
     "unisono job resize": "job.resize(ranks) of the handle that unisono.submit returns",
     "unisono.nn.distribute": (

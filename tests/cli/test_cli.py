@@ -15,9 +15,8 @@ from types import SimpleNamespace
 import pytest
 
 import unisono
-from unisono.cli import doctor, main
-from unisono.cli.outcome import SHELL, exit_code_of
-from unisono.cli.run import _setting, parse_words
+from unisono.cli import doctor, exit_code_of, main
+from unisono.cli.words import SHELL, parse_field, parse_words
 from unisono.errors import PlatformError
 from unisono.launch.places import mpi
 
@@ -343,9 +342,9 @@ def test_settings_are_read_as_python_or_toml_or_words():
         "stop_signals": ("['SIGUSR2']", list),
     }
     for name, (text, kind) in values.items():
-        assert type(_setting(name, text)) is kind, name
-    assert _setting("env", '{A = "b"}') == {"A": "b"}
-    assert _setting("oversubscribe", "false") is False
+        assert type(parse_field(name, text)) is kind, name
+    assert parse_field("env", '{A = "b"}') == {"A": "b"}
+    assert parse_field("oversubscribe", "false") is False
 
 
 def test_errors_spell_arguments_as_the_command_line_does():

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from unisono.cli import demo, main
+from unisono.cli import main, shipped
 
 
 @pytest.mark.timeout(240)
@@ -43,9 +43,9 @@ def test_commands_to_try_are_shown_as_this_shell_finds_them(tmp_path, monkeypatc
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "executable", str(program.with_name("python")))
     monkeypatch.setenv("PATH", "/nowhere")
-    assert demo._command() == ".venv/bin/unisono"
+    assert shipped._command() == ".venv/bin/unisono"
     monkeypatch.setenv("PATH", str(program.parent))
-    assert demo._command() == "unisono"
+    assert shipped._command() == "unisono"
 
 
 def test_the_demo_without_scikit_learn_says_what_to_install(monkeypatch, capsys):
@@ -59,7 +59,7 @@ def test_every_demo_of_the_list_is_there(capsys):
     listed = [line.split()[0] for line in capsys.readouterr().out.splitlines() if line][:-1]
     assert listed == ["digits", "forces", "flow", "error-bars", "elastic", "daso"]
     for name in ("forces", "flow", "error-bars", "elastic", "daso"):
-        assert demo.example_path(demo.DEMOS[name].script).is_file()
+        assert shipped.example_path(name).is_file()
 
 
 def test_a_demo_is_run_with_the_ranks_asked_for_and_its_failure_is_ours(
@@ -67,7 +67,7 @@ def test_a_demo_is_run_with_the_ranks_asked_for_and_its_failure_is_ours(
 ):
     script = tmp_path / "shows.py"
     script.write_text("import sys\nprint('got', sys.argv[1:])\nsys.exit(sys.argv[2] == '3')\n")
-    monkeypatch.setattr(demo, "example_path", lambda name: script)
+    monkeypatch.setattr(shipped, "example_path", lambda name: script)
     assert main(["demo", "forces", "--ranks", "2"]) == 0
     assert "got ['--ranks', '2']" in capfd.readouterr().out
     assert main(["demo", "forces", "--ranks", "3"]) == 1

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import json
-
 import pytest
 import torch
 
 import unisono
-from unisono.cli import bench, main
+from unisono.cli import main, shipped
 from unisono.comm import trace
 
 
@@ -35,8 +33,8 @@ def test_trace_joins_the_files_of_a_directory(tmp_path, capsys):
     text = capsys.readouterr().out
     assert "all_reduce" in text
     assert "broadcast" in text
-    assert main(["trace", str(whole), "--json"]) == 0
-    assert len(json.loads(capsys.readouterr().out)) == 4
+    assert main(["trace", str(whole)]) == 0
+    assert len(capsys.readouterr().out.splitlines()) == 3
 
 
 def test_trace_finds_the_parts_of_a_run_that_was_not_closed(tmp_path, capsys):
@@ -63,9 +61,9 @@ def test_bench_lists_its_scripts(capsys):
 
 def test_bench_names_mean_scripts_and_folders():
     known = ["comm", "data_parallel/daso", "data_parallel/step", "launch"]
-    assert bench.choose([], known) == known
-    assert bench.choose(["data_parallel"], known) == known[1:3]
-    assert bench.choose(["benchmarks/comm.py", "comm"], known) == ["comm"]
+    assert shipped.choose([], known) == known
+    assert shipped.choose(["data_parallel"], known) == known[1:3]
+    assert shipped.choose(["benchmarks/comm.py", "comm"], known) == ["comm"]
 
 
 def test_bench_suggests_the_nearest_name(capsys):
@@ -73,38 +71,13 @@ def test_bench_suggests_the_nearest_name(capsys):
     assert "HINT: unisono bench transports" in capsys.readouterr().err
 
 
-def test_bench_reads_the_rows_of_a_result():
-    text = (
-        "## Some\n\n| case | ours | reference | ratio | target | verdict |\n"
-        "|---|---:|---:|---:|---:|---|\n| one | 1 us | 2 us gloo | 0.50 | <= 0.6 | ok |\n\n"
-        "| other | table |\n|---|---|\n| a | b |\n"
-    )
-    assert bench.read_rows(text) == [
-        {
-            "case": "one",
-            "ours": "1 us",
-            "reference": "2 us gloo",
-            "ratio": "0.50",
-            "target": "<= 0.6",
-            "verdict": "ok",
-        }
-    ]
-
-
-def test_bench_runs_a_script_and_tells_when_it_broke(tmp_path, monkeypatch, capsys):
-    (tmp_path / "harness.py").write_text("HEAD = '| case | ours | reference | ratio | target |'\n")
-    good = tmp_path / "good.py"
-    good.write_text(
-        "from harness import HEAD  # __main__\n"
-        "print(HEAD + ' verdict |')\nprint('|---|---|---|---|---|---|')\n"
-        "print('| x | 1 | 2 | 0.5 | <= 1 | ok |')\n"
-    )
-    bad = tmp_path / "bad.py"
+def test_bench_runs_a_script_and_tells_when_it_broke(tmp_path, monkeypatch, capfd):
+    (tmp_path / "harness.py").write_text("HEAD = 'ours'\n")
+    good, bad = tmp_path / "good.py", tmp_path / "bad.py"
+    good.write_text("from harness import HEAD  # __main__\nprint(HEAD)\n")
     bad.write_text("raise SystemExit(3)  # __main__\n")
-    monkeypatch.setattr(bench, "find_scripts", lambda: {"bad": bad, "good": good})
-    assert main(["bench", "--json"]) == 1
-    captured = capsys.readouterr()
-    assert [(row["benchmark"], row["ratio"]) for row in json.loads(captured.out)] == [
-        ("good", "0.5")
-    ]
+    monkeypatch.setattr(shipped, "find_scripts", lambda: {"bad": bad, "good": good})
+    assert main(["bench"]) == 1
+    captured = capfd.readouterr()
+    assert captured.out.splitlines()[-2:] == ["== good", "ours"]
     assert "bad ended with 3" in captured.err

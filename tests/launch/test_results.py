@@ -29,12 +29,12 @@ def test_plain_data_is_shared_in_a_world_and_other_objects_stay():
 def test_results_are_a_sequence_with_facts():
     logs = ["", "x", ""]
     results = Results([3, 4, Elsewhere(2, "Model")], hosts=["a"] * 3, platform="cpu", logs=logs)
-    assert (results[0], results[-2], results.rank(1), results[:2]) == (3, 4, 4, (3, 4))
+    assert (results[0], results[-2], results[:2]) == (3, 4, (3, 4))
     assert (results.log(1), results.log(0)) == ("x", "")
     with pytest.raises(PlatformError, match="stayed on rank 2"):
         results[2]
-    with pytest.raises(IndexError, match="rank 3 of a world of 3"):
-        results.rank(3)
+    with pytest.raises(IndexError):
+        results[3]
     assert repr(results) == "Results([3, 4, <Model on rank 2>], platform='cpu', wall_s=0.000)"
 
 

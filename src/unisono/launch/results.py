@@ -93,16 +93,8 @@ class Results(Sequence[T], Generic[T]):
             )
         return value
 
-    def rank(self, rank: int) -> T:
-        """Return the value of one rank."""
-        if not 0 <= rank < len(self):
-            raise IndexError(f"rank {rank} of a world of {len(self)}")
-        return self[rank]
-
     def log(self, rank: int) -> str:
         """Return what `rank` printed (the end of it, where it was more than a megabyte)."""
-        if not 0 <= rank < len(self):
-            raise IndexError(f"rank {rank} of a world of {len(self)}")
         if self.dir is not None:
             path = self.dir / f"rank-{self._numbers[rank]}.log"
             if path.exists():

@@ -37,7 +37,7 @@ _VARIABLES = frozenset(
     for word in (
         *("ALGO", "BACKEND", "CHECK", "CORE", "DETECT", "FORCE_ON", "FRAMES", "HOST_ID"),
         *("JOB_DIR", "KEY_FILE", "RANK_PID", "REQUIRE", "RESTART", "RUN_ID", "SERVER_IDLE_S"),
-        *("STDIN_RANK", "STRUCTURE_CHECK", "TEST_KILL", "TIMEOUT_S", "TRACE"),
+        *("STDIN_RANK", "STRUCTURE_CHECK", "TIMEOUT_S", "TRACE"),
     )
 )
 _FAMILIES = tuple(f"UNISONO_{word}_" for word in ("SHM", "MPI", "TEST", "SLURM"))

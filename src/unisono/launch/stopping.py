@@ -23,7 +23,6 @@ from types import FrameType
 from unisono.errors import PlatformError, RankTimeout, Requeue, explain, grouped_stacks
 from unisono.expect import expect_int
 from unisono.launch.context import here
-from unisono.launch.pool.protocol import tell
 
 __all__ = ["job_dir", "requeue", "restart_count", "should_stop", "simulate_preemption"]
 
@@ -162,31 +161,12 @@ def job_dir() -> Path | None:
     return Path(text) if text else None
 
 
-def simulate_preemption(*, after_s: float = 0.0, rank: int | None = None) -> None:
-    """Deliver a stop signal to this rank, or to `rank`, as a scheduler would.
-
-    Args:
-        after_s: how many seconds from now.
-        rank: who gets it; None is this rank.
-    """
-    me = here()
-    this_rank, report_fd, size = (0, None, 1)
-    if me is not None:
-        this_rank, report_fd, size = me.rank, me.report_fd, me.platform.world_size
-    target = this_rank if rank is None else rank
-    is_me = target == this_rank
-    if not is_me and (report_fd is None or not 0 <= target < size):
-        raise PlatformError.because(
-            f"simulate_preemption(rank={rank})",
-            f"this world has ranks 0 to {size - 1}",
-            None,
-            "call it in a function that unisono.run started",
-        )
+def simulate_preemption(*, after_s: float = 0.0) -> None:
+    """Deliver a stop signal to this rank, as a scheduler would, `after_s` seconds from now."""
 
     def deliver() -> None:
-        if not is_me and report_fd is not None:
-            tell(report_fd, preempt=target)
-        elif report_fd is None:
+        me = here()
+        if me is None or me.report_fd is None:
             note_request()  # no launcher: this process has no handler for the signal
         else:
             os.kill(os.getpid(), signal.SIGTERM)

@@ -29,7 +29,7 @@ from unisono.launch.pool.cleanup import make_temporary_directory
 from unisono.launch.pool.client import ANSWER_S, RankProcess, ServerGone, WarmServer
 from unisono.launch.pool.monitor import RankMonitor
 from unisono.launch.pool.protocol import send_message
-from unisono.launch.pool.stacks import readable_threads
+from unisono.launch.pool.stacks import folded_threads
 from unisono.testing.report import STACK_SIGNAL, Findings, Raised, RankFailure
 from unisono.testing.shipping import pack
 
@@ -427,10 +427,9 @@ class RankWorld:
             doing=doing,
             raised=raised,
             died=died,
-            crashes={n: readable_threads(text_from(self._ranks[n].stack_path)) for n in died},
+            crashes={n: folded_threads(text_from(self._ranks[n].stack_path)) for n in died},
             waiting={
-                rank.rank: readable_threads(stacks.get(rank.rank, "")) or _SILENT
-                for rank in pending
+                rank.rank: folded_threads(stacks.get(rank.rank, "")) or _SILENT for rank in pending
             },
             waited=waited,
             output=self.output(),

@@ -419,8 +419,8 @@ from unisono.launch import simulate_preemption
 def total(x):
     comm = unisono.world()
     if unisono.job_dir() and unisono.restart_count() == 0:  # a rank of ours, in its first attempt
-        if comm.rank == 0:
-            simulate_preemption(rank=1)
+        if comm.rank == 1:
+            simulate_preemption()
         while not unisono.should_stop():
             time.sleep(0.05)
         unisono.requeue()

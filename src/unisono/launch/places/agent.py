@@ -236,7 +236,7 @@ class Agent(RankMonitor):
             self._channel.stream(chunks_of("value", rank.result))
         if "state" in news or "finishing_s" in news or "standing" in news:
             self._tell(rank)
-        names = ("address", "preempt", "elastic")
+        names = ("address", "elastic")
         if others := {name: news[name] for name in names if name in news}:
             self._send(others)
 

@@ -307,8 +307,6 @@ class AgentRanks(Ranks):
             for other in self._seats:
                 if other is not seat:
                     other.send({"master": self._master})
-        elif "preempt" in message:
-            self._seats[message["preempt"]].send({"signal": "SIGTERM"})
         elif "elastic" in message:
             self.policy.receive(seat.state.rank, message["elastic"])
         elif "wants" in message and seat.channel is not None:

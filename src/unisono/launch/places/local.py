@@ -154,8 +154,6 @@ class LocalRanks(RankMonitor, Ranks):
         for other in self._ranks:
             if "address" in news and other is not rank:
                 other.order(master=news["address"])
-            if news.get("preempt") == other.rank:
-                other.signal(signal.SIGTERM)
 
     # Where ranks may die and join.
 

@@ -253,14 +253,6 @@ class Parcel:
             done += count
 
 
-def packed_bytes(value: object, pickler: type[Pickler] = Pickler) -> int:
-    """Return about how many bytes a value takes, without a copy of its large parts."""
-    body = io.BytesIO()
-    writer = pickler(body)
-    writer.dump(value)
-    return body.tell() + sum(raw.nbytes for _, raw in writer.parts)
-
-
 def nameless_file() -> int:
     """Return a new file without a name, in memory if the system supports that."""
     if hasattr(os, "memfd_create"):
@@ -296,12 +288,13 @@ def dump_call(
         inner = inner.func
     inner = inspect.unwrap(inner)
     module = sys.modules.get(getattr(inner, "__module__", None) or "")
+    name = getattr(fn, "__qualname__", None) or type(fn).__qualname__
     with taken_by_value([] if module is None or is_importable(module) else [module]):
         try:
             call = Parcel.of((fn, tuple(args), dict(kwargs)))
         except Exception as error:
-            parts = _parts_of_call(fn, args, kwargs)
-            name = next(iter(parts))
+            parts = {f"args[{i}]": value for i, value in enumerate(args)}
+            parts = {name: fn, **parts, **{f"kwargs[{k!r}]": v for k, v in kwargs.items()}}
             path, culprit = first_unpicklable(parts) or (name, fn)
             raise PlatformError.because(
                 f"unisono.run({name}, ...) sends the function and its arguments to each rank",
@@ -309,24 +302,12 @@ def dump_call(
                 f"{type(error).__name__}: {error}",
                 f"make {path} inside the function, or pass what it is made from",
             ) from error
-        if (size := call.end) > LARGE_BYTES:
-            parts = _parts_of_call(fn, args, kwargs)
-            sizes = {path: packed_bytes(value) for path, value in parts.items()}
-            largest = max(sizes, key=lambda path: sizes[path])
-            warn(
-                f"each rank is sent {size / 2**20:,.0f} MB, of which {largest} is "
-                f"{sizes[largest] / 2**20:,.0f} MB; load it inside the function, or pass its path"
-            )
+    if call.end > LARGE_BYTES:
+        warn(
+            f"each rank is sent {call.end / 2**20:,.0f} MB: load large data inside {name}, or pass "
+            "its path"
+        )
     return call
-
-
-def _parts_of_call(
-    fn: Callable[..., object], args: Sequence[object], kwargs: Mapping[str, object]
-) -> dict[str, object]:
-    """Return the parts of a call by the names that errors show, the function first."""
-    name = getattr(fn, "__qualname__", None) or type(fn).__qualname__
-    parts = {name: fn, **{f"args[{i}]": value for i, value in enumerate(args)}}
-    return parts | {f"kwargs[{key!r}]": value for key, value in kwargs.items()}
 
 
 def dump_value(value: object, file: int | None = None) -> Parcel:

@@ -1,9 +1,9 @@
 """The protocol between launcher and rank: the job, news of the rank, orders of the launcher.
 
 All ranks read the job from one file. On its own pipe a rank sends pickled changes of its
-`RankState` and, for others, `address` (where rank 0 hosts the store) and `preempt` (which rank is
-to get a stop signal, as a rehearsal). Orders are JSON objects, one a line. Both pipes are inherited
-by exactly one process, so only data of our own children is ever unpickled.
+`RankState` and, for others, `address`: where rank 0 hosts the store. Orders are JSON objects, one a
+line. Both pipes are inherited by exactly one process, so only data of our own children is ever
+unpickled.
 """
 
 from __future__ import annotations

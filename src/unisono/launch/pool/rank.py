@@ -244,11 +244,6 @@ def _live(
     fn, args, kwargs = job.call.load()
     job.call.close()
     job.setting.apply_inside()
-    who, _, seconds = os.environ.get("UNISONO_TEST_KILL", "").partition(":")
-    if who == str(here.rank) and os.environ["UNISONO_RESTART"] == "0":  # rehearse its death
-        timer = threading.Timer(float(seconds or 0), kill_own_group)
-        timer.daemon = True
-        timer.start()
     tell(report_fd, state="ready")
     try:
         with stopping.interruptible(), forks_end_here():

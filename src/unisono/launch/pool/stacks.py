@@ -5,19 +5,19 @@ Also reads what `faulthandler` wrote about a rank: its threads, and where the us
 
 from __future__ import annotations
 
-import linecache
+import functools
 import os
 import re
 import time
 import traceback
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
 from types import TracebackType
+from typing import NamedTuple
 
 from unisono.errors import UnisonoError
-from unisono.frames import folded, is_between, is_own_file, is_user_file, owner_of
+from unisono.frames import Frame, folded, is_between, is_own_file, is_user_file, owner_of
 from unisono.launch.logs import size_of, text_from
 
 FRAMES = "UNISONO_FRAMES"
@@ -26,14 +26,13 @@ FRAMES = "UNISONO_FRAMES"
 _THREAD = re.compile(r"^(?:Current thread|Thread) 0x[0-9a-f]+(?: \[(?P<name>.*)\])?.*:$")
 _FRAME = re.compile(r'^\s*File "(?P<file>[^"]+)", line (?P<line>\d+) in (?P<function>.+)$')
 _BOTTOM = re.compile(
-    r'^\s*File "(?:<string>", line 1 in <module>$|[^"]*unisono/(?:launch/pool/(?:rank|server)'
-    r'|launch/tasks|testing/rank)\.py", line \d+ in )'
+    r"unisono/(?:launch/(?:tasks|pool/rank|pool/server)|testing/rank)\.py:|<string>:<module>$"
 )
-"""The frames below the user's function, the same in every rank."""
+"""Files, and functions, of frames below the user's function, the same in every rank."""
 _OWN_THREADS = re.compile(
-    r'unisono/(?:launch/pool/rank\.py", line \d+ in _read_orders|comm/(?:\w+/)*watchdog\.py)'
+    r"unisono/(?:launch/pool/rank\.py:_read_orders|comm/(?:\w+/)*watchdog\.py)"
 )
-"""Threads of ours, which always wait."""
+"""Those of threads of ours, which always wait."""
 _CRASH = "Fatal Python error: "
 _NO_FRAMES = "  in a function that is not written in Python"
 _FOLDED = "<frames of unisono>"
@@ -43,81 +42,40 @@ _SETTLED_S = 0.15
 """So long nothing is added to a dump that is whole; a busy machine pauses between threads."""
 
 
-@dataclass
-class _Thread:
+class _Thread(NamedTuple):
     """The stack of one thread as `faulthandler` writes it, the innermost call first."""
 
     title: str
-    lines: list[str]
+    frames: list[Frame]
 
-    @property
-    def text(self) -> str:
-        """The stack; one without a frame says why."""
-        lines = self.lines or [_NO_FRAMES]
-        return "\n".join([self.title, *lines]).strip()
-
-    def frames(self) -> Iterator[tuple[str, int, str]]:
-        """Yield file, line and function of each call."""
-        for text in self.lines:
-            if (frame := _FRAME.match(text)) is not None:
-                yield frame["file"], int(frame["line"]), frame["function"]
+    def __str__(self) -> str:
+        lines = [f'  File "{file}", line {line} in {name}' for file, line, name in self.frames]
+        return "\n".join([self.title, *(lines or [_NO_FRAMES])]).strip("\n")
 
 
-def _parsed(dump: str) -> tuple[list[str], list[_Thread]]:
-    """Return what stands before the threads of a dump, and the threads that are not ours.
+def _threads(dump: str) -> list[_Thread]:
+    """Return the threads of a dump that are not ours, without frames below the user's function."""
+    threads = [_Thread("", [])]
+    for text in dump.splitlines():
+        if _THREAD.match(text):
+            threads.append(_Thread(text, []))
+        elif (found := _FRAME.match(text)) is not None:
+            threads[-1].frames.append((found["file"], int(found["line"]), found["function"]))
+    threads = [thread for thread in threads if thread.title or thread.frames]
+    others = [t for t in threads if not any(map(functools.partial(_is, _OWN_THREADS), t.frames))]
+    for thread in others:
+        while thread.frames and _is(_BOTTOM, thread.frames[-1]):
+            thread.frames.pop()
+    return others or threads
 
-    The frames below the user's function are left out.
-    """
-    before: list[str] = []
-    threads: list[_Thread] = []
-    for line in dump.splitlines():
-        if _THREAD.match(line):
-            threads.append(_Thread(line, []))
-        elif line.strip():
-            (threads[-1].lines if threads else before).append(line)
-    kept = [t for t in threads if not any(_OWN_THREADS.search(line) for line in t.lines)]
-    for lines in (before, *(thread.lines for thread in kept or threads)):
-        # After a crash, the interpreter's list of extension modules follows the last frame.
-        end = max((i + 1 for i, line in enumerate(lines) if _FRAME.match(line)), default=0)
-        while end and _BOTTOM.match(lines[end - 1]):
-            end -= 1
-            del lines[end]
-    return before, kept or threads
+
+def _is(pattern: re.Pattern[str], frame: Frame) -> bool:
+    return pattern.search(f"{frame[0]}:{frame[2]}") is not None
 
 
 def user_threads(dump: str) -> str:
     """Return `dump` without unisono's own threads and the frames below the function."""
-    before, threads = _parsed(dump)
-    return "\n\n".join(thread.text for thread in threads) or "\n".join(before).strip()
-
-
-def readable_threads(dump: str) -> str:
-    """Return a dump as tracebacks: with source lines, most recent call last, main thread first.
-
-    >>> print(
-    ...     readable_threads('  File "a.py", line 2 in g' + chr(10) + '  File "a.py", line 7 in f')
-    ... )
-      File "a.py", line 7, in f
-      File "a.py", line 2, in g
-    """
-    before, threads = _parsed(dump)
-    words = [line for line in before if not _FRAME.match(line)]
-    sections = [*words, *_as_traceback(_Thread("", before))]
-    for thread in sorted(threads, key=lambda thread: not thread.title.startswith("Current")):
-        name = _THREAD.match(thread.title)
-        where = f"thread {(name and name['name']) or '(unnamed)'}"
-        where = "the main thread" if thread.title.startswith("Current") else where
-        sections += [f"in {where} (most recent call last):", *_as_traceback(thread)]
-    return "\n".join(sections)
-
-
-def _as_traceback(thread: _Thread) -> list[str]:
-    lines: list[str] = []
-    for file, number, function in reversed(list(thread.frames())):
-        lines.append(f'  File "{file}", line {number}, in {function}')
-        if source := linecache.getline(file, number).strip():
-            lines.append(f"    {source}")
-    return lines
+    return "\n\n".join(map(str, _threads(dump)))
 
 
 def folded_threads(dump: str) -> str:
@@ -125,13 +83,12 @@ def folded_threads(dump: str) -> str:
 
     The innermost call comes first, and the main thread.
     """
-    before, threads = _parsed(dump)
-    lines: list[str] = []
-    for thread in reversed(threads or [_Thread("", before)]):
+    threads, lines = _threads(dump), list[str]()
+    for thread in reversed(threads):
         if len(threads) > 1 and not thread.title.startswith("Current"):
             name = _THREAD.match(thread.title)
             lines.append(f"  in thread {(name and name['name']) or '(unnamed)'}:")
-        lines.append(folded(list(thread.frames())))
+        lines.append(folded(thread.frames))
     return "\n".join(lines)
 
 
@@ -180,15 +137,11 @@ def user_line(dump: str) -> str:
 
     The main thread comes last in a dump, so it is looked at first.
     """
-    before, threads = _parsed(dump)
-    fallback = ""
-    for thread in (*reversed(threads), _Thread("", before)):
-        for file, number, function in thread.frames():
-            place = f"{Path(file).name}:{number} in {function}"
-            fallback = fallback or place
-            if is_user_file(file):
-                return place
-    return fallback or "no Python code"
+    frames = [frame for thread in reversed(_threads(dump)) for frame in thread.frames]
+    of_user = [frame for frame in frames if is_user_file(frame[0])]
+    for file, number, function in of_user or frames:
+        return f"{Path(file).name}:{number} in {function}"
+    return "no Python code"
 
 
 def format_error(error: BaseException) -> str:
@@ -217,23 +170,20 @@ def chain_of(
 def _folded(stack: traceback.StackSummary, error: BaseException) -> traceback.StackSummary:
     """Replace frames between the user's by a line; the launcher's, at the outer end, by none."""
     kept = _Folding()
-    is_outermost = True
     for is_folded, frames in groupby(stack, lambda frame: is_between(frame.filename)):
         run = list(frames)
-        if is_folded and not is_outermost:
+        if is_folded and run[0] is stack[0]:
+            continue
+        if is_folded:
             # Where it was not us who raised on purpose, the place in our code helps.
             is_odd = run[-1] is stack[-1] and not isinstance(error, UnisonoError)
-            hidden = len(run) - is_odd
+            hidden, run = run[: len(run) - is_odd], run[len(run) - is_odd :]
             if hidden:
-                owners = dict.fromkeys(owner_of(frame.filename) for frame in run[:hidden])
-                words = f"{hidden} frame{'s' if hidden > 1 else ''} of {' and '.join(owners)}"
-                words = f"... {words} ({FRAMES}=all shows them)"
+                owners = dict.fromkeys(owner_of(frame.filename) for frame in hidden)
+                words = f"{len(hidden)} frame{'s' if len(hidden) > 1 else ''} of "
+                words = f"... {words}{' and '.join(owners)} ({FRAMES}=all shows them)"
                 kept.append(traceback.FrameSummary(_FOLDED, len(kept), words, line=""))
-            run = run[hidden:]
-        elif is_folded:
-            run = []
         kept += run
-        is_outermost = False
     return kept
 
 
