@@ -25,13 +25,12 @@ import unisono
 from unisono.compat.libraries import LIBRARIES
 from unisono.compat.modules import module_names
 
-EXTRA = ("unisono.comm.mpi_style", "unisono.launch.functional")
+EXTRA = ("unisono.comm.mpi_style",)
 """Public modules that their package does not list."""
 _DOCS = Path(__file__).parents[1]
 _GUIDES = {
     "unisono": ("../README.md", "cheat_sheet.md", "launch.md", "checkpoint.md"),
     "unisono.launch": ("../README.md", "launch.md", "launch_slurm.md", "coming_from_ddpw.md"),
-    "unisono.launch.functional": ("coming_from_ddpw.md",),
     "unisono.comm": ("comm.md", "transports.md"),
     "unisono.comm.mpi_style": ("mpi_style.md",),
     "unisono.data_parallel": ("tutorials/data.md", "data_parallel.md", "loaders.md", "daso.md"),

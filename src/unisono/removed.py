@@ -30,6 +30,7 @@ REMOVED: dict[str, str] = {
     "unisono.graph_parallel.GraphBatchSampler": (
         "torch_geometric.loader.DynamicBatchSampler, with one seed for a row of ranks"
     ),
+    "unisono.launch.functional": "unisono.compat.ddpw.functional",
     "unisono topo": "unisono run --dry-run for the ranks, unisono.topology.draw for their blocks",
     "unisono run --to": "runs/NAME/metrics.csv, which every tracker reads",
     "unisono run --script": "mpiexec or torchrun in the batch script: unisono.run joins its ranks",

@@ -16,9 +16,9 @@ from torch import nn
 import unisono
 from unisono import accelerator
 from unisono.cli import self_test
+from unisono.compat.ddpw import functional
 from unisono.data_parallel import DataParallel
 from unisono.errors import PlatformError
-from unisono.launch import functional
 from unisono.launch.context import seeded
 from unisono.train import Checkpoint
 

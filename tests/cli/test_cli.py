@@ -146,7 +146,7 @@ import torch
 import torch.distributed as dist
 from unisono.comm import Communicator
 from unisono.graph_parallel import setup_gp
-from unisono.launch.functional import average_params_grads
+from unisono.compat.ddpw.functional import average_params_grads
 from unisono.topology import Partition
 
 for ask in (

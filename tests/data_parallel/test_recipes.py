@@ -11,7 +11,7 @@ from torch import nn
 from unisono import Partition, operators
 from unisono.comm import world
 from unisono.data_parallel import DataParallel
-from unisono.launch.functional import synchronised
+from unisono.data_parallel.batch_norm import synchronised
 from unisono.nn import DistributedBatchNorm
 
 

@@ -8,9 +8,9 @@ import torch
 import unisono
 from unisono import accelerator
 from unisono.comm import lifecycle as start
+from unisono.compat.ddpw import functional
 from unisono.environment import Environment
 from unisono.errors import PlatformError
-from unisono.launch import functional
 from unisono.launch.context import enter_world, set_here
 from unisono.launch.request import resolve
 from unisono.launch.settings import read_configuration

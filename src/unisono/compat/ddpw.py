@@ -10,9 +10,10 @@ from importlib import metadata
 from typing import Any, Self
 
 from unisono import launch
+from unisono.compat import ddpw_functional as functional
 from unisono.compat.modules import Module, build
 from unisono.errors import PlatformError
-from unisono.launch import functional, tasks
+from unisono.launch import tasks
 from unisono.launch.platform import check_names
 
 OLD_NAMES = {"n_gpus": "n_gpus_per_node", "n_cpus": "n_cpus_per_node", "ram": "mem_per_node"}

@@ -24,9 +24,9 @@ from unisono.comm import Communicator
 from unisono.comm.call import call_site
 from unisono.comm.digest import digest_of, digests_of
 from unisono.comm.health import check
+from unisono.data_parallel.batch_norm import SharedBatchNorm
 from unisono.data_parallel.divisor import Divisor
 from unisono.errors import LayoutError, explain, name_ranks
-from unisono.launch.functional import SharedBatchNorm
 from unisono.operators.gradients import tensors_in
 
 EVERY = 64

@@ -18,6 +18,7 @@ from torch.utils.hooks import RemovableHandle
 
 from unisono.comm import Communicator
 from unisono.comm.claims import check_unclaimed, claim
+from unisono.data_parallel.batch_norm import synchronised
 from unisono.data_parallel.bucket import Bucket
 from unisono.data_parallel.engine import GradientEngine, Options, Stats
 from unisono.data_parallel.join import Join, Weights
@@ -35,7 +36,7 @@ from unisono.data_parallel.ranks import (
 )
 from unisono.errors import LayoutError, an
 from unisono.expect import expect, expect_choice, refusal
-from unisono.launch.functional import device, synchronised
+from unisono.launch.context import device_of
 from unisono.torch_private import running_ddp, runs_uncompiled
 
 __all__ = ["DataParallel"]
@@ -109,7 +110,7 @@ class DataParallel(nn.Module):
         optimizers = _checked_optimizers(optimizer, module)
         self.communicator = communicator_of(comm)
         if sync_batch_norm:
-            module = synchronised(module, device(module), self.communicator)
+            module = synchronised(module, device_of(module), self.communicator)
         self._modules["module"] = module
         if self._claims:
             check_unclaimed(module.parameters(), self, self.communicator.ranks)

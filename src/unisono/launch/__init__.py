@@ -21,6 +21,7 @@ from unisono.launch.stopping import (
     simulate_preemption,
 )
 from unisono.launch.tasks import Wrapper, wrapper
+from unisono.removed import removed_name
 
 __all__ = [
     "IO",
@@ -43,3 +44,8 @@ __all__ = [
     "world",
     "wrapper",
 ]
+
+
+def __getattr__(name: str) -> object:
+    """Say what to write instead of a name that is gone."""
+    raise removed_name(f"unisono.launch.{name}")

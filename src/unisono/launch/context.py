@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
     import torch
     import torch.distributed as dist
+    from torch import nn
 
     from unisono.launch.platform import Platform
 
@@ -57,6 +58,19 @@ def set_here(value: Here | None) -> None:
     """Set the rank that this process is."""
     global _here
     _here = value
+
+
+def rank_device() -> torch.device:
+    """Return the device of this rank; the CPU in a process that is not a rank."""
+    import torch
+
+    return torch.device("cpu") if _here is None else _here.device
+
+
+def device_of(module: nn.Module) -> torch.device:
+    """Return where a module is: its first parameter, else its first buffer, else this rank."""
+    tensors = itertools.chain(module.parameters(), module.buffers())
+    return next((tensor.device for tensor in tensors), rank_device())
 
 
 def enter_world(
@@ -110,8 +124,6 @@ def enter_world(
     else:
         _join(here, environment, store, name)
     if platform.seed is not None:
-        from unisono.launch.functional import seed_generators
-
         seed_generators(platform.seed + (environment.rank if platform.seed_per_rank else 0))
     return _here or here
 
@@ -166,11 +178,19 @@ def seeded(seed: int | None, rank: int) -> Iterator[None]:
     if seed is None:
         yield
         return
-    from unisono.launch.functional import seed_generators
-
     with generators_kept():
         seed_generators(seed + rank)
         yield
+
+
+def seed_generators(seed: int) -> None:
+    """Seed the generators of Python, numpy, torch and all its devices in this process."""
+    import numpy as np
+    import torch
+
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    torch.manual_seed(seed)
 
 
 @contextmanager

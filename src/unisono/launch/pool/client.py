@@ -10,7 +10,6 @@ from __future__ import annotations
 import atexit
 import contextlib
 import fcntl
-import itertools
 import json
 import os
 import resource
@@ -336,25 +335,25 @@ class RankProcess:
         self.log_path = job_dir / f"rank-{rank}.log"
         self.log = RankLog(self.log_path) if keeps_log else None
         self.stack_path = job_dir / f"rank-{rank}.stack"
-        pipes: list[tuple[int, int]] = []
+        opened: list[int] = []
         try:
-            while len(pipes) < 4:
-                pipes.append(os.pipe())
+            for _ in range(4):
+                opened += os.pipe()
             self.result = nameless_file()
         except OSError as error:
             if self.log is not None:
                 self.log.close()
-            for fd in itertools.chain(*pipes):
+            for fd in opened:
                 os.close(fd)
             limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
             raise PlatformError.because(
                 f"the pipes of rank {rank}",
                 f"{error.strerror}: this process may have {limit} of them",
-                None,
-                "ulimit -n 65536 in the shell, or fewer ranks",
+                hint="ulimit -n 65536 in the shell, or fewer ranks",
             ) from error
-        (self.report, their_report), (their_control, self.control) = pipes[:2]
-        (out, their_out), (err, their_err) = pipes[2:]
+        self.report, their_report, their_control, self.control, out, their_out, err, their_err = (
+            opened
+        )
         for fd in (their_out, their_err):
             if hasattr(fcntl, "F_SETPIPE_SZ"):
                 with suppress(OSError):  # beyond what this user may have

@@ -85,7 +85,7 @@ def headline(states: Sequence[RankState], ending: Ending) -> str:
     """Return the first line of the error of an attempt; nothing is unpickled for it."""
     if ending.state == "failed":
         return _headline(choose_cause(states), len(states))
-    late = name_ranks(_late(states, ending))
+    late = name_ranks(_late_ranks(states, ending))
     if ending.state == "timeout":
         awaited, waiting = _awaited(states, ending)
         if not waiting:
@@ -99,7 +99,7 @@ def headline(states: Sequence[RankState], ending: Ending) -> str:
     return f"{late} of {len(states)} ended without a word{code}"
 
 
-def _late(states: Sequence[RankState], ending: Ending) -> list[int]:
+def _late_ranks(states: Sequence[RankState], ending: Ending) -> list[int]:
     """Return the ranks that were late."""
     late = [state.rank for state in states if not state.is_good]
     if ending.state == "timeout" and not ending.was_ready:
@@ -112,7 +112,7 @@ def _awaited(states: Sequence[RankState], ending: Ending) -> tuple[list[int], li
 
     The former are the one whose number of collectives is behind, else those outside of all.
     """
-    late = _late(states, ending)
+    late = _late_ranks(states, ending)
     standings = {s.rank: s.standing for s in states if s.rank in late and s.standing is not None}
     stacks = {state.rank: user_threads(state.stack) for state in states if state.rank in late}
     outside = outside_collectives(stacks)
@@ -157,75 +157,85 @@ def failure(
 ) -> RankFailed | RankTimeout:
     """Build the error for a world in which at least one rank failed or died."""
     cause = choose_cause(states)
-    original = load_exception(cause.failed.pickled) if cause.failed else None
+    failed, alike = cause.failed, _alike(cause, states)
+    original = load_exception(failed.pickled) if failed else None
+    if isinstance(original, RankTimeout):
+        return _late(cause, states, original, job_dir)
     crash = log_tail = ""
     if job_dir is not None:
         crash = crash_in(job_dir / f"rank-{cause.rank}.stack")
         lines = tail(job_dir / f"rank-{cause.rank}.log").splitlines()
         log_tail = "\n".join(lines[-LOG_LINES:])
-    alike = _alike(cause, states)
     others = [state for state in states if state not in alike]
-    consequences = {
-        state.rank: state.failed.summary if state.failed else how_ended(state.exit_code)
-        for state in others
-        if state.is_bad or state.failed
-    }
-    waiting = {
-        state.rank: state.failed.site
-        for state in others
-        if state.failed and state.failed.is_consequence and state.failed.site
-    }
-    waiting |= {state.rank: user_line(state.stack) for state in others if state.stack}
+    consequences, waiting = _fates(others)
     lines = [_headline(cause, len(states))]
-    is_late = isinstance(original, RankTimeout) and bool(original.stacks)
-    if is_late:  # which names the late ranks first, and has the stacks of all
-        who = f"rank {cause.rank} of {len(states)} on {cause.place}"
-        site = f" at {cause.failed.site}" if cause.failed and cause.failed.site else ""
-        logs = f"; logs are in {job_dir}" if job_dir else ""
-        lines = [str(original), f"Raised by {who}{site}{logs}"]
-    elif cause.failed is None:
-        if crash:
-            lines.append(f"It stood at:\n{textwrap.indent(crash, '  ')}")
+    if failed is None:
+        lines += [f"It stood at:\n{textwrap.indent(crash, '  ')}"] if crash else []
         if log_tail:
             lines.append(f"Last lines of its output:\n{textwrap.indent(log_tail, '  ')}")
     elif original is not None:
-        lines.append(cause.failed.traceback.rstrip())
-    if len(alike) > 1 and not is_late:
+        lines.append(failed.traceback.rstrip())
+    if len(alike) > 1:
         same = name_ranks([state.rank for state in alike if state is not cause])
         lines.append(f"The same happened on {same}")
-    is_mismatch = cause.failed is not None and cause.failed.is_mismatch
+    is_mismatch = failed is not None and failed.is_mismatch
     calls = _different_calls(states, original) if is_mismatch else []
-    lines += calls
-    lines += [] if is_late else _others(others, consequences, waiting)
+    lines += calls + _others(others, consequences, waiting)
     # Where ranks differ in a call that all of them make, the error says itself what to do.
     hint = _hint(cause, log_tail) if calls or not is_mismatch else ""
-    if any(state.failed and SAVED_ALONE in state.failed.traceback for state in states):
-        hint = SAVED_ALONE
-    if not is_late or hint == SAVED_ALONE:
-        lines += _closing(hint, job_dir)
-    message = "\n".join(lines)
-    if isinstance(original, RankTimeout):
-        error: RankFailed | RankTimeout = copy.copy(original)
-        error.args = (message,)
-    else:
-        killed = cause.failed is None and cause.exit_code is not None and cause.exit_code < 0
-        error = RankFailed(
-            message,
-            rank=cause.rank,
-            host=cause.place,
-            exit_code=None if killed else (cause.failed or cause).exit_code,
-            signal=signal_name(-(cause.exit_code or 0)) if killed else None,
-            traceback=cause.failed.traceback if cause.failed else crash or None,
-            exception=original,
-            consequences=consequences,
-            waiting=waiting,
-            log_tail=log_tail,
-            job_dir=None if job_dir is None else str(job_dir),
-            attempt=attempt,
-        )
-    if cause.failed is not None and not is_late:  # else the text would be shown twice
-        error.__cause__ = original or RemoteError(cause.failed.traceback)
+    lines += _closing(_saved_alone(states) or hint, job_dir)
+    killed = failed is None and cause.exit_code is not None and cause.exit_code < 0
+    error = RankFailed(
+        "\n".join(lines),
+        rank=cause.rank,
+        host=cause.place,
+        exit_code=None if killed else (failed or cause).exit_code,
+        signal=signal_name(-(cause.exit_code or 0)) if killed else None,
+        traceback=failed.traceback if failed else crash or None,
+        exception=original,
+        consequences=consequences,
+        waiting=waiting,
+        log_tail=log_tail,
+        job_dir=None if job_dir is None else str(job_dir),
+        attempt=attempt,
+    )
+    if failed is not None:
+        error.__cause__ = original or RemoteError(failed.traceback)
     return error
+
+
+def _late(
+    cause: RankState, states: Sequence[RankState], original: RankTimeout, job_dir: Path | None
+) -> RankTimeout:
+    """Return a deadline that passed in a collective: it names the late ranks and has all stacks."""
+    site = f" at {cause.failed.site}" if cause.failed and cause.failed.site else ""
+    logs = f"; logs are in {job_dir}" if job_dir else ""
+    who = f"Raised by rank {cause.rank} of {len(states)} on {cause.place}{site}{logs}"
+    error = copy.copy(original)
+    error.args = ("\n".join([str(original), who, *_closing(_saved_alone(states), None)]),)
+    if cause.failed and not original.stacks:
+        error.__cause__ = RemoteError(cause.failed.traceback)
+    return error
+
+
+def _saved_alone(states: Sequence[RankState]) -> str:
+    is_saving = any(state.failed and SAVED_ALONE in state.failed.traceback for state in states)
+    return SAVED_ALONE if is_saving else ""
+
+
+def _fates(others: Sequence[RankState]) -> tuple[dict[int, str], dict[int, str]]:
+    """Return what ranks that are not the cause have said, and where they stood."""
+    said: dict[int, str] = {}
+    places: dict[int, str] = {}
+    for state in others:
+        failed = state.failed
+        if state.is_bad or failed:
+            said[state.rank] = failed.summary if failed else how_ended(state.exit_code)
+        if state.stack:
+            places[state.rank] = user_line(state.stack)
+        elif failed and failed.is_consequence and failed.site:
+            places[state.rank] = failed.site
+    return said, places
 
 
 def timeout(
@@ -250,7 +260,7 @@ def timeout(
 
 def lost(states: Sequence[RankState], ending: Ending, job_dir: Path) -> RankFailed:
     """Build the error for ranks that ended without a report, with the output of their starter."""
-    late = [state for state in states if state.rank in _late(states, ending)]
+    late = [state for state in states if state.rank in _late_ranks(states, ending)]
     output = tail(job_dir / STARTER_LOG).splitlines()[-LOG_LINES:]
     lines = [headline(states, ending), *(f"  {line}" for line in output)]
     lines += _closing("the host may have gone down", job_dir)
@@ -296,15 +306,15 @@ def _others(
     others: Sequence[RankState], consequences: Mapping[int, str], waiting: Mapping[int, str]
 ) -> list[str]:
     """Describe the ranks that are not the cause, and where they were stopped."""
-    stopped = [state.rank for state in others]
-    if not stopped:
+    if not others:
         return []
-    fate_of = {rank: said.splitlines()[0] for rank, said in consequences.items()}
-    fate_of |= {rank: f"at {place}" for rank, place in waiting.items()}
-    fates = {rank: fate_of[rank] for rank in stopped if rank in fate_of}
-    words = "; ".join(f"{name_ranks(r)}: {fate}" for fate, r in ranks_by_text(fates).items())
-    words = words.removeprefix(f"{name_ranks(stopped)}: ")  # all share one
-    return [f"Stopped as a consequence: {name_ranks(stopped)}" + (f" ({words})" if words else "")]
+    fates = {rank: said.splitlines()[0] for rank, said in consequences.items()}
+    fates |= {rank: f"at {place}" for rank, place in waiting.items()}
+    stopped = name_ranks([state.rank for state in others])
+    by_fate = ranks_by_text(dict(sorted(fates.items()))).items()
+    words = "; ".join(f"{name_ranks(ranks)}: {fate}" for fate, ranks in by_fate)
+    words = words.removeprefix(f"{stopped}: ")  # all share one
+    return [f"Stopped as a consequence: {stopped}" + (f" ({words})" if words else "")]
 
 
 def _different_calls(states: Sequence[RankState], error: BaseException | None) -> list[str]:

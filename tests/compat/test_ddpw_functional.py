@@ -11,9 +11,9 @@ from torch import nn
 from torch.utils.data import IterableDataset, TensorDataset
 
 from unisono.comm import world
+from unisono.compat.ddpw import functional as F
 from unisono.errors import PlatformError
 from unisono.launch import Platform
-from unisono.launch import functional as F
 
 ROWS = {1: [6], 2: [4, 2], 3: [1, 0, 5]}
 

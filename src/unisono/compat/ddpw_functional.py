@@ -1,13 +1,11 @@
-"""What training functions need on every platform: seeds, averages, devices, samplers.
+"""DDPW's `functional`: what training functions need on every platform.
 
 One call fits all platforms: what a helper does follows from the rank it is called in.
 """
 
 from __future__ import annotations
 
-import random
 import warnings
-from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,12 +17,12 @@ from torch.utils.data.distributed import DistributedSampler
 
 from unisono import accelerator
 from unisono.accelerator import is_accelerator
-from unisono.comm import Communicator, detect, has_world, world
+from unisono.comm import Communicator, detect, has_world
 from unisono.comm.collectives import all_reduce_together
+from unisono.data_parallel.batch_norm import has_batch_norm, synchronised
 from unisono.errors import PlatformError
-from unisono.launch.context import here
+from unisono.launch.context import device_of, here, rank_device, seed_generators
 from unisono.launch.platform import Device, Platform, gpu_index
-from unisono.torch_private import BatchNormBase
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
@@ -41,16 +39,7 @@ __all__ = [
     "to",
 ]
 
-_BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
-
-
-def seed_generators(seed: int) -> None:
-    """Seed the generators of Python, numpy, torch and all its devices in this process."""
-    import numpy as np
-
-    random.seed(seed)
-    np.random.seed(seed % 2**32)
-    torch.manual_seed(seed)
+device = device_of
 
 
 def average_params_grads(
@@ -149,7 +138,7 @@ def to(
         ddp_args: more arguments for `DistributedDataParallel`.
         ddp_kwargs: more arguments for `DistributedDataParallel`.
     """
-    place = _rank_device() if device is None else torch.device(device)
+    place = rank_device() if device is None else torch.device(device)
     if is_accelerator(place) and place.index is None:
         place = torch.device(place.type, _index_of(local_rank, place.type))
     module = module.to(place)
@@ -209,12 +198,6 @@ def get_dataset_sampler(
     )
 
 
-def device(module: nn.Module) -> torch.device:
-    """Return where a module is: its first parameter, else its first buffer, else this rank."""
-    tensors: Iterable[Tensor] = (*module.parameters(), *module.buffers())
-    return next((tensor.device for tensor in tensors), _rank_device())
-
-
 def set_default_device(local_rank: int, platform: Platform) -> None:
     """Make this rank's GPU the default for new tensors; does nothing on CPU and MPS."""
     place = platform.torch_device(local_rank)
@@ -227,120 +210,3 @@ def set_device(local_rank: int, platform: Platform) -> None:
     """Do what `set_default_device` does; an older spelling."""
     warnings.warn("set_device is now set_default_device", DeprecationWarning, stacklevel=2)
     set_default_device(local_rank, platform)
-
-
-def _rank_device() -> torch.device:
-    """Return the device of this rank; the CPU in a process that is not a rank."""
-    me = here()
-    return me.device if me is not None else torch.device("cpu")
-
-
-def has_batch_norm(module: nn.Module) -> bool:
-    """Whether any submodule is a `BatchNorm1d`, `2d` or `3d`."""
-    return any(isinstance(part, _BATCH_NORMS) for part in module.modules())
-
-
-def synchronised(
-    module: nn.Module, place: torch.device, comm: Communicator | None = None
-) -> nn.Module:
-    """Return the module with batch norms that use the whole batch of all ranks of `comm`.
-
-    None is the world. Layers are exchanged in place; parameters and buffers stay the same objects.
-    """
-    if _has_batch_norm_kernels(place):
-        group = None if comm is None else comm.process_group()
-        return nn.SyncBatchNorm.convert_sync_batchnorm(module, group)
-    return _converted(module, comm)
-
-
-def _has_batch_norm_kernels(place: torch.device) -> bool:
-    """Whether torch's `SyncBatchNorm` runs on a device: its kernels are not there on all."""
-    try:
-        torch.batch_norm_stats(torch.zeros(1, 1, device=place), 1e-5)
-    except RuntimeError:
-        return False
-    return True
-
-
-def _converted(module: nn.Module, comm: Communicator | None) -> nn.Module:
-    if isinstance(module, _BATCH_NORMS):
-        return SharedBatchNorm.of(module, comm)
-    for name, child in module.named_children():
-        new = _converted(child, comm)
-        if new is not child:
-            setattr(module, name, new)
-    return module
-
-
-class SharedBatchNorm(BatchNormBase):
-    """Batch norm over the batches of all ranks of the world. Training is collective over it."""
-
-    comm: Communicator | None = None
-    """Other ranks than those of the world."""
-
-    @classmethod
-    def of(cls, norm: BatchNormBase, comm: Communicator | None = None) -> SharedBatchNorm:
-        """Return one that shares parameters and statistics with `norm`."""
-        twin = cls(
-            norm.num_features, norm.eps, norm.momentum, norm.affine, norm.track_running_stats
-        )
-        twin.weight, twin.bias = norm.weight, norm.bias
-        twin.running_mean, twin.running_var = norm.running_mean, norm.running_var
-        twin.num_batches_tracked = norm.num_batches_tracked
-        twin.training = norm.training
-        twin.comm = comm
-        return twin
-
-    def _check_input_dim(self, input: Tensor) -> None:
-        if input.dim() < 2:
-            raise ValueError(f"batch norm needs (N, C, ...), got shape {tuple(input.shape)}")
-
-    def forward(self, input: Tensor) -> Tensor:
-        """Normalise `(N, C, ...)` over N and what follows C, on all ranks together."""
-        self._check_input_dim(input)
-        if not self.training and self.running_mean is not None:
-            return super().forward(input)
-        comm = world() if self.comm is None else self.comm
-        x = input if input.dtype in (torch.float32, torch.float64) else input.float()
-        dims = [d for d in range(x.dim()) if d != 1]
-        count = x.new_full((1,), x.numel() / max(1, x.shape[1]))
-        sums = _AllReduceSum.apply(torch.cat([x.sum(dims), count]), comm)
-        total = sums[-1].detach()
-        mean = sums[:-1] / total
-        centred = x - _along_channels(mean, x)
-        variance = _AllReduceSum.apply(centred.square().sum(dims), comm) / total
-        if self.training and self.track_running_stats:
-            self._track(mean.detach(), variance.detach(), total.item())
-        y = centred * _along_channels(torch.rsqrt(variance + self.eps), x)
-        if self.affine:
-            y = y * _along_channels(self.weight, x) + _along_channels(self.bias, x)
-        return y.to(input.dtype)
-
-    def _track(self, mean: Tensor, variance: Tensor, total: float) -> None:
-        if self.num_batches_tracked is None or self.running_mean is None:
-            return
-        self.num_batches_tracked.add_(1)
-        share = self.momentum
-        if share is None:
-            share = 1.0 / float(self.num_batches_tracked)
-        self.running_mean.lerp_(mean.to(self.running_mean.dtype), share)
-        if self.running_var is not None:
-            unbiased = variance * (total / max(total - 1.0, 1.0))
-            self.running_var.lerp_(unbiased.to(self.running_var.dtype), share)
-
-
-class _AllReduceSum(torch.autograd.Function):
-    """The gradient of a sum over the ranks that all of them use is such a sum again."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, comm: Communicator) -> Tensor:
-        ctx.comm = comm
-        return comm.with_device(x.device).all_reduce(x.contiguous())
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return _AllReduceSum.apply(grads[0], ctx.comm), None
-
-
-def _along_channels(values: Tensor, like: Tensor) -> Tensor:
-    return values.reshape(1, -1, *(1,) * (like.dim() - 2))
