@@ -32,7 +32,7 @@ def needs_ranks(ranks):
     return ranks
 
 
-OPTIONS = inspect.signature(dry_run).parameters.keys() - {"fn", "args", "kwargs"}
+OPTIONS = inspect.signature(unisono.submit).parameters.keys() - {"fn", "args", "kwargs"}
 
 
 def knows_all(

@@ -156,10 +156,7 @@ def submit(
         [0, 1]
     """
     options = {name: value for name, value in locals().items() if name in RESERVED}
-    check_call(fn, args, kwargs, options)
-    if not isinstance(logs, Logs):
-        options["logs"] = Logs(dir=logs, console="none")
-    return submit_request(checked_request(fn, args, kwargs, **options))
+    return submit_request(_request(fn, args, {**kwargs, **options}))
 
 
 def submit_array(
@@ -175,27 +172,42 @@ def submit_array(
             `slurm_additional_parameters` says how many jobs may run at the same time.
         options: keyword arguments of `submit`, and of `fn`.
     """
-    if not isinstance(logs := options.get("logs"), Logs):
-        options["logs"] = Logs(dir=logs, console="none")
-    names = set(options) & set(RESERVED) - {"record", "watch"}
-    run_options: dict[str, Any] = {"on": on, **{name: options.pop(name) for name in names}}
-    requests: list[RunRequest] = []
-    for value in values:
-        check_call(fn, (value, *args), options, run_options)
-        requests.append(checked_request(fn, (value, *args), options, **run_options))
+    requests = [_request(fn, (value, *args), {"on": on, **options}) for value in values]
     name = function_name(fn)
     if not requests:
-        raise PlatformError.because(f"submit_array({name}, ...)", "no value", None, "[1, 2, 3]")
+        raise PlatformError.because(f"submit_array({name}, ...)", "no value", hint="[1, 2, 3]")
     if requests[0].place != "slurm" or in_allocation():
         raise PlatformError.because(
             f"submit_array({name}, ...) with on={requests[0].place!r}",
             "no queue: job arrays are SLURM's",
-            None,
-            f"[unisono.run({name}, value) for value in values]",
+            hint=f"[unisono.run({name}, value) for value in values]",
         )
     from unisono.launch.places.slurm import submit as slurm
 
     return [*slurm.submit_array(requests)]
+
+
+def dry_run(fn: Callable[..., Any], /, *args: Any, **options: Any) -> str:
+    """Return a table of the ranks that `submit` would start, and where; starts and writes nothing.
+
+    The parameters are those of `submit`. On `"slurm"` the batch script comes first.
+
+    Example:
+        >>> print(dry_run(print, on="cpu", ranks=2).splitlines()[0].strip())
+        rank  node              device
+    """
+    return describe_request(_request(fn, args, options))
+
+
+def _request(fn: Callable[..., Any], args: tuple[Any, ...], options: dict[str, Any]) -> RunRequest:
+    """Check a call in the background, whose keywords are those of `submit` and of `fn`."""
+    names = options.keys() & set(RESERVED) - {"record", "watch"}
+    given = {name: options[name] for name in names}
+    kwargs = {name: value for name, value in options.items() if name not in names}
+    check_call(fn, args, kwargs, given)
+    if not isinstance(logs := given.get("logs"), Logs):
+        given["logs"] = Logs(dir=logs, console="none")
+    return checked_request(fn, args, kwargs, **{"on": None, **given})
 
 
 def submit_request(request: RunRequest) -> Job:
@@ -214,35 +226,6 @@ def submit_request(request: RunRequest) -> Job:
 
         return submit_job(request)
     return LocalJob(request)
-
-
-def dry_run(
-    fn: Callable[..., Any],
-    /,
-    *args: Any,
-    on: str | Device | Platform | None = None,
-    ranks: int | tuple[int, int] | None = None,
-    nodes: int | None = None,
-    hosts: Sequence[str] | None = None,
-    timeout_s: float | None = None,
-    max_restarts: int | None = None,
-    logs: str | Path | Logs | None = None,
-    seed: int | None = None,
-    check: bool | None = None,
-    elastic: bool | None = None,
-    **kwargs: Any,
-) -> str:
-    """Return a table of the ranks that `submit` would start, and where; starts and writes nothing.
-
-    On `"slurm"` the batch script comes first.
-
-    Example:
-        >>> print(dry_run(print, on="cpu", ranks=2).splitlines()[0].strip())
-        rank  node              device
-    """
-    options = {name: value for name, value in locals().items() if name in RESERVED}
-    check_call(fn, args, kwargs, options)
-    return describe_request(checked_request(fn, args, kwargs, **options))
 
 
 def describe_request(request: RunRequest) -> str:

@@ -31,7 +31,7 @@ from unisono.launch.pool.stacks import own_frames_hidden
 from unisono.launch.request import RunRequest, check_call, checked_request, function_name
 from unisono.launch.results import Results
 
-_INJECTED = ("global_rank", "local_rank", "group", "platform")
+_INJECTED: tuple[str, ...] = ("global_rank", "local_rank", "group", "platform")
 """Keywords that a task may get from us."""
 _EITHER = inspect.Parameter.POSITIONAL_OR_KEYWORD
 _CONVENTIONS = ("auto", "seed", "ddpw6", "plain")
