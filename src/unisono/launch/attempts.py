@@ -26,7 +26,7 @@ from unisono.launch.logs import SHOW_ALL_UP_TO, Console, stdin_rank, tail, warn
 from unisono.launch.places.local import LocalRanks
 from unisono.launch.platform import Device, Platform
 from unisono.launch.pool import cleanup, verdict
-from unisono.launch.pool.payload import Parcel
+from unisono.launch.pool.payload import Parcel, dumps
 from unisono.launch.pool.protocol import RankJob, RankState, RunPlan
 from unisono.launch.pool.surroundings import Surroundings, common_variables
 from unisono.launch.pool.verdict import Ending
@@ -231,29 +231,26 @@ class LauncherAttempts(Attempts):
         """Run to the end; return what the ranks returned, or raise what went wrong."""
         request = self.request
         if request.logs.console == "auto" and request.ranks > SHOW_ALL_UP_TO:
-            print(
-                f"unisono: showing rank 0 of {request.ranks}; all: --console all, or "
-                "logs=unisono.Logs(console='all')",
-                file=sys.stderr,
-            )
-        ending = self.run()
-        supervisor = self._supervisor
+            text = f"showing rank 0 of {request.ranks}; all: --console all, or "
+            print(f"unisono: {text}logs=unisono.Logs(console='all')", file=sys.stderr)
+        ending, supervisor = self.run(), self._supervisor
         if supervisor is None or ending.state == "cancelled":
             if supervisor is not None and supervisor.is_interrupted:
                 raise KeyboardInterrupt from own_failure(self.states, self._job_dir, ending.attempt)
             raise JobCancelled(f"the run of {request.name} was cancelled")
+        ranks = supervisor.ranks
         try:
             return results_of(
                 self.progress,
                 self.states,
-                supervisor.ranks.value,
+                ranks.value,
                 place=request.place,
                 threads=self._plan.cpus_per_rank,
                 job_dir=self._job_dir,
                 is_kept=is_kept(request),
             )
         except RankFailed as error:
-            if remark := supervisor.ranks.policy.remark:
+            if remark := ranks.policy.remark:
                 error.add_note(remark)
             raise
 
@@ -389,12 +386,12 @@ def results_of(
 
 def plan_of(request: RunRequest) -> RunPlan:
     """Return the plan of a checked request."""
-    platform, elastic = request.platform, request.elastic
+    elastic, stall_s = request.elastic, request.platform.comm_timeout_s
     return RunPlan.of(
-        platform,
+        request.platform,
         timeout_s=request.timeout_s,
         max_restarts=request.max_restarts,
-        elastic=elastic and {"least": elastic.least, "stall_s": platform.comm_timeout_s},
+        elastic=elastic and {"least": elastic.least, "stall_s": stall_s},
     )
 
 
@@ -406,16 +403,14 @@ def rank_job(request: RunRequest, call: Parcel, variables: Mapping[str, str]) ->
         call: function and arguments.
         variables: environment of the ranks.
     """
-    is_per_rank = request.platform.seed_per_rank in (None, True)
-    upon_finish = None
-    if request.platform.kind is Device.SLURM and request.platform.upon_finish is not None:
-        import cloudpickle
-
-        upon_finish = cloudpickle.dumps(request.platform.upon_finish)
+    platform, upon_finish = request.platform, None
+    if platform.kind is Device.SLURM and platform.upon_finish is not None:
+        upon_finish = dumps(platform.upon_finish)
+    is_per_rank = platform.seed_per_rank in (None, True)
     return RankJob(
         argv=list(sys.argv),
         call=call,
-        platform=request.platform.but(upon_finish=None, upon_error=None, seed_per_rank=is_per_rank),
+        platform=platform.but(upon_finish=None, upon_error=None, seed_per_rank=is_per_rank),
         setting=Surroundings.now(variables),
         upon_finish=upon_finish,
         is_script=request.is_script,

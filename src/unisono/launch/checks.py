@@ -146,7 +146,7 @@ def check_platform(platform: Platform, spelling: Spelling = PYTHON) -> None:
     """
     for field in fields(platform):
         value = getattr(platform, field.name)
-        if field.metadata and not (value is None is field.default):
+        if field.metadata and value != field.default:
             field.metadata["kind"].check(field.name, value, "platform", spelling)
     if platform.backend is None and (backend := os.environ.get("UNISONO_BACKEND")):
         BACKEND.check("UNISONO_BACKEND", backend, "")

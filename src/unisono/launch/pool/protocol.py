@@ -97,26 +97,19 @@ class RunPlan:
         elastic: dict[str, Any] | None = None,
     ) -> RunPlan:
         """Return the plan of a checked platform."""
+        # Others do the work of a member that is away: there is no need to wait for long.
+        is_patient = elastic is None or platform.is_explicit("lost_after_s")
+        same = ("ranks_per_node", "cpus_per_rank", "start_timeout_s", "grace_s", "interrupt_s")
+        same += ("max_requeues", "stack_signal", "stop_signals", "srun_args")
         return cls(
-            ranks_per_node=platform.ranks_per_node,
-            cpus_per_rank=platform.cpus_per_rank,
-            start_timeout_s=platform.start_timeout_s,
-            grace_s=platform.grace_s,
-            interrupt_s=platform.interrupt_s,
-            # Others do the work of a member that is away: there is no need to wait for long.
-            lost_after_s=platform.lost_after_s
-            if elastic is None or platform.is_explicit("lost_after_s")
-            else AWAY_S,
-            max_requeues=platform.max_requeues,
-            stack_signal=platform.stack_signal,
+            **{name: getattr(platform, name) for name in same},
+            lost_after_s=platform.lost_after_s if is_patient else AWAY_S,
             run_id=secrets.token_hex(8),
             ranks=platform.world_size,
             nodes=platform.n_nodes,
             env=dict(platform.env or {}),
             timeout_s=timeout_s,
             max_restarts=max_restarts,
-            stop_signals=list(platform.stop_signals),
-            srun_args=list(platform.srun_args),
             elastic=elastic,
         )
 
