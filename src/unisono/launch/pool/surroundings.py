@@ -39,7 +39,6 @@ _OF_THIS_HOST = (
 )
 _SOURCE_BYTES = 4 << 20
 """Most source code that is sent along."""
-_STYLES = {"PercentStyle": "%", "StrFormatStyle": "{", "StringTemplateStyle": "$"}
 _PLAIN_MODULES = ("builtins", "warnings", "torch", "numpy")
 
 
@@ -151,11 +150,11 @@ class Surroundings:
         # Unless a module of the function has seen to it.
         if self.logger and not root.handlers and root.level == logging.WARNING:
             root.setLevel(self.logger["level"])
-            if "format" in self.logger:
+            if "formatter" in self.logger:
                 stream = sys.stdout if self.logger["is_stdout"] else sys.stderr
                 handler = logging.StreamHandler(stream)
                 handler.setLevel(self.logger["handler_level"])
-                handler.setFormatter(logging.Formatter(*self.logger["format"]))
+                handler.setFormatter(self.logger["formatter"])
                 root.addHandler(handler)
         warnings.resetwarnings()  # this also tells modules that the filters have changed
         warnings.filters[:] = self.filters  # pyright: ignore[reportIndexIssue]
@@ -175,9 +174,8 @@ def _root_logger() -> dict[str, Any]:
     settings: dict[str, Any] = {"level": root.level}
     handler = next((h for h in root.handlers if type(h) is logging.StreamHandler), None)
     if handler is not None:
-        made = handler.formatter or logging.Formatter()
-        style = _STYLES.get(type(made._style).__name__, "%")  # it does not tell its arguments
-        settings["format"] = made._fmt, made.datefmt, style
+        is_plain = type(handler.formatter) is logging.Formatter  # which ranks can unpickle
+        settings["formatter"] = handler.formatter if is_plain else logging.Formatter()
         settings["handler_level"] = handler.level
         settings["is_stdout"] = handler.stream in (sys.stdout, sys.__stdout__)
     return {} if settings == {"level": logging.WARNING} else settings
