@@ -181,19 +181,6 @@ def test_a_script_past_its_deadline_is_exit_code_124(script, unisono_here):
     assert done.stdout == ""
 
 
-def test_a_function_gets_literals_and_its_values_are_printed(tmp_path, monkeypatch, capsys):
-    (tmp_path / "mylib.py").write_text(
-        "def scale(x, by=1, tag=''):\n    return tag + str(x * by)\n"
-    )
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "path", [*sys.path])
-    monkeypatch.setattr(sys, "argv", [*sys.argv])
-    words = ["run", "--on", "inline", "mylib:scale", "--", "3", "by=2.5", "tag=x"]
-    assert main(words) == 0
-    monkeypatch.delitem(sys.modules, "mylib")
-    assert capsys.readouterr().out == "[0] 'x7.5'\n"
-
-
 def test_words_are_read_as_python_where_they_can_be():
     positional, keywords = parse_words(["3", "[1, 2]", "adam", "a/b=c", "lr=1e-3", "name=x=y"])
     assert positional == [3, [1, 2], "adam", "a/b=c"]
@@ -533,15 +520,6 @@ def test_options_behind_the_script_that_may_be_meant_for_either_are_refused(caps
     with pytest.raises(SystemExit):
         main(["doctor", "--epochs"])
     assert "HINT" not in capsys.readouterr().err
-
-
-def test_a_script_that_cannot_import_shows_its_own_line(tmp_path, unisono_here):
-    (tmp_path / "broken.py").write_text("import nothing_of_that_name\n")
-    done = unisono_here("run", "--ranks", "2", "broken.py")
-    assert done.returncode == 1
-    assert "ModuleNotFoundError: No module named 'nothing_of_that_name'" in done.stderr
-    assert 'broken.py", line 1' in done.stderr
-    assert "unisono/launch/" not in done.stderr
 
 
 def test_ctrl_c_is_exit_code_130(monkeypatch, capsys):

@@ -69,11 +69,6 @@ def test_the_first_table_has_every_ratio_with_a_target(summary):
     assert "## First" + rest == PAGE.partition("\n\n")[2]  # the sections stay as they are
 
 
-def test_making_it_again_changes_nothing(summary):
-    page = summary.with_summary(PAGE)
-    assert summary.with_summary(page) == page
-
-
 def test_the_page_in_the_repository_is_up_to_date(summary):
     page = (BENCHMARKS / "RESULTS.md").read_text(encoding="utf-8")
     assert summary.with_summary(page).rstrip() == page.rstrip()

@@ -41,15 +41,6 @@ def shown(pieces, *, ranks=2, show=None, file=None, prefix=True):
     return file.getvalue()
 
 
-def test_lines_are_whole_and_carry_their_rank():
-    pieces = [(0, b"hel"), (1, b"other\nli"), (0, b"lo\n"), (1, b"ne\n")]
-    assert shown(pieces) == "[1] other\n[0] hello\n[1] line\n"
-
-
-def test_a_last_line_without_end_is_shown():
-    assert shown([(0, b"no end")]) == "[0] no end\n"
-
-
 def test_hidden_ranks_are_hidden_and_the_prefix_can_be_left_out():
     pieces = [(0, b"a\n"), (1, b"b\n")]
     assert shown(pieces, show=[1]) == "[1] b\n"
@@ -65,11 +56,6 @@ def test_a_progress_bar_of_rank_0_moves_on_a_terminal_and_comes_back_below_other
     text = shown([(0, b"\r10%"), (1, b"\r99%"), (1, b"\rline\n"), (0, b"\r20%\n")], file=Terminal())
     clear = "\r\x1b[K"
     assert text == f"{clear}[0] 10%{clear}[1] line\n{clear}[0] 10%{clear}[0] 20%\n"
-
-
-def test_bytes_of_one_character_may_come_in_two_pieces():
-    euro = "€\n".encode()
-    assert shown([(0, euro[:1]), (0, euro[1:])]) == "[0] €\n"
 
 
 @given(st.text(st.characters(exclude_characters="\r", codec="utf-8")), st.data())

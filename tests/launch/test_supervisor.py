@@ -216,19 +216,6 @@ def test_a_failed_attempt_is_followed_by_another_as_often_as_allowed(no_pause):
     assert len(series.progress.causes) == 2
 
 
-def test_an_attempt_that_never_was_ready_is_not_tried_again(no_pause):
-    series = PlayedSeries((("running", "failed"),), max_restarts=5)
-    assert series.run().state == "failed"
-    assert series.progress.attempt == 0
-
-
-def test_a_function_that_asks_for_ever_is_ended():
-    series = PlayedSeries(AGAIN, AGAIN, AGAIN, max_requeues=2)
-    series.run()
-    assert "3 requeues > max_requeues=2" in series.progress.message
-    assert "requeued" in series.noted
-
-
 def test_a_series_is_cancelled_before_an_attempt_in_one_and_between_two(monkeypatch):
     series = PlayedSeries(GOOD)
     series.is_wanted = False
