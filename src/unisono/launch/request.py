@@ -82,15 +82,17 @@ def check_call(
                 f"run takes {word} itself, and {name} has a parameter of that name",
                 hint=f"functools.partial({name}, {word}=...) for {name}; {word}= is run's",
             )
-    free = {word: value for word, value in kwargs.items() if word not in parameters}
-    near = {_option_like(word): value for word, value in free.items()}
-    near = {option: value for option, value in near.items() if option is not None}
-    suggestion = f"did you mean {PYTHON.options(**near)}?"
+    near: dict[str, object] = {}
+    for word, value in kwargs.items():
+        if word not in parameters and (option := _option_like(word)) is not None:
+            near[option] = value
     try:
         signature.bind(*args, **kwargs)
     except TypeError as error:
         missing = [w for w in RESERVED if _takes(signature, w) and parameters[w].default is _NONE]
-        hint = suggestion if near else f"unisono.run({name}, ...) with what its signature takes"
+        hint = f"unisono.run({name}, ...) with what its signature takes"
+        if near:
+            hint = f"did you mean {PYTHON.options(**near)}?"
         if missing:
             hint = f"functools.partial({name}, {missing[0]}=...): run takes {missing[0]} itself"
         raise PlatformError.because(
@@ -100,8 +102,8 @@ def check_call(
             hint,
         ) from None
     if near:
-        words = " and ".join(word for word in free if _option_like(word) in near)
-        warn(f"unisono.run({name}, ...) hands {words} to {name}; {suggestion}")
+        options = PYTHON.options(**near)
+        warn(f"unisono.run({name}, ...) hands its keywords to {name}; did you mean {options}?")
 
 
 def _takes(signature: inspect.Signature, word: str) -> bool:
