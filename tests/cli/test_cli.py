@@ -379,9 +379,6 @@ class QueuedJob:
     def wait(self, _timeout_s):
         return self.done()
 
-    def logs(self, rank, tail=None):
-        return "" if tail == 0 else f"at {rank}\n"
-
     def stacks(self):
         return {0: "in <module>"}
 
@@ -389,8 +386,11 @@ class QueuedJob:
         self.state, self.reason = "cancelled", "by you"
 
 
-def test_a_queued_job_is_looked_at_and_cancelled(monkeypatch, capsys):
+def test_a_queued_job_is_looked_at_and_cancelled(tmp_path, monkeypatch, capsys):
     job = QueuedJob()
+    job.dir = tmp_path
+    for rank in range(2):
+        (tmp_path / f"rank-{rank}.log").write_text(f"at {rank}\n")
     monkeypatch.setattr(unisono.Job, "attach", lambda _id: job)
 
     def ask(*words):
@@ -409,6 +409,8 @@ def test_a_queued_job_is_looked_at_and_cancelled(monkeypatch, capsys):
     assert ask("wait", "17")[:2] == (1, "cancelled\n")
     job.state = "done"
     assert ask("wait", "17")[:2] == (0, "done\n")
+    assert ask("logs", "17", "--rank", "1", "--follow")[1] == "at 1\n"
+    assert ask("logs", "17", "--rank", "2")[0] == 2
     for bad in ("x", "-1"):
         with pytest.raises(SystemExit):
             main(["job", "logs", "17", "--rank", bad])

@@ -7,6 +7,9 @@ import sys
 import time
 from typing import TYPE_CHECKING
 
+from unisono.errors import PlatformError
+from unisono.expect import expect_int
+
 if TYPE_CHECKING:
     from unisono.launch import Job
 
@@ -63,13 +66,9 @@ def _logs(args: argparse.Namespace) -> int:
     job = _attached(args)
     if args.rank is None and job.ranks > 1:
         print(f"unisono: rank 0 of {job.ranks}; --rank all shows every rank", file=sys.stderr)
-    ranks = range(job.ranks) if args.rank == "all" else [args.rank or 0]
-    texts = [job.logs(rank, tail=args.tail) for rank in ranks]
-    if not args.follow:
-        for rank, text in zip(ranks, texts, strict=True):
-            for line in text.splitlines():
-                print(f"[{rank}] {line}" if args.rank == "all" else line)
-        return 0
+    ranks = range(job.ranks)
+    if args.rank != "all":
+        ranks = [expect_int("--rank", args.rank or 0, 0, job.ranks, error=PlatformError)]
     console = Console(ranks, prefix=args.rank == "all")
     logs = [
         (LogReader(job.dir / f"rank-{rank}.log", tail=args.tail), console.stream(rank, 0))
@@ -77,10 +76,10 @@ def _logs(args: argparse.Namespace) -> int:
     ]
     is_over = False
     while not is_over:
-        is_over = job.done()
+        is_over = not args.follow or job.done()
         for log, stream in logs:
             stream.feed(log.new())
-        time.sleep(_PAUSE_S)
+        time.sleep(0 if is_over else _PAUSE_S)
     for _, stream in logs:
         stream.close()
     return 0
