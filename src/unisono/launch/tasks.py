@@ -31,9 +31,10 @@ from unisono.launch.pool.stacks import own_frames_hidden
 from unisono.launch.request import RunRequest, check_call, checked_request, function_name
 from unisono.launch.results import Results
 
+_Parameter = inspect.Parameter
+_Parameters = Mapping[str, inspect.Parameter]
 _INJECTED: tuple[str, ...] = ("global_rank", "local_rank", "group", "platform")
 """Keywords that a task may get from us."""
-_EITHER = inspect.Parameter.POSITIONAL_OR_KEYWORD
 _CONVENTIONS = ("auto", "seed", "ddpw6", "plain")
 
 
@@ -113,40 +114,61 @@ def as_task(
         parameters = inspect.signature(fn).parameters
     except (TypeError, ValueError):
         return fn  # a builtin: the call itself will tell
-    is_auto = convention == "auto"
-    positional = [n for n, p in parameters.items() if p.kind in (p.POSITIONAL_ONLY, _EITHER)]
-    is_seed = positional[:2] == ["global_rank", "local_rank"] and (
-        "process_group" in positional or (len(positional) == 4 and "platform" not in positional)
-    )
-    takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
-    open_names = {n for n, p in parameters.items() if p.kind in (_EITHER, p.KEYWORD_ONLY)}
-    named = [name for name in _INJECTED if name in open_names.difference(positional[: len(args)])]
-    required = [n for n in positional if parameters[n].default is inspect.Parameter.empty]
-    has_one_tuple = not args or (len(args) == 1 and isinstance(args[0], tuple))
-    if is_auto and not (is_seed or takes_any or named or is_decorated):
-        is_seed = len(required) == 4 and has_one_tuple and not kwargs
-    if convention == "seed" or (is_auto and is_seed):
+    if convention == "auto":
+        convention = _convention_of(parameters, args, kwargs, is_decorated=is_decorated)
+    if convention == "plain":
+        check_call(fn, tuple(args), kwargs)
+        return fn
+    name = function_name(fn)
+    if convention == "seed":
         if len(args) > 1 or kwargs:
-            name = function_name(fn)
             raise PlatformError.because(
                 f"start({name}, ...) with global_rank, local_rank, process_group, args",
                 f"{len(args)} values and keywords {sorted(kwargs)} where one value fits",
                 hint=f"start({name}, (first, second)): one tuple, which arrives as args",
             )
-        return Task(fn, platform, None, takes_value=len(positional) > 3)
-    if convention == "ddpw6" or (is_auto and takes_any):
-        named = [*_INJECTED]
-    if convention == "plain" or not named:
-        check_call(fn, tuple(args), kwargs)
-        return fn
-    if given := [name for name in named if name in kwargs]:
+        return Task(fn, platform, None, takes_value=len(_positional(parameters)) > 3)
+    names = _INJECTED if convention == "ddpw6" else _named(parameters, len(args))
+    if given := [word for word in names if word in kwargs]:
         raise PlatformError.because(
-            f"start({function_name(fn)}, ..., {given[0]}=...)",
+            f"start({name}, ..., {given[0]}=...)",
             f"each rank gets its own {given[0]}",
             hint="another name for it, or Wrapper(platform, convention='plain')",
         )
-    check_call(fn, tuple(args), {**kwargs, **dict.fromkeys(named)})
-    return Task(fn, platform, tuple(named))
+    check_call(fn, tuple(args), {**kwargs, **dict.fromkeys(names)})
+    return Task(fn, platform, names)
+
+
+def _convention_of(
+    parameters: _Parameters, args: Sequence[Any], kwargs: Mapping[str, Any], *, is_decorated: bool
+) -> str:
+    """Return how a task is called: by the first rule that fits its signature."""
+    positional = _positional(parameters)
+    if positional[:2] == ["global_rank", "local_rank"] and (
+        "process_group" in positional or (len(positional) == 4 and "platform" not in positional)
+    ):
+        return "seed"
+    if any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
+        return "ddpw6"
+    if _named(parameters, len(args)):
+        return "named"
+    required = [name for name in positional if parameters[name].default is _Parameter.empty]
+    has_one_tuple = not args or (len(args) == 1 and isinstance(args[0], tuple))
+    is_seed = len(required) == 4 and has_one_tuple and not kwargs and not is_decorated
+    return "seed" if is_seed else "plain"
+
+
+def _positional(parameters: _Parameters) -> list[str]:
+    kinds = _Parameter.POSITIONAL_ONLY, _Parameter.POSITIONAL_OR_KEYWORD
+    return [name for name, parameter in parameters.items() if parameter.kind in kinds]
+
+
+def _named(parameters: _Parameters, filled: int) -> tuple[str, ...]:
+    """Return the keywords of ours that a task names, but for parameters that are filled."""
+    kinds = _Parameter.POSITIONAL_OR_KEYWORD, _Parameter.KEYWORD_ONLY
+    names = {name for name, parameter in parameters.items() if parameter.kind in kinds}
+    names -= set(_positional(parameters)[:filled])
+    return tuple(name for name in _INJECTED if name in names)
 
 
 class Wrapper:
