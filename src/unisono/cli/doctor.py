@@ -340,12 +340,12 @@ def check_shared_directory() -> Finding:
 
 @check("settings", CHECKS)
 def check_settings() -> Finding:
-    """Which settings are in force, and where each came from."""
+    """Which settings are in force, and the file that they come from."""
     from unisono.launch.settings import read_configuration
 
     configuration = read_configuration()
     finding = [] if configuration.path is None else [f"file {configuration.path.absolute()}"]
-    finding += [f"{n}={s.value!r} ({s.source})" for n, s in configuration.settings.items()]
+    finding += [f"{name}={value!r}" for name, value in configuration.settings.items()]
     if forced := os.environ.get("UNISONO_FORCE_ON"):
         finding.append(f"every device becomes {forced} (UNISONO_FORCE_ON)")
     if configuration.profiles:

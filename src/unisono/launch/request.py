@@ -230,7 +230,7 @@ def checked_request(
     left_open = ("timeout_s", "max_restarts", "logs")
     if not isinstance(on, Platform):
         configuration, left_open = configuration.at(on), RUN_NAMES
-    settings = {n: v for n, v in configuration.values().items() if n in left_open}
+    settings = {n: v for n, v in configuration.settings.items() if n in left_open}
     resolved = {**dict.fromkeys(RUN_NAMES), **settings, **requested}
     for name, kind in _KINDS.items():
         if resolved[name] is not None:
@@ -296,7 +296,7 @@ def resolve(
         spelling: how the caller writes options, in errors.
     """
     forced = os.environ.get("UNISONO_FORCE_ON")
-    settings = {name: v for name, v in configuration.values().items() if name not in _NO_FIELDS}
+    settings = {name: v for name, v in configuration.settings.items() if name not in _NO_FIELDS}
     if isinstance(on, Platform):
         left_open = {name: v for name, v in settings.items() if not on.is_explicit(name)}
         platform = on.but(**{**left_open, **fields})

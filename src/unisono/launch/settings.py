@@ -1,4 +1,4 @@
-"""Settings from `unisono.toml`, each with where it came from.
+"""Settings from `unisono.toml`.
 
 Order: defaults, the file (`[run]`, then a profile), arguments; the later one wins.
 `UNISONO_FORCE_ON` alone goes before an argument, so that a GPU script runs on a laptop unchanged
@@ -44,40 +44,27 @@ _FAMILIES = tuple(f"UNISONO_{word}_" for word in ("SHM", "MPI", "TEST", "SLURM")
 
 
 @dataclass(frozen=True)
-class Setting:
-    """One value and where it came from."""
-
-    value: Any
-    source: str
-
-
-@dataclass(frozen=True)
 class Configuration:
     """All settings that were found."""
 
-    settings: Mapping[str, Setting] = field(default_factory=dict)
+    settings: Mapping[str, Any] = field(default_factory=dict)
     profiles: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     """`on="NAME"` -> fields of its platform."""
     path: Path | None = None
     """The file, if there is one."""
-
-    def values(self) -> dict[str, Any]:
-        """Return the value of each setting."""
-        return {name: setting.value for name, setting in self.settings.items()}
 
     def at(self, place: object) -> Configuration:
         """Return the settings at a place, else at that which they name: a profile's go before.
 
         A profile that says how many ranks it has does not get `[run]`'s number of them.
         """
-        if place is None and "on" in self.settings:
-            place = self.settings["on"].value
+        if place is None:
+            place = self.settings.get("on")
         if not isinstance(place, str) or place not in self.profiles:
             return self
-        where = f"[platform.{place}] of {self.path}"
-        profile = {name: Setting(value, where) for name, value in self.profiles[place].items()}
+        profile = self.profiles[place]
         dropped = set() if _SIZES.isdisjoint(profile) else {"nodes", *_SIZES}
-        general = {n: s for n, s in self.settings.items() if n not in dropped}
+        general = {n: value for n, value in self.settings.items() if n not in dropped}
         return replace(self, settings={**general, **profile})
 
     def decisions(self, explicit: Collection[str]) -> str:
@@ -86,8 +73,8 @@ class Configuration:
         Of a table only the names are shown: variables for the ranks may be secrets.
         """
         decided = [
-            f"{name}={sorted(s.value) if isinstance(s.value, dict) else s.value!r}"
-            for name, s in self.settings.items()
+            f"{name}={sorted(value) if isinstance(value, dict) else value!r}"
+            for name, value in self.settings.items()
             if name not in explicit
         ]
         return f"unisono: {self.path} decides: {', '.join(decided)}" if decided else ""
@@ -103,8 +90,7 @@ def read_configuration() -> Configuration:
     path = find_file(Path.cwd())
     if path is None:
         return Configuration()
-    run, profiles = _read_file(path)
-    settings = {name: Setting(value, f"[run] of {path}") for name, value in run.items()}
+    settings, profiles = _read_file(path)
     if "device" in settings:  # of all fields of a platform, this one is an argument of `run`
         settings.setdefault("on", settings.pop("device"))
     return Configuration(settings, profiles, path)
