@@ -112,7 +112,7 @@ def _all_checks(place: str | None) -> Iterator[Check]:
     from unisono.launch.request import known_place
     from unisono.launch.settings import read_configuration
 
-    if place is not None:
+    if place not in (None, "auto"):
         known_place(place, read_configuration(), ShellSpelling("doctor"))
     for run_check in CHECKS:
         yield run_check()

@@ -207,7 +207,8 @@ def _request(fn: Callable[..., Any], args: tuple[Any, ...], options: dict[str, A
     check_call(fn, args, kwargs, given)
     if not isinstance(logs := given.get("logs"), Logs):
         given["logs"] = Logs(dir=logs, console="none")
-    return checked_request(fn, args, kwargs, **{"on": None, **given})
+    on = given.pop("on", None)
+    return checked_request(fn, args, kwargs, on=on, **given)
 
 
 def submit_request(request: RunRequest) -> Job:
