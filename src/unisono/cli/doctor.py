@@ -95,10 +95,10 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 def execute(args: argparse.Namespace) -> int:
     """Run all checks, print them as they end, and return 1 if one failed."""
     checks: list[Check] = []
-    for found in _all_checks(args.on):
-        checks.append(found)
+    for result in _all_checks(args.on):
+        checks.append(result)
         if not args.json:
-            print(found, flush=True)
+            print(result, flush=True)
     failed = any(check.status == "FAIL" for check in checks)
     if args.json:
         print(json.dumps({"ok": not failed, "checks": [asdict(check) for check in checks]}))

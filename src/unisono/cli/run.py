@@ -309,8 +309,8 @@ def _fields(args: argparse.Namespace) -> dict[str, Any]:
     if args.env:
         fields["env"] = dict(parse_pairs(args.env, "--env NAME=value"))
     hosts = args.hosts and [host for host in args.hosts.split(",") if host]
-    given = {"n_gpus_per_node": args.gpus, "partition": args.partition, "hosts": hosts}
-    fields |= {name: value for name, value in given.items() if value is not None}
+    options = {"n_gpus_per_node": args.gpus, "partition": args.partition, "hosts": hosts}
+    fields |= {name: value for name, value in options.items() if value is not None}
     if args.no_detect:
         fields["detect"] = False
     return fields

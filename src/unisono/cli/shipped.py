@@ -131,8 +131,8 @@ def _command() -> str:
     from unisono.train.recording.launching import near
 
     here = Path(sys.executable).with_name("unisono")
-    found = shutil.which("unisono")
-    if not here.is_file() or (found is not None and Path(found).resolve() == here.resolve()):
+    program = shutil.which("unisono")
+    if not here.is_file() or (program is not None and Path(program).resolve() == here.resolve()):
         return "unisono"
     return str(near(here))
 

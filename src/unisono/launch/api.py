@@ -202,13 +202,13 @@ def dry_run(fn: Callable[..., Any], /, *args: Any, **options: Any) -> str:
 def _request(fn: Callable[..., Any], args: tuple[Any, ...], options: dict[str, Any]) -> RunRequest:
     """Check a call in the background, whose keywords are those of `submit` and of `fn`."""
     names = options.keys() & set(RESERVED) - {"record", "watch"}
-    given = {name: options[name] for name in names}
+    of_run = {name: options[name] for name in names}
     kwargs = {name: value for name, value in options.items() if name not in names}
-    check_call(fn, args, kwargs, given)
-    if not isinstance(logs := given.get("logs"), Logs):
-        given["logs"] = Logs(dir=logs, console="none")
-    on = given.pop("on", None)
-    return checked_request(fn, args, kwargs, on=on, **given)
+    check_call(fn, args, kwargs, of_run)
+    if not isinstance(logs := of_run.get("logs"), Logs):
+        of_run["logs"] = Logs(dir=logs, console="none")
+    on = of_run.pop("on", None)
+    return checked_request(fn, args, kwargs, on=on, **of_run)
 
 
 def submit_request(request: RunRequest) -> Job:

@@ -103,8 +103,8 @@ _HOSTS = ("mpi", "ray", "slurm")
 
 def _of(kind: Kind, default: Any = None, *, only: Sequence[str] = ()) -> Any:
     """Return a field of this kind; `only` these places take it, or all of them."""
-    given: Any = {"default_factory": list} if default == [] else {"default": default}
-    return field(**given, metadata={"kind": kind, "only": tuple(only)})
+    values: Any = {"default_factory": list} if default == [] else {"default": default}
+    return field(**values, metadata={"kind": kind, "only": tuple(only)})
 
 
 @dataclass(frozen=True, kw_only=True)

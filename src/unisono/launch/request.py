@@ -217,8 +217,8 @@ def checked_request(
     if elastic or isinstance(ranks, (tuple, list)):
         least, ranks = bounds(ranks, elastic, spelling)
     requested: dict[str, Any] = {"on": on, "ranks": ranks, "nodes": nodes, "timeout_s": timeout_s}
-    requested = _given(**requested, max_restarts=max_restarts, logs=logs)
-    fields = {**(fields or {}), **_given(hosts=hosts, seed=seed)}
+    requested = _without_none(**requested, max_restarts=max_restarts, logs=logs)
+    fields = {**(fields or {}), **_without_none(hosts=hosts, seed=seed)}
     if fields.get("hosts") and nodes == 1 < len(fields["hosts"]):
         call = spelling.run(nodes=1, hosts=list(fields["hosts"]))
         raise PlatformError.because(
@@ -235,7 +235,7 @@ def checked_request(
     for name, kind in _KINDS.items():
         if resolved[name] is not None:
             kind.check(name, resolved[name], "run", spelling)
-    sizes = _given(ranks=resolved["ranks"], n_nodes=resolved["nodes"])
+    sizes = _without_none(ranks=resolved["ranks"], n_nodes=resolved["nodes"])
     place, platform = resolve(resolved["on"], {**fields, **sizes}, configuration, spelling)
     if check is not None:
         expect("check", check, bool)
@@ -277,7 +277,7 @@ def checked_request(
     )
 
 
-def _given(**options: Any) -> dict[str, Any]:
+def _without_none(**options: Any) -> dict[str, Any]:
     return {name: value for name, value in options.items() if value is not None}
 
 

@@ -129,10 +129,10 @@ def as_task(
             )
         return Task(fn, platform, None, takes_value=len(_positional(parameters)) > 3)
     names = _INJECTED if convention == "ddpw6" else _named(parameters, len(args))
-    if given := [word for word in names if word in kwargs]:
+    if repeated := [word for word in names if word in kwargs]:
         raise PlatformError.because(
-            f"start({name}, ..., {given[0]}=...)",
-            f"each rank gets its own {given[0]}",
+            f"start({name}, ..., {repeated[0]}=...)",
+            f"each rank gets its own {repeated[0]}",
             hint="another name for it, or Wrapper(platform, convention='plain')",
         )
     check_call(fn, tuple(args), {**kwargs, **dict.fromkeys(names)})

@@ -79,8 +79,8 @@ class WarmServer:
     def __init__(self, preload: Sequence[str] = ()) -> None:
         self.owner_pid = os.getpid()
         self.key = _frozen_surroundings()
-        asked_s = number_in("UNISONO_SERVER_IDLE_S")
-        idle_s = IDLE_S if asked_s is None else asked_s
+        variable_s = number_in("UNISONO_SERVER_IDLE_S")
+        idle_s = IDLE_S if variable_s is None else variable_s
         self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._errors = tempfile.TemporaryFile()  # noqa: SIM115  it lives as long as the server
         search_path = json.dumps([str(Path(entry).absolute()) for entry in sys.path])

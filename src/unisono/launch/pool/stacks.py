@@ -59,8 +59,8 @@ def _threads(dump: str) -> list[_Thread]:
     for text in dump.splitlines():
         if _THREAD.match(text):
             threads.append(_Thread(text, []))
-        elif (found := _FRAME.match(text)) is not None:
-            threads[-1].frames.append((found["file"], int(found["line"]), found["function"]))
+        elif (frame := _FRAME.match(text)) is not None:
+            threads[-1].frames.append((frame["file"], int(frame["line"]), frame["function"]))
     threads = [thread for thread in threads if thread.title or thread.frames]
     others = [t for t in threads if not any(map(functools.partial(_is, _OWN_THREADS), t.frames))]
     for thread in others:
