@@ -164,14 +164,6 @@ def set_up(backend: str, rounds: int) -> list[Row]:
         pair.row(f'structure check "always", k3, fwd+bwd{on}', always, off, '"off"',
                  1.02 if backend == "shm" else 1.05)
     )  # fmt: skip
-    pairs = [
-        trained(split.DistributedFeatureConv2d(P, 16, 16, 7, padding=3, overlap=overlap), x)
-        for overlap in (True, False)
-    ]
-    rows.append(
-        pair.row(f"overlap=True, k7, fwd+bwd{on}", pairs[0], pairs[1], "overlap=False",
-                 1.0 if backend == "gloo" else None)
-    )  # fmt: skip
     return rows
 
 

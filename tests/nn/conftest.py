@@ -203,8 +203,8 @@ def zoo(ranks=None, dtype=torch.float64):
              channels, first, P(1, n, 1), 4, 3, **conv), lambda: nn.Conv1d(4, 3, **conv), line,
              channels, first),
         case("GeneralConv1d with groups", lambda: unn.DistributedGeneralConv1d(
-             first, channels, P(n, 1, 1), 4, 6, groups=2, **conv),
-             lambda: nn.Conv1d(4, 6, groups=2, **conv), line, first, channels),
+             first, channels, P(n, 1, 1), 4, 4, groups=4, **conv),
+             lambda: nn.Conv1d(4, 4, groups=4, **conv), line, first, channels),
         case("ConvTranspose1d", lambda: unn.DistributedFeatureConvTranspose1d(
              lines, 4, 2, 3, stride=2, **kw), lambda: nn.ConvTranspose1d(4, 2, 3, stride=2, **kw),
              line, lines),

@@ -83,7 +83,7 @@ def test_layers_take_sizes_of_numpy():
         P, two, two, two, [1], np.array([1, 1]), dtype=torch.float64
     )
     same = unn.DistributedFeatureConv2d(P, 2, 2, 2, 1, 1, dtype=torch.float64)
-    assert conv.settings == same.settings
+    assert conv._numbers == same._numbers
     assert unn.DistributedLayerNorm(P, np.int64(7)).normalized_shape == (7,)
     total = unn.AllSumReduce(P, axes_reduce=two)(own.sum())
     assert total == x.sum()

@@ -35,11 +35,10 @@ from unisono.topology.window import span
     groups=st.sampled_from([1, 1, 2]),
     bias=st.booleans(),
     weights=st.sampled_from(["replicated", "replicated", "root"]),
-    overlap=st.sampled_from(["auto", True, False]),
     **common,
 )
 def test_convolutions_split_in_space_equal_torch(
-    case, groups, bias, weights, overlap, choice, seed, batch, proof
+    case, groups, bias, weights, choice, seed, batch, proof
 ):
     space = case.pop("space")
     dims = len(space)
@@ -48,7 +47,7 @@ def test_convolutions_split_in_space_equal_torch(
     plain = getattr(nn, f"Conv{dims}d")
     options = {**case, "groups": groups, "bias": bias, "dtype": torch.float64}
     ours, theirs = proof.pair(
-        lambda: kind(P, 2, 4, **options, weights=weights, overlap=overlap),
+        lambda: kind(P, 2, 4, **options, weights=weights),
         lambda: plain(2, 4, **options),
     )
     x = proof.drawn(batch, 2, *space)
@@ -94,25 +93,21 @@ def test_convolutions_split_in_channels_equal_torch(
 @quick
 @given(
     case=windows(dims=(1,)),
-    groups=st.integers(2, 4),
     per=st.tuples(st.integers(1, 2), st.integers(1, 3)),
-    ins=st.integers(1, 4),
-    outs=st.integers(1, 4),
+    splits_input=st.booleans(),
     seed=st.integers(0, 10),
 )
-def test_groups_cut_by_rank_borders_equal_torch(case, groups, per, ins, outs, seed, proof):
+def test_groups_of_split_channels_equal_torch(case, per, splits_input, seed, proof):
     size = unisono.world().size
     (length,) = case.pop("space")
-    ins, outs = min(ins, size), min(outs, size)
-    P_x = Partition([1, ins, 1], ranks=list(range(size))[-ins:])
-    P_y, P_w = Partition([1, outs, 1]), Partition([outs, 1, 1])
-    channels = groups * per[0], groups * per[1]
-    options = {**case, "groups": groups, "dtype": torch.float64}
+    P_y, P_w = Partition([1, size, 1]), Partition([size, 1, 1])
+    P_x = P_y if splits_input else Partition([1, 1, 1], ranks=[size - 1])
+    options = {**case, "groups": 4, "dtype": torch.float64}
     ours, theirs = proof.pair(
-        lambda: unn.DistributedGeneralConv1d(P_x, P_y, P_w, *channels, **options),
-        lambda: nn.Conv1d(*channels, **options),
+        lambda: unn.DistributedGeneralConv1d(P_x, P_y, P_w, 4 * per[0], 4 * per[1], **options),
+        lambda: nn.Conv1d(4 * per[0], 4 * per[1], **options),
     )
-    proof.compare(ours, theirs, proof.drawn(2, channels[0], length), P_x, P_y)
+    proof.compare(ours, theirs, proof.drawn(2, 4 * per[0], length), P_x, P_y)
 
 
 @pytest.mark.ranks(RANKS)
@@ -149,37 +144,7 @@ def test_transposed_convolutions_equal_torch(
     proof.compare(ours, theirs, proof.drawn(batch, 4, *space), P, P, seed=seed)
 
 
-CASES = [
-    {"kernel_size": 3, "padding": 1},
-    {"kernel_size": 3},
-    {"kernel_size": 2, "stride": 2},
-    {"kernel_size": 5, "stride": 3, "padding": 2, "dilation": 2},
-    {"kernel_size": 3, "padding": 1, "padding_mode": "circular"},
-    {"kernel_size": 3, "padding": 2, "padding_mode": "reflect", "bias": False},
-    {"kernel_size": 3, "padding": 1, "padding_mode": "replicate", "groups": 2},
-    {"kernel_size": 7, "padding": "same"},
-    {"kernel_size": 1, "stride": 3},
-]
-
-
 DOUBLE = {"dtype": torch.float64}
-
-
-@pytest.mark.ranks(4, backend="shm", timeout=60)
-@pytest.mark.parametrize("overlap", [True, False])
-def test_convolutions_of_images_equal_torch(overlap, proof):
-    x = proof.drawn(3, 2, 13, 12)
-    for shape, cases in (
-        ([1, 1, 2, 2], CASES), ([2, 1, 2, 1], CASES[::2]), ([4, 1, 1, 1], CASES[::2])
-    ):  # fmt: skip
-        P = Partition(shape)
-        for case in cases:
-            options = {**case, **DOUBLE}
-            ours, theirs = proof.pair(
-                lambda P=P, o=options: unn.DistributedFeatureConv2d(P, 2, 4, **o, overlap=overlap),
-                lambda o=options: nn.Conv2d(2, 4, **o),
-            )
-            proof.compare(ours, theirs, x, P, P)
 
 
 @pytest.mark.ranks(4, timeout=60)
@@ -203,41 +168,18 @@ def compare_channels(proof, P_x, P_y, P_w, x, channels, weights="replicated", **
 
 
 @pytest.mark.ranks(2)
-def test_large_convolutions_overlap_by_themselves_and_equal_torch():
+def test_blocks_in_channels_last_keep_their_layout():
     P = Partition([1, 1, 2, 1])
-    torch.manual_seed(0)
-    plain = nn.Conv2d(16, 16, 3, padding=1)
-    x = torch.randn(1, 16, 256, 256, generator=torch.Generator().manual_seed(2))
-    for make in (
-        unn.DistributedFeatureConv2d,
-        lambda P, *a, **k: unn.DistributedGeneralConv2d(P, P, P, *a, **k),
-    ):
-        torch.manual_seed(0)
-        layer = make(P, 16, 16, 3, padding=1)
-        where = P.local_slices(x.shape)
-        for memory in (torch.contiguous_format, torch.channels_last):
-            own = x[where].clone(memory_format=memory).requires_grad_()
-            whole = x.clone().requires_grad_()
-            y, z = layer(own), plain(whole)
-            assert layer._plan.cover is not None
-            assert y.is_contiguous(memory_format=memory)
-            torch.testing.assert_close(y, z[where], rtol=1e-4, atol=1e-5)
-            y.square().sum().backward()
-            z.square().sum().backward()
-            torch.testing.assert_close(own.grad, whole.grad[where], rtol=1e-4, atol=1e-4)
-        torch.testing.assert_close(layer.weight.grad, plain.weight.grad, rtol=1e-3, atol=1e-1)
-        torch.testing.assert_close(layer.bias.grad, plain.bias.grad, rtol=1e-3, atol=1e-1)
-        plain.zero_grad()
-        small = layer(x[where][..., :8, :8])
-        assert layer._plan.cover is None, "a small convolution is not worth patches"
-        assert small.shape == (1, 16, 8, 8)
+    layer = unn.DistributedFeatureConv2d(P, 2, 3, 3, padding=1)
+    x = torch.randn(1, 2, 4, 8).contiguous(memory_format=torch.channels_last)
+    assert layer(x).is_contiguous(memory_format=torch.channels_last)
 
 
 @pytest.mark.ranks(2)
-def test_autocast_and_sixteen_bits_work_with_overlap(proof):
+def test_autocast_and_sixteen_bits_work(proof):
     P = Partition([1, 1, 2])
     torch.manual_seed(0)
-    layer = unn.DistributedFeatureConv1d(P, 3, 4, 3, padding=1, overlap=True)
+    layer = unn.DistributedFeatureConv1d(P, 3, 4, 3, padding=1)
     plain = nn.Conv1d(3, 4, 3, padding=1)
     plain.load_state_dict(layer.state_dict())
     x = proof.drawn(2, 3, 10).float()
@@ -255,21 +197,17 @@ def test_autocast_and_sixteen_bits_work_with_overlap(proof):
 
 @pytest.mark.ranks(2)
 def test_no_gradient_of_the_input_travels_where_nobody_wants_it():
-    P = Partition([1, 1, 2])
-    for overlap in (True, False):
-        layer = unn.DistributedFeatureConv1d(P, 2, 2, 3, padding=1, overlap=overlap)
-        x = torch.ones(1, 2, 6)
-        for wanted, messages in ((False, 0), (True, 1)):
-            y = layer(x.clone().requires_grad_(wanted and P.root.rank == 0))
-            with trace() as seen:
-                y.sum().backward()
-            assert sum(event.op == "exchange" for event in seen.events) == messages
+    layer = unn.DistributedFeatureConv1d(Partition([1, 1, 2]), 2, 2, 3, padding=1)
+    x = torch.ones(1, 2, 6)
+    for wanted, messages in ((False, 0), (True, 1)):
+        y = layer(x.clone().requires_grad_(wanted and unisono.world().rank == 0))
+        with trace() as seen:
+            y.sum().backward()
+        assert sum(event.op == "exchange" for event in seen.events) == messages
 
 
 def test_arguments_that_do_not_fit_are_refused():
     one = Partition([1, 1, 1])
-    with pytest.raises(PartitionError, match="overlap='maybe'"):
-        unn.DistributedFeatureConv1d(one, 1, 1, 3, overlap="maybe")
     with pytest.raises(PartitionError, match="groups"):
         unn.DistributedFeatureConvTranspose1d(one, 3, 4, 2, groups=2)
     with pytest.raises(PartitionError, match="P_w must be"):
@@ -300,21 +238,10 @@ def test_halos_and_padding_wider_than_the_neighbours_block(mode, proof):
 
 
 @pytest.mark.ranks(2)
-def test_a_general_convolution_of_space_alone_sends_what_the_simple_one_sends(proof):
-    P = Partition([1, 1, 2])
-    x = block(proof.drawn(1, 2, 8), P)
-    seen = []
-    for layer in (
-        unn.DistributedFeatureConv1d(P, 2, 3, 3, dtype=torch.float64),
-        unn.DistributedGeneralConv1d(P, P, P, 2, 3, 3, dtype=torch.float64),
-    ):
-        layer(x)
-        own = x.clone().requires_grad_()
-        with trace() as t:
-            layer(own).sum().backward()
-        seen.append(sorted((event.op, event.sent) for event in t.events))
-    assert seen[0] == seen[1]
-    assert not {op for op, _ in seen[1]} & {"broadcast", "reduce"}
+def test_groups_that_rank_borders_cut_are_refused():
+    P_y, P_w = Partition([1, 2, 1]), Partition([2, 1, 1])
+    with pytest.raises(PartitionError, match="not whole groups"):
+        unn.DistributedGeneralConv1d(P_y, P_y, P_w, 3, 9, 3, groups=3)
 
 
 @pytest.mark.ranks(4)

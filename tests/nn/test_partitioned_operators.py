@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from pathlib import Path
 
 import pytest
@@ -12,7 +11,6 @@ from tests.operators.examples import PARTITION_CASES, example
 from unisono.comm import world
 from unisono.errors import PartitionError
 from unisono.nn import functional
-from unisono.nn.parameters import from_first, plan_from_first
 from unisono.operators import partitioned as op
 from unisono.operators import table_text
 from unisono.testing import check_adjoint
@@ -36,34 +34,6 @@ def test_replicated_values_count_once():
     (joined * torch.tensor([[1.0, 2.0, 3.0]])).sum().backward()
     assert part.grad.tolist() == ([[1.0]], [[2.0, 3.0]])[grid.index[1]]
     assert op.split(joined, grid, 1).shape == (1, 2 - grid.index[1])
-
-
-@pytest.mark.ranks(3)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_the_sender_of_small_weights_does_not_wait_and_may_change_them(dtype):
-    P = Partition([3])
-    comm, shapes = P.comm, [(100,), (3,)]
-    plan = plan_from_first(P, shapes, dtype)
-    weight = torch.arange(100, dtype=dtype) if comm.rank == 0 else torch.empty(0, dtype=dtype)
-    bias = torch.ones(3 if comm.rank == 0 else 0, dtype=dtype)
-    weight.requires_grad_()
-    comm.barrier()
-    if comm.rank > 0:
-        time.sleep(0.5)
-    began = time.monotonic()
-    received = []
-    for _ in range(3):
-        received.append(from_first(plan, shapes, [weight, bias])[0])
-        with torch.no_grad():
-            weight += 1
-    if comm.rank == 0 and comm.backend == "shm":
-        assert time.monotonic() - began < 0.4
-    for step, block in enumerate(received):
-        assert torch.equal(block, torch.arange(100, dtype=dtype) + step)
-    slope = torch.rand(100, generator=torch.Generator().manual_seed(comm.rank)).to(dtype)
-    (received[1] * slope).sum().backward()
-    total = comm.reduce(slope, 0)
-    assert torch.equal(weight.grad, weight if total is None else total), "the same bits"
 
 
 @pytest.mark.ranks(2)

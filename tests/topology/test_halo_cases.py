@@ -179,16 +179,3 @@ def test_widths_give_every_block_that_many_more_points() -> None:
     edge = halo.plan_widths([(0, 4), (0, 4, 8, 12)], (0, 0), [(2, 1)])
     assert edge.fills == ((0, 0), (2, 0))
     assert edge.window_shape == (4, 7)
-
-
-def test_margins_of_an_uncut_dim_are_left_to_torch():
-    cuts = ((0, 1), (0, 2), (0, 3, 6), (0, 5))
-    made = halo.plan(cuts, (0, 0, 1, 0), (3, 3), (1, 1), ((1, 1), (2, 2)), (1, 1), "zeros")
-    trimmed, zeros = made.without_margins()
-    assert zeros == (0, 0, 0, 2)  # along dim 2 there is padding on one side alone
-    assert (made.window_shape, trimmed.window_shape) == ((1, 2, 5, 9), (1, 2, 5, 5))
-    assert trimmed.fills == ((0, 0), (0, 0), (0, 1), (0, 0))
-    assert [piece.dest[3] for piece in trimmed.local + trimmed.recvs[0].pieces] == [(0, 5)] * 2
-    assert trimmed.sends == made.sends
-    assert trimmed.strip is not None
-    assert trimmed.without_margins() == (trimmed, (0, 0, 0, 0))

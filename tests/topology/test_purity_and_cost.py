@@ -13,7 +13,7 @@ import pytest
 
 from unisono.topology import decompose, halo, overlap
 
-PURE = ("decompose", "window", "halo", "cover", "resample", "fanout", "overlap", "draw")
+PURE = ("decompose", "window", "halo", "resample", "fanout", "overlap", "draw")
 
 
 def test_pure_files_load_without_torch() -> None:

@@ -19,14 +19,12 @@ from unisono.nn.layers.conv import (
     DistributedFeatureConv1d,
     DistributedFeatureConv2d,
     DistributedFeatureConv3d,
-    DistributedGeneralConv1d,
-    DistributedGeneralConv2d,
-    DistributedGeneralConv3d,
-)
-from unisono.nn.layers.conv_transpose import (
     DistributedFeatureConvTranspose1d,
     DistributedFeatureConvTranspose2d,
     DistributedFeatureConvTranspose3d,
+    DistributedGeneralConv1d,
+    DistributedGeneralConv2d,
+    DistributedGeneralConv3d,
 )
 from unisono.nn.layers.embedding import DistributedEmbedding
 from unisono.nn.layers.halo import DistributedPad, HaloExchange

@@ -10,7 +10,6 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections import OrderedDict
 from collections.abc import Sequence
-from dataclasses import replace
 from functools import cache
 from inspect import signature
 from typing import Any, ClassVar, Generic, TypeVar
@@ -32,12 +31,10 @@ from unisono.nn.agreement import (
     report_equal_blocks,
 )
 from unisono.nn.module import Module
-from unisono.nn.precision import NARROW
 from unisono.nn.split_tensors.tensor import Split
 from unisono.operators import attach
 from unisono.operators.halo import HaloExchangeMap, HaloOnGroup
 from unisono.operators.linear import identity
-from unisono.operators.partitioned import FanPlan, collect
 from unisono.topology import Partition
 from unisono.topology.decompose import split_cuts
 from unisono.topology.halo import Axis, HaloPlan, plan_windows
@@ -290,16 +287,3 @@ def balanced_in(cuts: Cuts, *dims: int) -> Cuts:
 def recut(before: Cuts, after: Cuts, index: Sequence[int]) -> HaloPlan:
     """Return the plan that moves points from blocks of some cuts to those of others."""
     return plan_windows(before, index, [Axis(bounds, copied) for bounds in after])
-
-
-def collect_products(x: Tensor, plan: FanPlan) -> Tensor:
-    """Return on each root the sum of its peers' products. Collective over the fans of the plan.
-
-    Args:
-        x: own product; a tensor without elements on a rank that computes none.
-        plan: made for the dtype of the factors; under autocast, products have another.
-    """
-    device = x.device.type
-    if plan.dtype in (torch.float32, *NARROW) and torch.is_autocast_enabled(device):
-        plan = replace(plan, dtype=torch.get_autocast_dtype(device))
-    return collect(x.to(plan.dtype), plan)

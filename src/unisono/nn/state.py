@@ -26,20 +26,19 @@ from unisono.nn.parameters import (
     Holding,
     Weights,
     draw_uniform,
-    from_first,
-    plan_from_first,
+    nothing,
     shared_generator,
     whole,
 )
 from unisono.nn.planned import PlannedModule
 from unisono.nn.split_tensors.module import SplitModule
+from unisono.operators import broadcast
 from unisono.operators.gradients import (
     EarlierGradients,
     GradientPolicy,
     reduce_gradients,
     summed_gradients,
 )
-from unisono.operators.partitioned import FanPlan
 from unisono.topology import Partition
 
 P = TypeVar("P")
@@ -66,10 +65,12 @@ class HoldingModule(PlannedModule[P]):
     def __init__(self) -> None:
         super().__init__()
         self._holdings: dict[str, Holding] = {}
+        """What this rank stores of each parameter and buffer."""
+        self._blocks_used: dict[str, tuple[int, ...]] = {}
+        """Shape of the block of each parameter that this rank computes with."""
         self._replicated: dict[str, bool] = {}
+        """Whether all ranks store the whole of it."""
         self._user_comms: dict[str, Communicator] = {}
-        self._fans: dict[tuple[object, ...], FanPlan] = {}
-        """How parameters come from the first rank, by their shapes and dtype."""
         self._sums_gradients = True
         _living.add(self)
 
@@ -79,12 +80,24 @@ class HoldingModule(PlannedModule[P]):
         _living.add(self)
 
     def __getstate__(self) -> dict[str, Any]:
-        return super().__getstate__() | {"_user_comms": {}, "_fans": {}}
+        return super().__getstate__() | {"_user_comms": {}}
 
-    def _hold(self, name: str, holding: Holding, *, replicated: bool) -> None:
-        """Note what this rank holds of a parameter; `replicated`: all ranks have it whole."""
-        self._holdings[name] = holding
-        self._replicated[name] = replicated
+    def _hold(
+        self, name: str, used: Holding, *, everywhere: bool = False, is_buffer: bool = False
+    ) -> Holding:
+        """Note which block of a parameter this rank uses; return what it stores of it.
+
+        `everywhere`: all ranks use all of it. A buffer is stored wherever it is used.
+        """
+        stored = used
+        if self.weights == "root" and not is_buffer:
+            users = self._users(name)
+            if users is not None and users.rank != 0:
+                stored = nothing(used.global_shape)
+            everywhere = False
+        self._blocks_used[name], self._holdings[name] = used.shape, stored
+        self._replicated[name] = everywhere
+        return stored
 
     def blocks(self) -> dict[str, Tensor]:
         """Return own blocks by name, empty ones too: the same names on all ranks of the layer."""
@@ -96,7 +109,7 @@ class HoldingModule(PlannedModule[P]):
         weight: Holding,
         bias: Holding | None,
         *,
-        replicated: bool = False,
+        everywhere: bool = False,
         dtype: torch.dtype | None,
         device: torch.device | str | None,
     ) -> None:
@@ -112,12 +125,12 @@ class HoldingModule(PlannedModule[P]):
         )
         parts = ("weight", weight, edges[0]), ("bias", bias, edges[1])
         with shared_generator(self._control()) as generator:
-            for name, holding, edge in parts:
+            for name, used, edge in parts:
                 self.register_parameter(name, None)
-                if holding is not None:
-                    block = draw_uniform(holding, edge, generator, dtype=dtype, device=device)
+                if used is not None:
+                    stored = self._hold(name, used, everywhere=everywhere)
+                    block = draw_uniform(stored, edge, generator, dtype=dtype, device=device)
                     self.register_parameter(name, nn.Parameter(block))
-                    self._hold(name, holding, replicated=replicated)
 
     def _users(self, name: str) -> Partition | None:
         """Return the ranks that use this rank's block of a parameter; None on a rank outside."""
@@ -134,34 +147,27 @@ class HoldingModule(PlannedModule[P]):
             self._user_comms[name] = users.comm
         return self._user_comms[name]
 
-    def _used(self, names: Sequence[str], shapes: Sequence[tuple[int, ...]]) -> list[Tensor]:
-        """Return whole blocks of parameters that the same ranks use, wherever they are held.
+    def _used(self, *names: str) -> list[Tensor]:
+        """Return the blocks of parameters that the same ranks use, wherever they are stored.
 
-        Gradients are summed over these ranks: on all of them, or on the first.
-
-        Args:
-            names: parameters; those that the layer does not have are left out.
-            shapes: of their blocks.
+        Those that the layer does not have are left out. Gradients are summed over these ranks: on
+        all of them, or on the first.
         """
-        tensors: list[Tensor] = []
-        for name in names:
-            p = getattr(self, name)
-            if p is not None:
-                tensors.append(p)
-        if not tensors:
-            return []
+        found = {name: getattr(self, name) for name in names}
+        tensors: dict[str, Tensor] = {name: p for name, p in found.items() if p is not None}
         if self.weights == "replicated":
-            comm = self._gradient_comm(names[0]) if self._sums_gradients else None
-            return tensors if comm is None else list(summed_gradients(comm, *tensors))
+            comm = self._gradient_comm(names[0]) if self._sums_gradients and tensors else None
+            each = tensors.values()
+            return list(each if comm is None else summed_gradients(comm, *each))
         users = self._users(names[0])
-        if users is None or users.size == 1:
-            return tensors
-        shapes = shapes[: len(tensors)]
-        key = (*shapes, tensors[0].dtype)
-        plan = self._fans.get(key)
-        if plan is None:
-            plan = self._fans[key] = plan_from_first(users, shapes, tensors[0].dtype)
-        return from_first(plan, shapes, tensors)
+        if users is None or users.size == 1 or not tensors:
+            return list(tensors.values())
+        shapes = [self._blocks_used[name] for name in tensors]
+        sizes = list(map(math.prod, shapes))
+        flat = torch.cat([x.reshape(-1) for x in tensors.values()])
+        flat = broadcast(flat, like=((sum(sizes),), flat.dtype), comm=users.comm)
+        parts = flat.split_with_sizes(sizes)
+        return [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
 
     def _save_to_state_dict(
         self, destination: dict[str, Any], prefix: str, keep_vars: bool

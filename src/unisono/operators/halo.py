@@ -6,24 +6,18 @@ one message for each pair of ranks that share points: post, place what is here, 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property, lru_cache
+from functools import cached_property
 
 import torch
 from torch import Tensor
 
 from unisono.comm import Communicator, world
-from unisono.comm.perform import Pending
 from unisono.errors import PartitionError
 from unisono.operators.linear import LinearMap, identity, set_adjoint
 from unisono.operators.plans import check_call
 from unisono.topology.halo import Box, HaloPiece, HaloPlan, Message
-
-_MOST_KEPT = 1 << 14
-"""Elements of a constant that is kept for the next window."""
-
 
 Cutout = tuple[tuple[int, int, int], ...]
 """A box in a tensor: dim, start and length where it is not all of a dim."""
@@ -40,7 +34,7 @@ class HaloOnGroup:
     fill: float
     """Constant outside the tensor; 0 everywhere but in the first forward."""
     landed: dict[int, Tensor] | None = field(default=None, compare=False)
-    """What has come from each rank before, by `start_exchange`."""
+    """What has come from each rank before, by `exchanged`."""
 
     @property
     def adjoint(self) -> HaloOnGroup:
@@ -75,7 +69,7 @@ class HaloExchangeMap(LinearMap):
             if not message.is_box:
                 return filled(x, plan, exchanged(x, plan))
             coming[ranks[message.peer]] = window[message.pieces[0].dest_slices]
-        pending = plan.comm._post(outgoing(x, plan), coming)
+        pending = plan.comm._post(_outgoing(x, plan), coming)
         _place_own(window, x, plan)
         pending.wait()
         return window
@@ -89,19 +83,21 @@ class HaloAddMap(LinearMap):
         """Return the block."""
         halo = plan.halo
         packed = [
-            (message, joined([gathered(x, piece) for piece in message.pieces]))
+            (message, _joined([_gathered(x, piece) for piece in message.pieces]))
             for message in halo.recvs
         ]
-        pending = post(plan, packed, halo.sends, x)
+        ranks = plan.ranks or range(plan.comm.size)
+        going = {ranks[message.peer]: block for message, block in packed}
+        pending = plan.comm._post(going, _incoming(plan, halo.sends, x))
         starts_here = _may_start_here(halo)
         if starts_here:
             first = halo.local[0]
-            total = gathered(x, first).clone(memory_format=torch.contiguous_format)
+            total = _gathered(x, first).clone(memory_format=torch.contiguous_format)
             _add_local(total, x, halo.local[1:])
         else:
             total = x.new_zeros(halo.block_shape)
         added = starts_here
-        for message, values in arrived(plan, pending.wait(), halo.sends):
+        for message, values in _arrived(plan, pending.wait(), halo.sends):
             if message.peer > halo.rank and not added:
                 _add_local(total, x, halo.local)
                 added = True
@@ -193,44 +189,12 @@ def _on_group(
 
 def filled(x: Tensor, plan: HaloOnGroup, received: dict[int, Tensor]) -> Tensor:
     """Return the window of the own block and what has arrived. Not recorded by autograd."""
-    halo, strip = plan.halo, plan.halo.strip
-    if strip is None or not x.is_contiguous():
-        window = _empty_window(x, halo)
-        _place_own(window, x, plan)
-        for message, values in arrived(plan, received, halo.recvs):
-            for piece, part in zip(message.pieces, values, strict=True):
-                place(window, piece, part)
-        return window
-    (dim, runs), ranks = strip, plan.ranks
-    parts: list[Tensor] = []
-    for owner, start, length, shape in runs:
-        if owner == halo.rank:
-            parts.append(x if shape == halo.block_shape else x.narrow(dim, start, length))
-        elif owner < 0:
-            parts.append(_constant(shape, plan.fill, x.dtype, x.device))
-        else:
-            flat = received[owner if ranks is None else ranks[owner]]
-            if flat.numel() != length:
-                flat = flat.narrow(0, start, length)
-            parts.append(flat.view(shape))
-    return torch.cat(parts, dim)
-
-
-def _constant(
-    shape: tuple[int, ...], value: float, dtype: torch.dtype, device: torch.device
-) -> Tensor:
-    """Return a constant that is never changed; keep a small one."""
-    if math.prod(shape) > _MOST_KEPT:
-        return torch.full(shape, value, dtype=dtype, device=device)
-    return _kept_constant(shape, value, dtype, device)
-
-
-@lru_cache(256)
-def _kept_constant(
-    shape: tuple[int, ...], value: float, dtype: torch.dtype, device: torch.device
-) -> Tensor:
-    with torch.inference_mode(False):
-        return torch.full(shape, value, dtype=dtype, device=device)
+    window = _empty_window(x, plan.halo)
+    _place_own(window, x, plan)
+    for message, values in _arrived(plan, received, plan.halo.recvs):
+        for piece, part in zip(message.pieces, values, strict=True):
+            _place(window, piece, part)
+    return window
 
 
 def _cutout(box: Box, shape: Sequence[int]) -> Cutout:
@@ -241,24 +205,14 @@ def _cutout(box: Box, shape: Sequence[int]) -> Cutout:
     )
 
 
-def start_exchange(x: Tensor, plan: HaloOnGroup) -> Pending[dict[int, Tensor]]:
-    """Post the messages of an exchange; `HaloExchangeMap` with what has landed finishes it.
-
-    Args:
-        x: own block.
-        plan: the exchange.
-    """
-    return plan.comm._post(outgoing(x, plan), incoming(plan, plan.halo.recvs, x))
-
-
 def exchanged(x: Tensor, plan: HaloOnGroup) -> dict[int, Tensor]:
     """Exchange the messages of a plan at once; return what comes from each rank, flat."""
-    received = incoming(plan, plan.halo.recvs, x)
-    plan.comm._move(outgoing(x, plan), received)
+    received = _incoming(plan, plan.halo.recvs, x)
+    plan.comm._move(_outgoing(x, plan), received)
     return received
 
 
-def outgoing(x: Tensor, plan: HaloOnGroup) -> dict[int, Tensor]:
+def _outgoing(x: Tensor, plan: HaloOnGroup) -> dict[int, Tensor]:
     """Return what goes to each rank: a slice of `x` where that is all."""
     messages: dict[int, Tensor] = {}
     for rank, pieces in plan.sends:
@@ -268,11 +222,11 @@ def outgoing(x: Tensor, plan: HaloOnGroup) -> dict[int, Tensor]:
             for dim, start, length in cutout:
                 part = part.narrow(dim, start, length)
             parts.append(part)
-        messages[rank] = joined(parts)
+        messages[rank] = _joined(parts)
     return messages
 
 
-def incoming(plan: HaloOnGroup, recvs: Sequence[Message], like: Tensor) -> dict[int, Tensor]:
+def _incoming(plan: HaloOnGroup, recvs: Sequence[Message], like: Tensor) -> dict[int, Tensor]:
     """Return memory for messages, one row for each, of the dtype and on the device of `like`."""
     ranks, dtype, device = plan.ranks or range(plan.comm.size), like.dtype, like.device
     messages: dict[int, Tensor] = {}
@@ -281,24 +235,12 @@ def incoming(plan: HaloOnGroup, recvs: Sequence[Message], like: Tensor) -> dict[
     return messages
 
 
-def joined(parts: Sequence[Tensor]) -> Tensor:
+def _joined(parts: Sequence[Tensor]) -> Tensor:
     """Return all values of a message in one row; of a single part, as it lies."""
     return parts[0] if len(parts) == 1 else torch.cat([part.reshape(-1) for part in parts])
 
 
-def post(
-    plan: HaloOnGroup,
-    sends: Sequence[tuple[Message, Tensor]],
-    recvs: Sequence[Message],
-    like: Tensor,
-) -> Pending[dict[int, Tensor]]:
-    """Post messages at once; what comes is flat, and of the kind of `like`."""
-    ranks = plan.ranks or range(plan.comm.size)
-    going = {ranks[message.peer]: block for message, block in sends}
-    return plan.comm._post(going, incoming(plan, recvs, like))
-
-
-def arrived(
+def _arrived(
     plan: HaloOnGroup, received: dict[int, Tensor], recvs: Sequence[Message]
 ) -> list[tuple[Message, list[Tensor]]]:
     """Return each message with the values of its pieces, in ascending order of peers."""
@@ -314,12 +256,12 @@ def arrived(
     return messages
 
 
-def place(window: Tensor, piece: HaloPiece, values: Tensor) -> None:
+def _place(window: Tensor, piece: HaloPiece, values: Tensor) -> None:
     """Write a piece into the window, reversed or repeated as it says."""
     window[piece.dest_slices] = values.flip(piece.flips) if piece.flips else values
 
 
-def gathered(window: Tensor, piece: HaloPiece) -> Tensor:
+def _gathered(window: Tensor, piece: HaloPiece) -> Tensor:
     """Return what stands for the points of a piece in the window, in the order of the points."""
     values = window[piece.dest_slices]
     if piece.repeats:
@@ -341,7 +283,7 @@ def _place_own(window: Tensor, x: Tensor, plan: HaloOnGroup) -> None:
     """Write the own points and the constant into the window."""
     halo = plan.halo
     for piece in halo.local:
-        place(window, piece, x[piece.source_slices])
+        _place(window, piece, x[piece.source_slices])
     for dim, (left, right) in enumerate(halo.fills if halo.has_fill else ()):
         size = window.shape[dim]
         is_last = dim == window.dim() - 1
@@ -360,7 +302,7 @@ def _place_own(window: Tensor, x: Tensor, plan: HaloOnGroup) -> None:
 
 def _add_local(total: Tensor, window: Tensor, pieces: Sequence[HaloPiece]) -> None:
     for piece in pieces:
-        total[piece.source_slices] += gathered(window, piece)
+        total[piece.source_slices] += _gathered(window, piece)
 
 
 def _may_start_here(halo: HaloPlan) -> bool:

@@ -54,7 +54,7 @@ def fan_plan(
         if comm is None:
             raise PartitionError(f"rank {me} got no communicator of ranks {members}")
         is_root, is_peer = me == group.root, me in group.peers
-        fans.append(Fan(comm, members.index(group.root), shape, is_root, is_peer, is_agreed=True))
+        fans.append(Fan(comm, members.index(group.root), shape, is_root, is_peer))
     return FanPlan(tuple(fans), dtype, empty)
 
 

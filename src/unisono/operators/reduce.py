@@ -9,15 +9,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from math import prod
 
 import torch
 from torch import Tensor
 
 from unisono.comm import Communicator
-from unisono.comm.arguments import check_rank, check_tensor, dense
+from unisono.comm.arguments import check_rank, check_tensor
 from unisono.comm.collectives import Like
-from unisono.comm.perform import EXCHANGE_TAG
 from unisono.errors import PartitionError, UnisonoError
 from unisono.operators import traced
 from unisono.operators.linear import LinearMap, identity, set_adjoint
@@ -72,77 +70,6 @@ class Fan:
     is_root: bool
     is_peer: bool
     """Whether this rank's block on the other side is this one."""
-    is_agreed: bool = False
-    """Whether all ranks know shape and dtype already, so that no call has to compare them."""
-
-    def uses_messages(self, dtype: torch.dtype) -> bool:
-        """Whether a block travels as messages, the same answer on all ranks.
-
-        A collective ends when all ranks have come to it. A small message is in shared memory at
-        once, so its sender goes on, and only a receiver ever waits.
-        """
-        comm = self.comm
-        return (
-            self.is_agreed
-            and comm.backend == "shm"
-            and comm.size <= _FEW_RANKS
-            and dtype in (torch.float32, torch.float64)
-            and 0 < prod(self.shape) * dtype.itemsize <= _SMALL_BYTES
-            and comm.device.type == "cpu"
-            and not torch.compiler.is_compiling()
-        )
-
-    def exchange(
-        self, op: str, sends: dict[int, Tensor], recvs: dict[int, Tensor], nbytes: int
-    ) -> None:
-        """Send and receive blocks; what was sent may be changed afterwards.
-
-        Args:
-            op: what the call is named in traces and reports.
-            sends: a block for each rank that gets one.
-            recvs: memory for what each rank sends.
-            nbytes: of a block, for traces.
-        """
-        transfer = self.comm._messages(op, sends, recvs, _TAG, dict)
-        transfer.call.sent = nbytes if sends else 0
-        transfer.call.received = nbytes if recvs else 0
-        pending = self.comm._perform(transfer, True)
-        if recvs or not pending.done():
-            pending.wait()
-
-
-_SMALL_BYTES = 16 * 1024
-_FEW_RANKS = 4
-_TAG = EXCHANGE_TAG + 1
-"""Apart from the messages of halos, so that each kind has an order of its own."""
-
-
-def _broadcast_by_messages(x: Tensor, fan: Fan, dtype: torch.dtype) -> Tensor:
-    """Return the root's block."""
-    if fan.is_root:
-        block = x.detach().clone(memory_format=torch.contiguous_format)
-        peers = [rank for rank in range(fan.comm.size) if rank != fan.root]
-        fan.exchange("broadcast", dict.fromkeys(peers, block), {}, block.nbytes)
-    else:
-        block = torch.empty(fan.shape, dtype=dtype)
-        fan.exchange("broadcast", {}, {fan.root: block}, block.nbytes)
-    return block
-
-
-def _reduce_by_messages(x: Tensor, fan: Fan) -> Tensor | None:
-    """Return the sum on the root, in the order of ranks, None elsewhere."""
-    block = dense(x.detach())
-    if not fan.is_root:
-        fan.exchange("reduce", {fan.root: block}, {}, block.nbytes)
-        return None
-    ranks = range(fan.comm.size)
-    parts = {rank: torch.empty_like(block) for rank in ranks if rank != fan.root}
-    fan.exchange("reduce", {}, parts, block.nbytes)
-    first, *rest = [parts.get(rank, block) for rank in ranks]
-    total = first + rest[0]
-    for part in rest[1:]:
-        total += part
-    return total
 
 
 @dataclass(frozen=True)
@@ -191,8 +118,6 @@ class BroadcastMap(LinearMap):
         for fan in plan.fans:
             if fan.comm.size == 1:
                 block = identity(x)
-            elif fan.uses_messages(plan.dtype):
-                block = _broadcast_by_messages(x, fan, plan.dtype)
             else:
                 sent = x if fan.is_root else None
                 block = fan.comm.broadcast(sent, fan.root, like=(fan.shape, plan.dtype))
@@ -210,12 +135,7 @@ class SumReduceMap(LinearMap):
         received: Tensor | None = None
         for fan in plan.fans:
             block = x if fan.is_peer else x.new_zeros(fan.shape, dtype=plan.dtype)
-            if fan.comm.size == 1:
-                total = block
-            elif fan.uses_messages(plan.dtype):
-                total = _reduce_by_messages(block, fan)
-            else:
-                total = fan.comm.reduce(block, fan.root)
+            total = block if fan.comm.size == 1 else fan.comm.reduce(block, fan.root)
             if fan.is_root:
                 received = identity(x) if total is x else total
         return x.new_empty(plan.empty, dtype=plan.dtype) if received is None else received

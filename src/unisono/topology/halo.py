@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property, partial
 from itertools import product
 from typing import NamedTuple, cast
@@ -185,75 +185,6 @@ class HaloPlan:
     def has_fill(self) -> bool:
         """Whether some position of the window is outside the tensor and holds the constant."""
         return any(left or right for left, right in self.fills)
-
-    @cached_property
-    def strip(self) -> tuple[int, tuple[tuple[int, int, int, tuple[int, ...]], ...]] | None:
-        """The one dim in which the window is not the block, and its parts there in order.
-
-        A part is `(owner, start, length, shape)`: own points from `start` on, or another rank's,
-        `start` elements into its message, and as many; the constant has owner -1. None for all
-        other windows.
-        """
-        if len(self.segments) != len(self.owned):  # a plan of some channels alone
-            return None
-        dims = [d for d, (span, parts) in enumerate(zip(self.owned, self.segments, strict=True))
-                if [(part.source, part.kind) for part in parts] != [(span, "copy")]]  # fmt: skip
-        if len(dims) != 1 or 0 in self.window_shape:
-            return None
-        dim = dims[0]
-        found: list[tuple[int, int, int, int]] = []
-        for part in self.segments[dim]:
-            if part.kind == "fill":
-                found.append((part.dest[0], -1, 0, part.dest[1] - part.dest[0]))
-        for owner, pieces in [(self.rank, self.local), *((m.peer, m.pieces) for m in self.recvs)]:
-            at = 0
-            for piece in pieces:
-                if piece.flips or piece.repeats:
-                    return None
-                (start, stop), low = piece.source[dim], piece.dest[dim][0]
-                found.append((low, owner, start if owner == self.rank else at, stop - start))
-                at += piece.numel
-        if sum(length for *_, length in found) != self.window_shape[dim]:
-            return None
-        runs: list[tuple[int, int, int, tuple[int, ...]]] = []
-        for _, owner, start, length in sorted(found):
-            shape = (*self.block_shape[:dim], length, *self.block_shape[dim + 1 :])
-            count = length if owner == self.rank else math.prod(shape)
-            runs.append((owner, start, count, shape))
-        return dim, tuple(runs)
-
-    def without_margins(self) -> tuple[HaloPlan, tuple[int, ...]]:
-        """Return the plan of a window without its margins, and their width in each dim.
-
-        A margin is the constant on both sides of a dim that lies whole in the own block, as wide
-        on either. What goes to other ranks is taken from the block, and stays as it is.
-        """
-        widths = [0] * len(self.segments)
-        for dim, (span, segments) in enumerate(zip(self.owned, self.segments, strict=False)):
-            left, right = self.fills[dim]
-            inner = [(part.source, part.kind) for part in segments if part.kind != "fill"]
-            if left == right and inner == [(span, "copy")] and span[0] < span[1]:
-                widths[dim] = left
-        if not any(widths):
-            return self, tuple(widths)
-
-        def moved(piece: HaloPiece) -> HaloPiece:
-            pairs = zip(piece.dest, widths, strict=True)
-            return replace(piece, dest=tuple((a - width, b - width) for (a, b), width in pairs))
-
-        window = tuple(n - 2 * width for n, width in zip(self.window_shape, widths, strict=True))
-        segments = tuple(
-            (Segment((0, n), span, "copy"),) if width else parts
-            for parts, width, span, n in zip(self.segments, widths, self.owned, window, strict=True)
-        )
-        trimmed = replace(
-            self,
-            window_shape=window,
-            local=tuple(map(moved, self.local)),
-            recvs=tuple(replace(m, pieces=tuple(map(moved, m.pieces))) for m in self.recvs),
-            segments=segments,
-        )
-        return trimmed, tuple(widths)
 
     @cached_property
     def is_identity(self) -> bool:

@@ -192,13 +192,13 @@ class StoredParameters(nn.Module):
         with self._with_stand_ins():
             return cast("Any", super())._read(input)
 
-    def _used(self, names: Sequence[str], shapes: Sequence[tuple[int, ...]]) -> list[Tensor]:
+    def _used(self, *names: str) -> list[Tensor]:
         # Ranks without a parameter do not see that it is frozen, and send a gradient all the same.
         stored = {name: self._parameters.get(name) for name in names}
         frozen = {n: p.detach() for n, p in stored.items() if p is not None and not p.requires_grad}
         vars(self).update({name: p.requires_grad_() for name, p in frozen.items()})
         try:
-            return cast("Any", super())._used(names, shapes)
+            return cast("Any", super())._used(*names)
         finally:
             for name in frozen:
                 del vars(self)[name]
@@ -258,12 +258,6 @@ class DistributedLinear(StoredParameters, ours.DistributedLinear, Module):
     The local layer is `.sublinear`; the bias is in the first column of `P_w`.
     """
 
-    @property
-    def receives_bias(self) -> bool:
-        """Whether this rank computes with the bias."""
-        index = self.P_w.index
-        return self.use_bias and index is not None and index[-1] == 0
-
 
 @as_distdl(weights="root", without="bias")
 class DistributedBatchNorm(StoredParameters, ours.DistributedBatchNorm, Module):
@@ -312,8 +306,8 @@ class DistributedBatchNorm(StoredParameters, ours.DistributedBatchNorm, Module):
         with self._shaped_as_by_torch():
             super()._load_from_state_dict(*args, **kwargs)
 
-    def _used(self, names: Sequence[str], shapes: Sequence[tuple[int, ...]]) -> list[Tensor]:
-        return [x.flatten() for x in super()._used(names, shapes)]
+    def _used(self, *names: str) -> list[Tensor]:
+        return [x.flatten() for x in super()._used(*names)]
 
 
 class _Conv(StoredParameters):
@@ -324,18 +318,6 @@ class _Conv(StoredParameters):
     def conv_layer(self) -> SubLinear:
         """The parameters that this rank stores."""
         return SubLinear(self.weight, self.bias)
-
-
-class _FeatureConv(_Conv):
-    """Weight and bias are stored on the first rank of `P_x`."""
-
-    P_x: Partition
-    use_bias: bool
-
-    @property
-    def receives_bias(self) -> bool:
-        """Whether this rank computes with the bias."""
-        return self.use_bias and self.P_x.active
 
 
 class _AvgPool(nn.Module):
@@ -467,7 +449,7 @@ _BLANK = "\n\n"
 
 def _classes() -> Iterator[tuple[str, type[nn.Module]]]:
     """Yield the layers that differ from ours in arguments alone, or by what stands before ours."""
-    conv = as_distdl(weights="root", without="overlap", buffer_manager=None)
+    conv = as_distdl(weights="root", buffer_manager=None)
     # The stride of a pooling is 1 unless it is given, unlike torch's.
     pool = {
         "order": "P_x kernel_size stride padding dilation buffer_manager",
@@ -485,7 +467,7 @@ def _classes() -> Iterator[tuple[str, type[nn.Module]]]:
     loss = as_distdl("P_x reduction")
     table: tuple[tuple[str, tuple[type, ...], Callable[[Any], Any]], ...] = (
         ("AllGather AllSumReduce Broadcast ReduceScatter SumReduce", (), as_distdl()),
-        ("DistributedFeatureConv{}d DistributedFeatureConvTranspose{}d", (_FeatureConv,), conv),
+        ("DistributedFeatureConv{}d DistributedFeatureConvTranspose{}d", (_Conv,), conv),
         ("DistributedChannelConv{}d DistributedGeneralConv{}d", (_Conv,), conv),
         ("DistributedMaxPool{}d", (), as_distdl(**pool)),
         ("DistributedAvgPool{}d", (_AvgPool,), as_distdl(**pool)),

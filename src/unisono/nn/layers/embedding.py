@@ -17,7 +17,6 @@ from unisono.nn.agreement import Table
 from unisono.nn.parameters import (
     Weights,
     check_weights,
-    held_by,
     nothing,
     part,
     shared_generator,
@@ -99,14 +98,13 @@ class DistributedEmbedding(HoldingModule[None]):
             dim = 1 if split == "dim" else 0
             holding = part(shape, {dim: block(shape[dim], P_x.shape[-1], P_x.index[-1])})
         self._block = holding
-        holding = held_by(self._users("weight"), self.weights, holding)
+        holding = self._hold("weight", holding)
         with shared_generator(self._control()) as generator:
             table = torch.empty(shape, dtype=dtype).normal_(generator=generator)
         if self.padding_idx is not None:
             table[self.padding_idx] = 0
         rows = table[holding.slices].clone()
         self.weight = nn.Parameter(rows if device is None else rows.to(device))
-        self._hold("weight", holding, replicated=False)
 
     def _read(self, input: tuple[Any, ...]) -> Any:
         structures, gradients, problem = super()._read(input)
@@ -160,7 +158,7 @@ class DistributedEmbedding(HoldingModule[None]):
             return self._outside(self.weight.reshape(-1)[:0].reshape(shape))
         if self.max_norm is not None:
             self._renormalise(input, self.max_norm)
-        (weight,) = self._used(("weight",), (self._block.shape,))
+        (weight,) = self._used("weight")
         start = self._block.start[0]
         local = input - start
         here = (local >= 0) & (local < weight.shape[0])

@@ -86,11 +86,15 @@ class FunctionLayer(PlannedModule[FunctionPlan]):
             options: by name; plain tensors are equal on all ranks.
         """
         plan = self._plan
-        if not plan.cuts:
-            return function(*args, **options)
-        result = by_blocks(function, *map(self._shown, args), **options)
+        result = self._split_result(function, *args, **options)
         plan.run.copies.clear()  # the next call makes its own
-        return mapped(_block, result)
+        return mapped(_block, result) if plan.cuts else result
+
+    def _split_result(self, function: Callable[..., Any], *args: Any, **options: Any) -> Any:
+        """Call a function as `_called` does, and return what it returns: split tensors."""
+        if not self._plan.cuts:
+            return function(*args, **options)
+        return by_blocks(function, *map(self._shown, args), **options)
 
     def _shown(self, x: Any) -> Any:
         """Return an own block as a split tensor, if anything is cut; anything else as it is."""

@@ -6,39 +6,26 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from unisono.comm import Communicator
-from unisono.comm.perform import Pending
 from unisono.errors import PartitionError
 from unisono.expect import expect_int
 from unisono.nn.agreement import Cuts, Table
-from unisono.nn.parameters import (
-    Holding,
-    WeightGrid,
-    Weights,
-    check_weights,
-    held_by,
-    nothing,
-    part,
-)
-from unisono.nn.planned import balanced_in, check_sizes, collect_products, recut
-from unisono.nn.precision import is_plain
+from unisono.nn.layers.grid import GridLayer
+from unisono.nn.parameters import Holding, Weights, check_weights, nothing, part, whole
+from unisono.nn.planned import balanced_in, check_sizes, recut
 from unisono.nn.state import HoldingModule
 from unisono.operators import AllGatherMap, ReduceScatterMap
 from unisono.operators.gather import BlockPlan
-from unisono.operators.linear import slopes
-from unisono.operators.partitioned import FanPlan, spread
 from unisono.topology import Partition
-from unisono.topology.decompose import block, split_sizes
+from unisono.topology.decompose import Interval, block, split_sizes
 from unisono.topology.halo import HaloPlan
 
 
@@ -50,15 +37,7 @@ class SubLinear:
     bias: Tensor | None
 
 
-@dataclass(frozen=True)
-class _GridPlan:
-    halo: HaloPlan | None
-    """Moves features to balanced blocks, where the input's are not; on a rank of `P_x`."""
-    to_weights: FanPlan
-    to_outputs: FanPlan
-
-
-class DistributedLinear(HoldingModule[_GridPlan]):
+class DistributedLinear(GridLayer):
     """`torch.nn.Linear` with input, weight and output split over three partitions.
 
     Args:
@@ -86,79 +65,34 @@ class DistributedLinear(HoldingModule[_GridPlan]):
         weights: Weights = "replicated",
     ) -> None:
         super().__init__()
-        in_features, out_features = _check_features(in_features, out_features)
-        self.P_x, self.P_y, self.P_w = P_x, P_y, P_w
-        self.in_features, self.out_features = in_features, out_features
+        self.in_features, self.out_features = _check_features(in_features, out_features)
         self.weights: Weights = check_weights(weights)
-        self.use_bias = bias
-        self._grid = WeightGrid("DistributedLinear", P_x, P_y, P_w, P_x.dim - 1)
-        shape = (out_features, in_features)
-        stored, stored_bias = nothing(shape), nothing(shape[:1])
-        self._shape: tuple[int, ...] | None = None
-        """Of the weight block that this rank multiplies with; None outside of the grid."""
-        self._adds_bias = False
-        index = self._grid.index
-        if index is not None:
-            outs, ins = self._blocks(index)
-            used = part(shape, {0: outs, 1: ins})
-            self._shape = used.shape
-            self._adds_bias = index[2] == 0
-            if weights == "replicated" or index[0] == 0:
-                stored = used
-                if self._adds_bias:
-                    stored_bias = part(shape[:1], {0: outs})
-        self._draw(stored, stored_bias if bias else None, dtype=dtype, device=device)
+        self._lay_out(P_x, P_y, P_w, P_x.dim - 1)
+        self._make_parameters((self.out_features, self.in_features), bias, dtype, device)
 
     @property
     def sublinear(self) -> SubLinear:
         """The local weight block and bias."""
         return SubLinear(self.weight, self.bias)
 
-    def _blocks(self, index: Sequence[int]) -> tuple[tuple[int, int], tuple[int, int]]:
-        _, outs, ins = self._grid.ranks.shape
+    def _blocks(self, index: Sequence[int]) -> tuple[Interval, Interval]:
+        _, outs, ins = self._grid.shape
         return block(self.out_features, outs, index[1]), block(self.in_features, ins, index[2])
 
-    def _make_plan(self, tables: Sequence[Table]) -> _GridPlan:
-        (table,) = tables
-        dtype = table.dtype(self.P_x)
-        cuts = table.cuts(self.P_x)
-        check_sizes("DistributedLinear", [self.in_features], [-1], [cut[-1] for cut in cuts])
-        shapes = {
-            rank: _balanced_shape(cuts, self.P_x, place)
-            for place, rank in enumerate(self.P_x.ranks)
-        }
-        grid, partials = self._grid, dict[int, tuple[int, ...]]()
-        for place, rank in enumerate(grid.ranks.ranks):
-            at = grid.ranks.index_of(place)
-            (c0, c1), _ = self._blocks(at)
-            partials[rank] = (*shapes[grid.source(at)][:-1], c1 - c0)
-        index = self.P_x.index
-        return _GridPlan(
-            None if index is None else recut(cuts, balanced_in(cuts, -1), index),
-            grid.to_weights(shapes, dtype),
-            grid.to_outputs(partials, dtype, table.of(self.P_x.root.rank).shape),
-        )
+    def _check(self, shape: Sequence[int]) -> None:
+        check_sizes("DistributedLinear", [self.in_features], [-1], shape)
 
-    def _users(self, name: str) -> Partition | None:  # noqa: ARG002
-        return self._grid.users
+    def _window_at(self, cuts: Cuts, index: Sequence[int]) -> HaloPlan:
+        return recut(cuts, balanced_in(cuts, -1), index)
 
-    def forward(self, input: Tensor) -> Tensor:
-        """Return this rank's block of the output on `P_y`."""
-        if not self._takes_part:
-            return self._outside(input)
-        window = spread(self._window(input), self._plan.to_weights)
-        if self._shape is not None:
-            names = ("weight", "bias") if self._adds_bias else ("weight",)
-            window = F.linear(window, *self._used(names, (self._shape, self._shape[:1])))
-        return collect_products(window, self._plan.to_outputs)
-
-
-def _balanced_shape(cuts: Cuts, P_x: Partition, place: int) -> tuple[int, ...]:
-    """Return the shape of a block of `P_x` whose features are balanced."""
-    index = P_x.index_of(place)
-    lead = [bounds[i + 1] - bounds[i] for bounds, i in zip(cuts[:-1], index[:-1], strict=True)]
-    start, stop = block(cuts[-1][-1], P_x.shape[-1], index[-1])
-    return (*lead, stop - start)
+    def _product(
+        self,
+        window: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        shape: tuple[int, ...],  # noqa: ARG002
+    ) -> Tensor:
+        return F.linear(window, weight, bias)
 
 
 @dataclass(frozen=True)
@@ -172,51 +106,40 @@ class _OneAxisLinear(HoldingModule[_AxisPlan]):
 
     def __init__(
         self, P_x: Partition, P_y: Partition, split: Partition, in_features: int, out_features: int,
-        weights: Weights,
+        bias: bool, weights: Weights,
     ) -> None:  # fmt: skip
         super().__init__()
-        in_features, out_features = _check_features(in_features, out_features)
         self.P_x, self.P_y = P_x, P_y
         self._P = split
         """The one whose last axis splits the features."""
         other = P_x if split is P_y else P_y
         self._dim = _moved_dim(type(self).__name__, split, other)
-        self.in_features, self.out_features = in_features, out_features
+        self.in_features, self.out_features = _check_features(in_features, out_features)
+        self.use_bias = bias
         self.weights: Weights = check_weights(weights)
 
-    def _take_blocks(
-        self,
-        holding: Holding,
-        own_bias: Holding | None,
-        device: torch.device | str | None,
-        dtype: torch.dtype | None,
-    ) -> None:
-        """Draw the blocks of weight and bias that this rank uses, and keep those it holds."""
-        self.use_bias = own_bias is not None
-        self._blocks = {"weight": holding.shape}
-        holding = held_by(self._users("weight"), self.weights, holding)
-        if own_bias is not None:
-            self._blocks["bias"] = own_bias.shape
-            own_bias = held_by(self._users("bias"), self.weights, own_bias)
-        self._draw(holding, own_bias, dtype=dtype, device=device)
-
-    def _own_share(self, count: int) -> tuple[int, int] | None:
-        """Return the own range of `count` features; None on a rank outside."""
+    def _share(self, shape: tuple[int, ...], dim: int) -> Holding:
+        """Return the own block of a parameter, of which the features in one dim are cut."""
         if self._P.index is None:
-            return None
-        return block(count, self._P.shape[-1], self._P.index[-1])
+            return nothing(shape)
+        return part(shape, {dim: block(shape[dim], self._P.shape[-1], self._P.index[-1])})
 
     def _users(self, name: str) -> Partition | None:  # noqa: ARG002
         """Return the ranks that use this rank's block of a parameter: same place on the axis."""
         return self._P.sub(tuple(range(self._P.dim - 1))) if self._P.active else None
 
-    def _axis(self) -> Communicator:
-        """Return the ranks along the feature axis."""
-        return self._P.sub(self._P.dim - 1).comm
+    def _cuts_of(self, table: Table) -> Cuts:
+        """Return the cuts of the input; raise unless it has as many features as the layer."""
+        table.dtype(self.P_x)
+        cuts = table.cuts(self.P_x)
+        sizes = [cut[-1] for cut in cuts]
+        check_sizes(type(self).__name__, [self.in_features], [-1], sizes)
+        return cuts
 
-    def _blocks_of(self, *names: str) -> list[Tensor]:
-        """Return the blocks of parameters that the same ranks use, in one message."""
-        return self._used(names, [self._blocks[name] for name in names])
+    @property
+    def _axis(self) -> Communicator:
+        """The ranks along the feature axis."""
+        return self._P.sub(self._P.dim - 1).comm
 
 
 class DistributedLinearAllGather(_OneAxisLinear):
@@ -243,36 +166,24 @@ class DistributedLinearAllGather(_OneAxisLinear):
         weights: Weights = "replicated",
     ) -> None:
         outer = P_y if P_x is None else P_x
-        super().__init__(outer, P_y, P_y, in_features, out_features, weights)
-        shape = (out_features, in_features)
-        stored, stored_bias = nothing(shape), nothing(shape[:1])
-        share = self._own_share(out_features)
-        if share is not None:
-            stored, stored_bias = part(shape, {0: share}), part(shape[:1], {0: share})
-        self._take_blocks(stored, stored_bias if bias else None, device, dtype)
+        super().__init__(outer, P_y, P_y, in_features, out_features, bias, weights)
+        shape = (self.out_features, self.in_features)
+        biases = self._share(shape[:1], 0) if bias else None
+        self._draw(self._share(shape, 0), biases, dtype=dtype, device=device)
 
     def _make_plan(self, tables: Sequence[Table]) -> _AxisPlan:
-        (table,) = tables
-        table.dtype(self.P_x)
-        cuts = table.cuts(self.P_x)
-        check_sizes(
-            "DistributedLinearAllGather", [self.in_features], [-1], [cut[-1] for cut in cuts]
-        )
+        cuts = self._cuts_of(tables[0])
         sizes = tuple(b - a for a, b in pairwise(cuts[self._dim]))
-        return _AxisPlan(self._axis(), self._dim, sizes)
+        return _AxisPlan(self._axis, self._dim, sizes)
 
     def forward(self, input: Tensor) -> Tensor:
         """Return `[*, out_features / ranks]`."""
         if not self._takes_part:
             return self._outside(input)
-        plan = self._plan
-        tied = self._tied(input)
-        weight, *bias = self._blocks_of(*self._blocks)
-        if plan.comm.size == 1:
-            return F.linear(tied, weight, *bias)
-        if is_plain(input):
-            return _Columns.apply(tied, weight, bias[0] if bias else None, plan)
-        return F.linear(AllGatherMap.apply(tied, plan), weight, *bias)
+        x = self._tied(input)
+        if self._plan.comm.size > 1:
+            x = AllGatherMap.apply(x, self._plan)
+        return F.linear(x, *self._used("weight", "bias"))
 
 
 class DistributedLinearReduceScatter(_OneAxisLinear):
@@ -299,33 +210,23 @@ class DistributedLinearReduceScatter(_OneAxisLinear):
         weights: Weights = "replicated",
     ) -> None:
         outer = P_x if P_y is None else P_y
-        super().__init__(P_x, outer, P_x, in_features, out_features, weights)
-        shape = (out_features, in_features)
-        stored, stored_bias = nothing(shape), nothing(shape[:1])
-        share, outs = self._own_share(in_features), self._own_share(out_features)
-        if share is not None and outs is not None:
-            stored = part(shape, {1: share})
-            stored_bias = part(shape[:1], {0: outs} if self._splits_output else {})
-        self._take_blocks(stored, stored_bias if bias else None, device, dtype)
+        super().__init__(P_x, outer, P_x, in_features, out_features, bias, weights)
+        shape = (self.out_features, self.in_features)
+        biases = None
+        if bias:
+            whole_or_none = whole if P_x.active else nothing
+            biases = self._share(shape[:1], 0) if self._splits_output else whole_or_none(shape[:1])
+        self._draw(self._share(shape, 1), biases, dtype=dtype, device=device)
 
     @property
     def _splits_output(self) -> bool:
         return self._dim == self.P_x.dim - 1
 
     def _make_plan(self, tables: Sequence[Table]) -> _AxisPlan:
-        (table,) = tables
-        table.dtype(self.P_x)
-        cuts = table.cuts(self.P_x)
-        check_sizes(
-            "DistributedLinearReduceScatter", [self.in_features], [-1], [cut[-1] for cut in cuts]
-        )
-        balanced, index = balanced_in(cuts, -1), self.P_x.index
-        comm = self._axis()
+        cuts, index, comm = self._cuts_of(tables[0]), self.P_x.index, self._axis
         length = self.out_features if self._splits_output else cuts[self._dim][-1]
-        sizes = split_sizes(length, comm.size)
-        is_balanced = balanced == tuple(map(tuple, cuts))
-        balance = None if is_balanced or index is None else recut(cuts, balanced, index)
-        return _AxisPlan(comm, self._dim, sizes, halo=balance)
+        move = None if index is None else recut(cuts, balanced_in(cuts, -1), index)
+        return _AxisPlan(comm, self._dim, split_sizes(length, comm.size), halo=move)
 
     def _users(self, name: str) -> Partition | None:
         if name == "bias" and not self._splits_output:  # each rank adds the whole of it
@@ -337,10 +238,9 @@ class DistributedLinearReduceScatter(_OneAxisLinear):
         if not self._takes_part:
             return self._outside(input)
         if self._splits_output:
-            weight, *bias = self._blocks_of(*self._blocks)
-        else:
-            (weight,) = self._blocks_of("weight")
-            bias = self._blocks_of("bias") if self.use_bias else []
+            weight, *bias = self._used("weight", "bias")
+        else:  # other ranks use the bias
+            (weight,), bias = self._used("weight"), self._used("bias")
         window = self._window(input)
         y = F.linear(window, weight)
         if self._plan.comm.size > 1:
@@ -369,41 +269,3 @@ def _check_features(in_features: int, out_features: int) -> tuple[int, int]:
         expect_int("in_features", in_features, 1, error=PartitionError),
         expect_int("out_features", out_features, 1, error=PartitionError),
     )
-
-
-class _Columns(torch.autograd.Function):
-    """Own block of the input, weight, bias -> own output features.
-
-    In the backward the gradient of the input travels while that of the weight is computed. In
-    shared memory, where the copying is ours, one follows the other.
-    """
-
-    @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, plan: BlockPlan
-    ) -> Tensor:
-        joined = AllGatherMap.kernel(x, plan)
-        ctx.plan = plan
-        ctx.save_for_backward(x, weight, bias, joined)
-        return F.linear(joined, weight, bias)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight, bias, joined = ctx.saved_tensors
-        plan, (dy,), needs = ctx.plan, grads, ctx.needs_input_grad
-        if torch.is_grad_enabled():  # a derivative of this is wanted: let autograd write it
-
-            def forward(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-                return F.linear(AllGatherMap.apply(x, plan), weight, bias)
-
-            return *slopes(forward, (x, weight, bias), needs[:3], dy), None
-        comm, pending = plan.comm, None
-        if needs[0]:
-            start = comm if comm.backend == "shm" else comm.start
-            pending = start.reduce_scatter(dy @ weight, plan.dim, plan.sizes)
-        count = math.prod(dy.shape[:-1])
-        rows = dy.reshape(count, dy.shape[-1])
-        dw = rows.T @ joined.reshape(count, joined.shape[-1]) if needs[1] else None
-        db = rows.sum(0) if needs[2] else None
-        dx = pending.wait() if isinstance(pending, Pending) else pending
-        return dx, dw, db, None

@@ -19,7 +19,7 @@ from unisono.comm import Communicator
 from unisono.errors import PartitionError
 from unisono.nn.agreement import Table
 from unisono.nn.layers.function_layer import FunctionLayer, FunctionPlan
-from unisono.nn.parameters import Weights, check_weights, held_by, nothing, part
+from unisono.nn.parameters import Weights, check_weights, nothing, part
 from unisono.nn.planned import check_dims, check_sizes
 from unisono.nn.precision import wide, wide_dtype
 from unisono.nn.split_tensors.tensor import Cut, made
@@ -60,13 +60,12 @@ class _Norm(FunctionLayer, HoldingModule[Any]):
         uncut = all(P_x.shape[d] == 1 for d in dims)
         self._is_everywhere = uncut and P_x.size == P_x.root.size
         """Whether every rank uses all of them."""
-        stored = held_by(self._users("weight"), self.weights, self._block)
-        ones = torch.ones(stored.shape, dtype=dtype, device=device)
+        for name in ("weight", "bias"):
+            self._hold(name, self._block, everywhere=self._is_everywhere)
+        ones = torch.ones(self._holdings["weight"].shape, dtype=dtype, device=device)
         self.register_parameter("weight", nn.Parameter(ones) if affine else None)
         shift = nn.Parameter(torch.zeros_like(ones)) if affine and bias else None
         self.register_parameter("bias", shift)
-        for name in ("weight", "bias"):
-            self._hold(name, stored, replicated=self._is_everywhere and weights == "replicated")
 
     def _users(self, name: str) -> Partition | None:  # noqa: ARG002
         axes = tuple(d for d in range(self.P_x.dim) if d not in self._dims)
@@ -96,7 +95,7 @@ class _Norm(FunctionLayer, HoldingModule[Any]):
 
     def _affine(self, x: Tensor) -> dict[str, Tensor | None]:
         """Return scale and shift for work on a block; their gradients are summed."""
-        values = [*self._used(("weight", "bias"), [self._block.shape] * 2), None, None]
+        values = [*self._used("weight", "bias"), None, None]
         dtype = wide_dtype(x.dtype)
         return {
             name: None if t is None else self._cut(t.to(dtype))
@@ -142,7 +141,7 @@ class _Tracking(_Norm):
         self.register_buffer("running_var", var)
         self.register_buffer("num_batches_tracked", number)
         for name in ("running_mean", "running_var"):
-            self._hold(name, self._block, replicated=self._is_everywhere)
+            self._hold(name, self._block, everywhere=self._is_everywhere, is_buffer=True)
 
     def _with_running(
         self, function: Any, x: Tensor, uses_input: bool, factor: float, updates: bool

@@ -17,9 +17,9 @@ from unisono.accelerator import copied_once
 from unisono.comm.groups import when_forgotten
 from unisono.nn.split_tensors.blocks import balanced, own_copy, span, whole_smaller, window
 from unisono.nn.split_tensors.convolution import (
-    ConvSettings,
     SpacePlan,
     convolved_in_space,
+    empty_output,
     space_plan,
     transposed_plan,
 )
@@ -35,8 +35,6 @@ from unisono.nn.split_tensors.tensor import (
     resized,
     without_runs,
 )
-from unisono.operators.halo import HaloOnGroup
-from unisono.topology import halo
 from unisono.topology.decompose import split_sizes
 from unisono.topology.resample import Resampling
 from unisono.topology.window import (
@@ -112,7 +110,10 @@ def _in_space(
     b = None if bias is None else own_copy(bias, cuts.values(), run)
     plan = plan_of(local.shape, *where(x, count), weight.shape, numbers)
     if plan is None:
-        return like(x, func(local, w, b, *numbers))
+        y = func(local, w, b, *numbers)
+        if not y.numel():  # second derivatives send what they send elsewhere
+            y = y + empty_output(local, w, tuple(y.shape))
+        return like(x, y)
     y = convolved_in_space(local[None] if at == 0 else local, w, b, plan[1])
     return like(x, y[0] if at == 0 else y, plan[0])
 
@@ -161,12 +162,8 @@ def _conv_plan(
     bounds, index, later = cut_space(shape, cuts, places, keeps_empty, count, length)
     if all(len(bounds_of_dim) == 2 for bounds_of_dim in bounds[2:]):
         return None
-    settings = ConvSettings(
-        weight[1] * groups, weight[0], kernel, steps, pads, spread, groups, "zeros"
-    )
     comm, ranks = grid or (cuts[0][1].comm, None)
-    plan = halo.plan(bounds, index, kernel, steps, pads, spread)
-    return later, space_plan(settings, HaloOnGroup(comm, plan, ranks, 0.0), "auto")
+    return later, space_plan(bounds, index, comm, ranks, weight, steps, pads, spread, groups)
 
 
 @lru_cache(4096)
@@ -195,13 +192,13 @@ def _transposed_plan(
         if (i := dim - len(shape) + count) < 0:
             continue
         for a, b in pairwise(later[dim].bounds):
+            if keeps_empty:
+                break
             if not transposed_window(a, b, cut.length, kernel[i], steps[i], pads[i], spread[i]):
                 raise NeedsWhole(dim, "outputs that no input reaches")
-    settings = ConvSettings(
-        weight[0], weight[1] * groups, kernel, steps, tuple((n, n) for n in pads), spread, groups,
-        "zeros", more,
-    )  # fmt: skip
-    return later, transposed_plan(settings, bounds, index, *(grid or (cuts[0][1].comm, None)))
+    comm, ranks = grid or (cuts[0][1].comm, None)
+    numbers_of_dims = steps, pads, spread, groups, more
+    return later, transposed_plan(bounds, index, comm, ranks, weight, *numbers_of_dims)
 
 
 def cut_space(
@@ -276,8 +273,8 @@ def _pad(
     if isinstance(value, complex):
         raise NoRule("filled with a complex number")
     local = window(x, windows, float(value or 0))
-    if any(widths):
-        local = F.pad(local, widths, mode, value)
+    if any(widths):  # torch reflects and repeats no blocks without points
+        local = F.pad(local, widths, mode if local.numel() else "constant", value)
     return like(x, local, cuts)
 
 
