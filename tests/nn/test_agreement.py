@@ -30,7 +30,7 @@ def kinds(P):
     """Return layers by name, each with what it is for a whole tensor `(2, 3, n)`."""
     torch.manual_seed(0)
     conv = torch.nn.Conv1d(3, 3, 3, padding=1)
-    split = unn.DistributedFeatureConv1d(P, 3, 3, 3, padding=1, overlap=True)
+    split = unn.DistributedFeatureConv1d(P, 3, 3, 3, padding=1)
     split.load_state_dict(conv.state_dict())
     general = unn.DistributedGeneralConv1d(P, P, P, 3, 3, 3, padding=1)
     general.load_state_dict(conv.state_dict())
@@ -46,9 +46,7 @@ def kinds(P):
 
 
 @pytest.mark.ranks([2, 3], backend=["gloo", "shm"])
-@pytest.mark.parametrize("mode", ["always", "on_change"])
-def test_a_change_that_some_ranks_see_is_planned_anew_on_all(mode, monkeypatch):
-    monkeypatch.setenv("UNISONO_STRUCTURE_CHECK", mode)
+def test_a_change_that_some_ranks_see_is_planned_anew_on_all():
     size = unisono.world().size
     P = Partition([1, 1, size])
     for name, (layer, plain) in kinds(P).items():
@@ -109,7 +107,7 @@ def test_a_layer_meets_once_in_each_call_and_never_with_the_check_off(monkeypatc
     for name, layer in layers.items():
         given = (x, x) if name == "loss" else (x,)
         layer(*given)
-        for mode, meetings in (("always", 1), ("on_change", 1), ("off", 0)):
+        for mode, meetings in (("always", 1), ("off", 0)):
             met.clear()
             with unn.structure_check(mode), torch.no_grad(), trace() as seen:
                 layer(*given)

@@ -1,8 +1,9 @@
-"""How the ranks of a layer agree on a call: one record from each, gathered before anything else.
+"""How the ranks of a layer agree on a call, before anything else.
 
-A rank sees only its own block. So each call begins with one small all-gather of what every rank
-holds: shapes, dtypes and devices of its inputs, whose gradients it needs, whether its input is bad.
-All ranks then know the same and decide alike: go on with the current plan, make another, or raise.
+A rank sees only its own block. So each call begins with an all-gather of one number: a digest of
+what this rank holds and needs. If any of them is new, all ranks exchange what is behind it: shapes,
+dtypes and devices of inputs, whose gradients are needed, whether an input is bad. All then know the
+same and decide alike: go on with the current plan, make another, or raise.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import hashlib
 import os
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from types import TracebackType
 from typing import Literal, cast, get_args
@@ -21,7 +22,6 @@ from torch import Tensor
 
 from unisono import errors
 from unisono.comm import Communicator
-from unisono.comm.arguments import pack_shape, unpack_shape
 from unisono.comm.digest import digest_of
 from unisono.comm.health.check import report
 from unisono.errors import (
@@ -33,7 +33,7 @@ from unisono.errors import (
 from unisono.expect import expect_choice
 from unisono.topology import Partition
 
-Mode = Literal["always", "on_change", "off"]
+Mode = Literal["always", "off"]
 _MODES: tuple[str, ...] = get_args(Mode)
 NO_GRAD, PARAMETERS, INPUTS = 0, 1, 2
 """Which gradients are needed: none, only of parameters, of inputs too."""
@@ -45,8 +45,7 @@ class structure_check:
     """Say how layers notice that a shape has changed: at once, or for a `with` block.
 
     `"always"` (default): ranks agree in every forward, so a change that only some ranks see is
-    planned again on all. `"off"`: nothing is compared, and the first plan is final. `"on_change"`
-    is another word for "always": agreeing has become too cheap to have a mode between the two.
+    planned again on all. `"off"`: nothing is compared, and the first plan is final.
 
     >>> with structure_check("off"):
     ...     current_mode()
@@ -94,24 +93,8 @@ class BlockStructure:
     dtype: torch.dtype
     device: str
 
-    @classmethod
-    def of(cls, x: Tensor) -> BlockStructure:
-        """Return the structure of a tensor."""
-        return cls(tuple(x.shape), x.dtype, x.device.type)
-
     def __str__(self) -> str:
         return f"{list(self.shape)} {str(self.dtype).removeprefix('torch.')}"
-
-    def packed(self) -> tuple[int, ...]:
-        """Return it as a fixed number of ints."""
-        kind = int.from_bytes(self.device.encode()[:7])  # seven letters fit into 64 bits
-        return (*pack_shape(self.shape, self.dtype), kind)
-
-    @classmethod
-    def unpacked(cls, record: Sequence[int]) -> BlockStructure:
-        """Undo `packed`."""
-        kind = record[-1].to_bytes(7).lstrip(b"\0").decode()
-        return cls(*unpack_shape(record[:-1]), kind)
 
 
 @dataclass(frozen=True)
@@ -229,16 +212,39 @@ def report_equal_blocks(digests: Sequence[int], shape: Sequence[int], partition:
     )
 
 
-# A record: _HEAD numbers, then the structures of up to _MOST_INPUTS tensors.
-_BAD, _MODE, _ARGUMENTS, _COUNT, _GRAD_ON, _GRADIENTS, _HEAD = range(7)
-_FIELDS = len(BlockStructure((), torch.float32, "cpu").packed())
-_MOST_INPUTS = 2
-_ALIKE = {
-    _MODE: ("structure_check mode", "structure_check(...) alike on every rank"),
-    _ARGUMENTS: ("arguments of the layer", "build the layer alike on every rank"),
-    _COUNT: ("number of inputs", "call it with as many tensors on every rank"),
+@dataclass(frozen=True)
+class CallReport:
+    """What one rank says of a call."""
+
+    structures: tuple[BlockStructure, ...]
+    """Of its inputs."""
+    gradients: int
+    """Whose gradients it needs."""
+    is_grad_on: bool
+    mode: Mode
+    arguments: str
+    """Name and description of the layer."""
+    problem: tuple[str, str] | None
+    """Class and text of an error in its inputs."""
+    block: int = 0
+    """Digest of its block in the first call."""
+
+    @property
+    def number(self) -> int:
+        """A digest of all but the block."""
+        words = repr(replace(self, block=0)).encode()
+        return int.from_bytes(hashlib.blake2b(words, digest_size=7).digest())
+
+
+_ALIKE: dict[str, tuple[Callable[[CallReport], object], str]] = {
+    "structure_check mode": (lambda r: r.mode, "structure_check(...) alike on every rank"),
+    "arguments of the layer": (lambda r: r.arguments, "build the layer alike on every rank"),
+    "number of inputs": (
+        lambda r: f"{len(r.structures)} tensor{'s' * (len(r.structures) != 1)}",
+        "call it with as many tensors on every rank",
+    ),
 }
-"""Fields that must be equal on all ranks: what they are, and what to do."""
+"""What must be equal on all ranks, and what to do."""
 
 
 class Agreements:
@@ -249,9 +255,11 @@ class Agreements:
         """What all ranks hold, for each input; the same object while nothing changes."""
         self.gradients = NO_GRAD
         """`NO_GRAD`, `PARAMETERS` or `INPUTS`, the most that some rank needs."""
+        self.blocks: list[int] = []
+        """Digests of all blocks in the first call."""
         self._key: tuple[object, ...] = ()
-        self._record: list[int] = []
-        self._records: list[tuple[int, ...]] = []
+        self._number = 0
+        self._numbers: list[tuple[int, ...]] = []
         self._structures: tuple[BlockStructure, ...] = ()
         self._needed = NO_GRAD
 
@@ -263,6 +271,7 @@ class Agreements:
         gradients: int,
         problem: UnisonoError | None,
         arguments: Callable[[], tuple[object, ...]],
+        block: Tensor | None = None,
     ) -> None:
         """Learn what all ranks hold and need. Collective over `comm` unless the check is off.
 
@@ -273,60 +282,48 @@ class Agreements:
             gradients: whose gradients this rank needs.
             problem: an error that this rank has found in its input.
             arguments: gives name and description of the layer, equal on all ranks.
+            block: own block, if the blocks of all ranks must not be equal.
 
         Raises:
             UnisonoError: the problem of some rank, on all ranks.
             CollectiveMismatch: ranks differ in arguments, check mode, grad mode, or number of
                 inputs.
         """
-        mode = current_mode()
-        if self._records and mode == "off":
+        mode, is_grad_on = current_mode(), torch.is_grad_enabled()
+        if self._numbers and mode == "off":
             if problem is not None:
                 raise problem
             if structures != self._structures:
-                raise final_plan(arguments()[0], listed(self._structures), listed(structures))
-            needed = INPUTS if torch.is_grad_enabled() else NO_GRAD  # other ranks are not asked
+                before, after = (
+                    ", ".join(map(str, each)) for each in (self._structures, structures)
+                )
+                raise final_plan(arguments()[0], before, after)
+            needed = INPUTS if is_grad_on else NO_GRAD  # other ranks are not asked
             self.gradients = gradients if comm is None else needed
             return
-        key = (structures, gradients, torch.is_grad_enabled(), mode)
+        key = (structures, gradients, is_grad_on, mode)
+        said = None if problem is None else (type(problem).__name__, str(problem))
         if problem is not None or key != self._key:
-            problem = problem or _too_many(structures, arguments)
-            self._record = _record(structures, gradients, problem, arguments)
-            self._key = key if problem is None else ()
-        records = [tuple(self._record)] if comm is None else comm.all_gather_ints(self._record)
-        if records != self._records:
-            if any(record[_BAD] for record in records):
-                raise_together(comm, problem)
+            report = CallReport(*key, repr(arguments()), said)
+            self._number, self._key = report.number, key if problem is None else ()
+        numbers = [(self._number,)] if comm is None else comm.all_gather_ints([self._number])
+        if numbers != self._numbers:
+            digest = 0 if block is None or comm is None else block_digest(block, comm)
+            report = CallReport(*key, repr(arguments()), said, digest)
+            reports = [report] if comm is None else comm.all_gather_object(report)
+            raise_first(comm, [each.problem for each in reports], problem)
             if comm is not None:
-                _check_alike(comm, records, arguments)
-                refuse_mixed_grad_mode(comm, [record[_GRAD_ON] for record in records])
-            tables = _tables(ranks, records)
+                _check_alike(comm, reports, arguments()[0])
+                refuse_mixed_grad_mode(comm, [each.is_grad_on for each in reports])
+            tables = tuple(
+                Table(ranks, each) for each in zip(*[r.structures for r in reports], strict=True)
+            )
             if tables != self.tables:
                 self.tables = tables
-            self._records, self._structures = records, structures
-            self._needed = max(record[_GRADIENTS] for record in records)
+            self._numbers, self._structures = numbers, structures
+            self.blocks = [each.block for each in reports]
+            self._needed = max(each.gradients for each in reports)
         self.gradients = self._needed
-
-
-def _record(
-    structures: tuple[BlockStructure, ...],
-    gradients: int,
-    problem: UnisonoError | None,
-    arguments: Callable[[], tuple[object, ...]],
-) -> list[int]:
-    digest = hashlib.blake2b(repr(arguments()).encode(), digest_size=7).digest()
-    record = [0] * (_HEAD + _MOST_INPUTS * _FIELDS)
-    record[:_HEAD] = (
-        int(problem is not None),
-        _MODES.index(current_mode()),
-        int.from_bytes(digest),
-        len(structures),
-        int(torch.is_grad_enabled()),
-        gradients,
-    )
-    for i, structure in enumerate(structures[:_MOST_INPUTS]):
-        record[_HEAD + i * _FIELDS : _HEAD + (i + 1) * _FIELDS] = structure.packed()
-    return record
 
 
 def final_plan(layer: object, before: str, after: str) -> UnisonoError:
@@ -339,56 +336,20 @@ def final_plan(layer: object, before: str, after: str) -> UnisonoError:
     )
 
 
-def listed(structures: Sequence[BlockStructure]) -> str:
-    """Return structures as a message shows them."""
-    return ", ".join(map(str, structures))
-
-
-def _too_many(
-    structures: tuple[BlockStructure, ...], arguments: Callable[[], tuple[object, ...]]
-) -> UnisonoError | None:
-    if len(structures) <= _MOST_INPUTS:
-        return None
-    return PartitionError.because(
-        f"forward of {arguments()[0]}",
-        f"{len(structures)} tensors",
-        f"{len(structures)} > {_MOST_INPUTS}",
-    )
-
-
-def _tables(ranks: tuple[int, ...], records: Sequence[tuple[int, ...]]) -> tuple[Table, ...]:
-    tables: list[Table] = []
-    for i in range(records[0][_COUNT]):
-        start = _HEAD + i * _FIELDS
-        entries = (BlockStructure.unpacked(record[start : start + _FIELDS]) for record in records)
-        tables.append(Table(ranks, tuple(entries)))
-    return tuple(tables)
-
-
-def _check_alike(
-    comm: Communicator,
-    records: Sequence[tuple[int, ...]],
-    arguments: Callable[[], tuple[object, ...]],
-) -> None:
-    for number, (name, hint) in _ALIKE.items():
-        values = [record[number] for record in records]
+def _check_alike(comm: Communicator, reports: Sequence[CallReport], layer: object) -> None:
+    for what, (value_of, hint) in _ALIKE.items():
+        values = [value_of(report) for report in reports]
         odd = [rank for rank, value in enumerate(values) if value != values[0]]
-        if not odd:
-            continue
-        said = [f"{value} tensor{'s' * (value != 1)}" for value in values]
-        if number == _MODE:
-            said = [_MODES[value] for value in values]
-        elif number == _ARGUMENTS:
-            said = comm.all_gather_object(repr(arguments()))
-        raise CollectiveMismatch.because(
-            f"set-up of {arguments()[0]}",
-            "\n".join(f"rank {comm.ranks[rank]}: {said[rank]}" for rank in (0, odd[0])),
-            f"{name}: not equal on {name_ranks([comm.ranks[rank] for rank in odd])}",
-            hint,
-        )
+        if odd:
+            raise CollectiveMismatch.because(
+                f"set-up of {layer}",
+                "\n".join(f"rank {comm.ranks[rank]}: {values[rank]}" for rank in (0, odd[0])),
+                f"{what}: not equal on {name_ranks([comm.ranks[rank] for rank in odd])}",
+                hint,
+            )
 
 
-def refuse_mixed_grad_mode(comm: Communicator, grad_on: Sequence[int]) -> None:
+def refuse_mixed_grad_mode(comm: Communicator, grad_on: Sequence[object]) -> None:
     """Raise if some ranks are in grad mode and others are not, naming them."""
     if len(set(grad_on)) == 1:
         return
@@ -402,20 +363,25 @@ def refuse_mixed_grad_mode(comm: Communicator, grad_on: Sequence[int]) -> None:
     )
 
 
-def raise_together(comm: Communicator | None, problem: UnisonoError | None) -> None:
+def raise_together(comm: Communicator, problem: UnisonoError | None) -> None:
     """Raise the first problem of any rank on all ranks, if there is one. Collective."""
-    if comm is None:
-        if problem is not None:
-            raise problem
-        return
-    said = comm.all_gather_object(
-        None if problem is None else (type(problem).__name__, str(problem))
-    )
-    at = next((rank for rank, report_of in enumerate(said) if report_of is not None), None)
+    said = None if problem is None else (type(problem).__name__, str(problem))
+    raise_first(comm, comm.all_gather_object(said), problem)
+
+
+def raise_first(
+    comm: Communicator | None,
+    said: Sequence[tuple[str, str] | None],
+    problem: UnisonoError | None,
+) -> None:
+    """Raise the first of the problems that ranks have said, and the own one as it is."""
+    at = next((rank for rank, each in enumerate(said) if each is not None), None)
     if at is None:
         return
-    if problem is not None and at == comm.rank:
+    name, text = said[at] or ("", "")
+    if problem is not None and (comm is None or at == comm.rank):
         raise problem
-    name, text = said[at]
-    kind = getattr(errors, name, PartitionError)
-    raise kind(f"{text}\n  on rank {comm.ranks[at]}, so the call is refused on all ranks")
+    where = (
+        "" if comm is None else f"\n  on rank {comm.ranks[at]}, so the call is refused on all ranks"
+    )
+    raise getattr(errors, name, PartitionError)(text + where)

@@ -17,7 +17,6 @@ from typing import Any, ClassVar, Generic, TypeVar
 import torch
 from torch import Tensor
 
-from unisono.comm import Communicator
 from unisono.errors import PartitionError, UnisonoError, an
 from unisono.nn.agreement import (
     INPUTS,
@@ -27,7 +26,6 @@ from unisono.nn.agreement import (
     BlockStructure,
     Cuts,
     Table,
-    block_digest,
     report_equal_blocks,
 )
 from unisono.nn.module import Module
@@ -129,27 +127,26 @@ class PlannedModule(Module, Generic[P]):
             self._agreeing = self._control()
         structures, gradients, problem = self._read(input)
         if self._takes_part:
+            block = None if self._distdl_is_setup else self._block_to_compare(input)
             self._agreements.agree(
-                self._agreeing, self._ranks, structures, gradients, problem, self._named_arguments
-            )
+                self._agreeing, self._ranks, structures, gradients, problem, self._named_arguments,
+                block,
+            )  # fmt: skip
             if self._gradients != self._agreements.gradients:  # setting costs a module's checks
                 self._gradients = self._agreements.gradients
-            if not self._distdl_is_setup and self._agreeing is not None:
-                self._compare_blocks(self._agreeing, input[0])
+            if block is not None:
+                report_equal_blocks(self._agreements.blocks, block.shape, self.P_x)
         elif problem is not None:
             raise problem
         return not self._distdl_is_setup or self._agreements.tables != self._tables
 
-    def _compare_blocks(self, comm: Communicator, x: Tensor) -> None:
-        """Warn if all ranks hold the same block when the layer is called first. Collective."""
-        partition = getattr(self, "P_x", None)
+    def _block_to_compare(self, input: tuple[Any, ...]) -> Tensor | None:
+        """Return the own block, if ranks that all hold the same one are mistaken."""
+        x, partition = next(iter(input), None), getattr(self, "P_x", None)
         if not self._takes_blocks or not isinstance(partition, Partition):
-            return
-        if partition.size != comm.size:
-            return
-        block = block_digest(x, comm) if partition.dim == x.dim() else 0
-        digests = [row[0] for row in comm.all_gather_ints([block])]
-        report_equal_blocks(digests, x.shape, partition)
+            return None
+        fits = partition.size == len(self._ranks) and isinstance(x, Tensor)
+        return x if fits and x.dim() == partition.dim else None
 
     def _named_arguments(self) -> tuple[object, ...]:
         return (type(self).__name__, *self._describe())

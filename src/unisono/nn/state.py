@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import Any, Literal, TypeVar, cast, get_args
+from typing import Any, Literal, TypeVar, get_args
 from weakref import WeakSet
 
 import torch
@@ -42,7 +42,7 @@ from unisono.operators.gradients import (
 from unisono.topology import Partition
 
 P = TypeVar("P")
-StateMode = Literal["full", "sharded", "local"]
+StateMode = Literal["full", "sharded"]
 
 
 @dataclass(frozen=True)
@@ -175,7 +175,7 @@ class HoldingModule(PlannedModule[P]):
         super()._save_to_state_dict(destination, prefix, keep_vars)
         for name, holding in self._holdings.items():
             key = prefix + name
-            if key not in destination or _mode == "local":
+            if key not in destination:
                 continue
             block = destination[key]
             if _mode == "sharded":
@@ -229,42 +229,24 @@ def _blocks_of_all(
 
 
 def own_block(value: Any, holding: Holding, key: str) -> Tensor:
-    """Return the own block of what a state holds: a whole tensor, the block itself, or shards."""
-    shards = [value] if isinstance(value, Shard) else value
-    if isinstance(shards, Sequence) and all(isinstance(part, Shard) for part in shards):
-        return _from_shards(cast("Sequence[Shard]", shards), holding, key)
+    """Return the own block of what a state holds: a whole tensor, or the block and its place."""
+    if isinstance(value, Shard):
+        place = Holding(value.global_shape, value.offsets, tuple(value.tensor.shape))
+        if place != holding:
+            raise PartitionError.because(
+                f"load_state_dict of {key}",
+                f"a block of {list(place.shape)} at {list(place.start)}",
+                f"this rank holds {list(holding.shape)} at {list(holding.start)}",
+                "whole tensors (full_state_dict) for another number of ranks",
+            )
+        return value.tensor
     if not isinstance(value, Tensor):
         raise PartitionError.because(
-            f"load_state_dict of {key}", an(type(value).__name__), None, "a tensor, or shards"
+            f"load_state_dict of {key}", an(type(value).__name__), None, "a tensor, or a Shard"
         )
     if tuple(value.shape) == holding.global_shape:
         return value[holding.slices]
     return value  # a bare block; torch compares its shape
-
-
-def _from_shards(shards: Sequence[Shard], holding: Holding, key: str) -> Tensor:
-    block = shards[0].tensor.new_empty(holding.shape)
-    filled = 0
-    for shard in shards:
-        into: list[slice] = []
-        out_of: list[slice] = []
-        for a, n, b, m in zip(
-            holding.start, holding.shape, shard.offsets, shard.tensor.shape, strict=True
-        ):
-            low, high = max(a, b), min(a + n, b + m)
-            into.append(slice(low - a, max(low, high) - a))
-            out_of.append(slice(low - b, max(low, high) - b))
-        part = shard.tensor[tuple(out_of)]
-        block[tuple(into)] = part
-        filled += part.numel()
-    if filled < block.numel():
-        raise PartitionError.because(
-            f"load_state_dict of {key}",
-            f"shards that cover {filled} of the {block.numel()} elements of this rank's block",
-            None,
-            "give the shards of all ranks: a list of Shard",
-        )
-    return block
 
 
 @contextmanager
@@ -272,7 +254,7 @@ def state_dict_mode(mode: StateMode) -> Iterator[None]:
     """Choose what `state_dict()` of distributed layers gives inside the block.
 
     `"full"` (default): whole tensors on every rank; collective where blocks are split.
-    `"sharded"`: own blocks with their place (`Shard`). `"local"`: bare own blocks.
+    `"sharded"`: own blocks with their place (`Shard`), which load at the same number of ranks.
     """
     expect_choice("state_dict_mode", mode, get_args(StateMode), error=PartitionError)
     global _mode
