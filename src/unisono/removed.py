@@ -47,6 +47,9 @@ REMOVED: dict[str, str] = {
     "unisono.nn.plan_report": (
         "unisono.comm.trace around one step counts what was sent; unisono plan predicts times"
     ),
+    "unisono.nn.Interpolate": (
+        "unisono.nn.DistributedUpsample; own points alone: unisono.compat.distdl.nn.Interpolate"
+    ),
     "unisono.plan.Potential": "Subject(model, batch, graph=GraphInput(...)): a graph that is cut",
     "unisono.topology.Layout": "unisono.topology.RankGrid",
     "unisono.topology.Piece": "unisono.topology.HaloPiece",

@@ -348,8 +348,8 @@ def test_halo_exchange_refuses_widths_that_points_do_not_fill():
     layer = distdl.nn.HaloExchange(P_x, ghosts, ghosts, ghosts)
     y = layer(torch.arange(6.0) + 10 * P_x.rank)
     assert y.tolist() == [[0, 1, 2, 13, 14, 15], [0, 1, 2, 13, 14, 15]][P_x.rank]
-    for length, text in ((5, "expects 3 points of rank 0, which has 2"), (2, r"0 \+ 3 > 2")):
-        with pytest.raises(PartitionError, match=text):
+    for length in (5, 2):
+        with pytest.raises(PartitionError, match="fewer points than are sent"):
             layer(torch.zeros(length))
 
 

@@ -67,7 +67,7 @@ from unisono.nn.layers.pooling import (
     DistributedMaxPool2d,
     DistributedMaxPool3d,
 )
-from unisono.nn.layers.upsampling import DistributedUpsample, Interpolate
+from unisono.nn.layers.upsampling import DistributedUpsample
 from unisono.nn.module import Module
 from unisono.nn.split_tensors import Split, SplitModule, split, split_rule
 from unisono.nn.state import Shard, check_replicas, full_state_dict, no_sync, state_dict_mode
@@ -119,7 +119,6 @@ __all__ = [
     "DistributedTranspose",
     "DistributedUpsample",
     "HaloExchange",
-    "Interpolate",
     "Module",
     "ReduceScatter",
     "Repartition",

@@ -179,9 +179,13 @@ class _Call:
             x = getattr(self, what)
             expect(what, x, Tensor, f"{what}=torch.zeros(batch, heads, tokens, features)")
             check_call(x, comm, name)
-        refused = next(self._refusals(), None)
-        problem = None if refused is None else PartitionError.because(*refused)
-        if problem is None:
+        problem = None
+        for wrong, hint in self._refusals():
+            shapes = [list(x.shape) for x in (self.query, self.key, self.value)]
+            call = "{} of query {}, key {}, value {}".format(name, *shapes)
+            problem = PartitionError.because(call, wrong, None, hint)
+            break
+        else:
             tokens = [self.query.shape[-2], self.key.shape[-2]]
         columns = 1 if self.mask is None or not self.mask.ndim else self.mask.shape[-1]
         if sizes is None:
@@ -229,61 +233,40 @@ class _Call:
         digest = zlib.crc32(repr(options).encode())
         return [math.prod(q.shape[:-3]), *heads, q.shape[-1], v.shape[-1], flags, digest]
 
-    def _refusals(self) -> Iterator[tuple[str, str | None, str | None, str]]:
-        """Yield what is wrong with own arguments: asked, found, arithmetic, hint."""
-        q, k, v, mask, name = self.query, self.key, self.value, self.mask, self.name
-        shapes = f"{name} of query {list(q.shape)}, key {list(k.shape)}, value {list(v.shape)}"
+    def _refusals(self) -> Iterator[tuple[str, str]]:
+        """Yield what is wrong with own arguments, and what to do."""
+        q, k, v, mask = self.query, self.key, self.value, self.mask
         if min(q.ndim, k.ndim, v.ndim) < 2 or not q.ndim == k.ndim == v.ndim:
-            needed = "as many dims of each are needed, two at least"
-            yield shapes, needed, None, "[batch, heads, tokens, features]"
-        if not q.dtype == k.dtype == v.dtype or not q.is_floating_point():
-            call = f"{name} of {q.dtype}, {k.dtype} and {v.dtype}"
-            yield call, "one floating-point dtype is needed", None, "key.to(query.dtype)"
-        if q.shape[-1] != k.shape[-1] or k.shape[-2] != v.shape[-2]:
-            features = f"features of queries and keys {q.shape[-1]}, {k.shape[-1]}"
-            tokens = f"tokens of keys and values {k.shape[-2]}, {v.shape[-2]}"
-            hint = "keys with the features of the queries, a value for each key"
-            yield shapes, None, f"{features}; {tokens}", hint
-        heads = [_heads(x) for x in (q, k, v)]
-        fits = heads[0] == heads[1] == heads[2] or (
-            self.enable_gqa and heads[1] == heads[2] > 0 and heads[0] % heads[1] == 0
-        )
-        if not q.shape[:-3] == k.shape[:-3] == v.shape[:-3] or not fits:
-            batches = ", ".join(str(list(x.shape[:-3])) for x in (q, k, v))
-            hint = "enable_gqa=True for heads of keys that divide those of queries"
-            hint = f"key.expand(...) to the batch of the queries; {hint}"
-            yield shapes, f"batches {batches}, heads {heads}", None, hint
-        if not isinstance(self.is_causal, bool):
-            yield f"{name}(is_causal={self.is_causal!r})", "True or False", None, "is_causal=True"
-        if not 0 <= self.dropout_p <= 1:
-            call = f"{name}(dropout_p={self.dropout_p})"
-            yield call, "a part of the weights", None, "dropout_p=0.1"
-        if self.is_causal and mask is not None:
             yield (
-                f"{name}(attn_mask=..., is_causal=True)",
-                "one mask or the other, as in scaled_dot_product_attention",
-                None,
-                "a mask that is causal itself: rows of own queries, columns of all keys",
+                "as many dims of each are needed, two at least",
+                "[batch, heads, tokens, features]",
             )
+        if not q.dtype == k.dtype == v.dtype or not q.is_floating_point():
+            yield "one floating-point dtype is needed", "key.to(query.dtype)"
+        if q.shape[-1] != k.shape[-1] or k.shape[-2] != v.shape[-2]:
+            yield "features or tokens differ", "keys with the features of queries, a value for each"
+        heads, ranks = [_heads(x) for x in (q, k, v)], self.comm.size
+        is_shared = self.enable_gqa and heads[1] == heads[2] > 0 and heads[0] % heads[1] == 0
+        if not q.shape[:-3] == k.shape[:-3] == v.shape[:-3] or not (
+            heads[0] == heads[1] == heads[2] or is_shared
+        ):
+            hint = "key.expand(...); enable_gqa=True for heads of keys that divide those of queries"
+            yield f"heads {heads}, or batches, differ", hint
+        if not isinstance(self.is_causal, bool):
+            yield f"is_causal={self.is_causal!r}: True or False is needed", "is_causal=True"
+        if not 0 <= self.dropout_p <= 1:
+            yield f"dropout_p={self.dropout_p} is no part of the weights", "dropout_p=0.1"
+        if self.is_causal and mask is not None:
+            yield "attn_mask and is_causal=True", f"a mask that is causal itself: {_MASK}"
         if mask is not None and (
             not 2 <= mask.ndim <= max(q.ndim, 2)
             or not (mask.dtype == torch.bool or mask.is_floating_point())
             or any(n not in (1, m) for n, m in zip(mask.shape[-2::-1], q.shape[-2::-1]))  # noqa: B905
         ):
-            yield (
-                f"{name} with a mask of shape {list(mask.shape)} and {mask.dtype}",
-                f"scores of shape {[*q.shape[:-1], 'all keys']}",
-                None,
-                f"True and False, or numbers to add: {_MASK}",
-            )
-        ranks = self.comm.size
-        if name == "ulysses_attention" and any(n % ranks for n in heads):
-            yield (
-                f"{name} of {heads[0]} heads (keys: {heads[1]}) over {ranks} ranks",
-                "each rank takes the same number of heads",
-                ", ".join(f"{n} % {ranks} = {n % ranks}" for n in heads[:2]),
-                "ring_attention, which takes any number of heads",
-            )
+            yield f"a mask of {mask.dtype}, {list(mask.shape)}", f"True, or numbers to add: {_MASK}"
+        if self.name == "ulysses_attention" and any(n % ranks for n in heads):
+            rest = ", ".join(f"{n} % {ranks} = {n % ranks}" for n in heads[:2])
+            yield f"heads over {ranks} ranks: {rest}", "ring_attention, for any number of heads"
 
     def _check_columns(self, rank: int, columns: int, keys: int) -> None:
         """Raise unless the mask of a rank has a column for each key."""

@@ -116,25 +116,19 @@ def _gathered_norms(
     parameters: Sequence[tuple[Tensor, Holding]], comm: Communicator, p: float, dtype: torch.dtype
 ) -> list[Tensor]:
     """Return the norms of all blocks of these parameters, on all ranks. Collective."""
-    norms_here = torch.zeros(len(parameters), dtype=dtype, device=comm.device)
-    record: list[int] = []
-    for i, (x, holding) in enumerate(parameters):
-        counts = x.grad is not None and x.numel() > 0
-        record += [*holding.start, *holding.shape, int(counts)]
-        if counts and x.grad is not None:
-            norms_here[i] = _norm(x.grad, p)
-    records = comm.all_gather_ints(record)
-    rows = comm.all_gather(norms_here[None], 0, [1] * comm.size)
+    has_grad = [x.grad is not None and x.numel() > 0 for x, _ in parameters]
+    grads = [
+        x.grad if has else x.new_zeros(()) for (x, _), has in zip(parameters, has_grad, strict=True)
+    ]
+    values = torch.stack([_norm(g, p).to(dtype) for g in grads if g is not None]).tolist()
+    said = [
+        (holding, value) if has else None
+        for (_, holding), value, has in zip(parameters, values, has_grad, strict=True)
+    ]
     norms: list[Tensor] = []
-    at = 0
-    for i, (_, holding) in enumerate(parameters):
-        after = at + 2 * len(holding.shape) + 1
-        blocks: dict[tuple[int, ...], int] = {}
-        for rank, said in enumerate(records):
-            if said[after - 1]:
-                blocks.setdefault(tuple(said[at : after - 1]), rank)
-        norms += [rows[rank, i] for rank in blocks.values()]
-        at = after
+    for blocks in zip(*comm.all_gather_object(said), strict=True):
+        by_place = dict(block for block in blocks if block is not None)
+        norms += [torch.tensor(value, dtype=dtype) for value in by_place.values()]
     return norms
 
 

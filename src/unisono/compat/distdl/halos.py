@@ -25,7 +25,7 @@ from unisono.compat.distdl.layers import Module
 from unisono.compat.distdl.partitions import MPIPartition, check_null_rank, layout_of
 from unisono.compat.distdl.structures import MPIBufferManager, TensorStructure, manager_or_new
 from unisono.errors import PartitionError
-from unisono.nn.agreement import BlockStructure, Table
+from unisono.nn.agreement import Table, cuts_of_blocks
 from unisono.nn.planned import PlannedModule
 from unisono.operators import all_to_all
 from unisono.operators.linear import identity
@@ -123,56 +123,34 @@ class HaloExchange(PlannedModule[list[tuple[Slices, ...]]], Module):
         self.halo_shape = halo_shape
         self.recv_buffer_shape = recv_buffer_shape
         self.send_buffer_shape = send_buffer_shape
-        self._received: list[np.ndarray] = []
-        """What comes to each rank of the partition."""
+        self._widths: list[np.ndarray] = []
+        """What comes to each rank of the partition, and what it sends."""
         if self.P_x.active:
-            self._received = _agreed_widths(self.P_x, recv_buffer_shape, send_buffer_shape)
+            self._widths = _agreed_widths(self.P_x, recv_buffer_shape, send_buffer_shape)
 
     def _describe(self) -> tuple[object, ...]:
-        return (self.P_x, [widths.tolist() for widths in self._received])
+        return (self.P_x, [widths.tolist() for widths in self._widths])
 
     def _make_plan(self, tables: Sequence[Table]) -> list[tuple[Slices, ...]]:
         (table,) = tables
         table.dtype(self.P_x)
-        self._check_bulk(table)
-        shape = table.of(self.P_x.root.rank).shape
-        return ghost_slices(shape, np.array(self.recv_buffer_shape), self.send_buffer_shape)
-
-    def _check_bulk(self, table: Table) -> None:
-        """Refuse blocks that do not form a grid once their ghosts are taken away."""
-        entries = [table.of(rank) for rank in self.P_x.ranks]
-        bulk = tuple(
-            BlockStructure(tuple(np.subtract(e.shape, widths.sum(1)).tolist()), e.dtype, e.device)
-            if len(e.shape) == len(widths)
-            else e
-            for e, widths in zip(entries, self._received, strict=True)
-        )
-        Table(self.P_x.ranks, bulk).cuts(self.P_x)
-        for place, structure in enumerate(bulk):
-            self._check_points(place, structure.shape)
-
-    def _check_points(self, place: int, points: Sequence[int]) -> None:
-        """Refuse a rank with fewer points than it is to send, or than none."""
-        rank = self.P_x.ranks[place]
-        for dim, (left, right) in enumerate(self.P_x.neighbors(place)):
-            came, count = self._received[place][dim].tolist(), points[dim]
-            if count < 0:
+        shapes = table.shapes(self.P_x)
+        bulks: list[tuple[int, ...]] = []
+        for rank, shape, (comes, goes) in zip(self.P_x.ranks, shapes, self._widths, strict=True):
+            bulk = np.subtract(shape, comes.sum(1)) if len(shape) == len(comes) else np.array(shape)
+            if len(bulk) == len(goes) and (bulk < np.maximum(goes.max(1), 0)).any():
                 raise PartitionError.because(
-                    f"HaloExchange in dim {dim}",
-                    f"rank {rank} has {count + sum(came)} points, padding included",
-                    f"ghosts: {came[0]} + {came[1]} > {count + sum(came)}",
-                    "pad the input by recv_buffer_shape first",
+                    "HaloExchange",
+                    f"rank {rank} has {list(shape)} points, padding included, and "
+                    f"{comes.tolist()} ghosts; it sends {goes.tolist()}",
+                    "fewer points than are sent",
+                    "pad the input by recv_buffer_shape first; or unisono.nn.HaloExchange, which "
+                    "reaches beyond neighbours",
                 )
-            to_left = 0 if left is None else int(self._received[left][dim, 1])
-            to_right = 0 if right is None else int(self._received[right][dim, 0])
-            sent = max(to_left, to_right)
-            if sent > count:
-                raise PartitionError.because(
-                    f"HaloExchange in dim {dim}",
-                    f"a neighbour expects {sent} points of rank {rank}, which has {count}",
-                    f"{sent} > {count}",
-                    "fewer ranks in that dim; unisono.nn.HaloExchange reaches beyond neighbours",
-                )
+            bulks.append(tuple(bulk.tolist()))
+        cuts_of_blocks(bulks, self.P_x)
+        own = shapes[self.P_x.rank or 0]
+        return ghost_slices(own, np.array(self.recv_buffer_shape), self.send_buffer_shape)
 
     def forward(self, input: Tensor) -> Tensor:
         """Return a new tensor with its ghosts filled in."""
@@ -205,37 +183,36 @@ def ghost_slices(shape: Sequence[int], recv: Any, send: Any) -> list[tuple[Slice
 
 
 def _agreed_widths(P_x: Partition, recv: Any, send: Any) -> list[np.ndarray]:
-    """Return what comes to each rank; refuse what neighbours do not see alike. Collective."""
-    widths = np.array([recv, send], dtype=np.int64)
-    if widths.shape != (2, P_x.dim, 2):
-        # Sent to every rank, or the others would wait for this one.
-        widths = np.full((2, P_x.dim, 2), -1)
-    rows = P_x.comm.all_gather_ints(widths.ravel().tolist())
-    tables = [np.array(row).reshape(2, P_x.dim, 2) for row in rows]
-    for rank, (comes, _) in enumerate(tables):
-        if comes.min() < 0:
+    """Return what comes to each rank and what goes; refuse what neighbours do not see alike.
+
+    Collective.
+    """
+    widths, form = np.array([recv, send], dtype=np.int64), (2, P_x.dim, 2)
+    fits = widths.shape == form  # else the others would wait for this rank
+    rows = P_x.comm.all_gather_ints((widths if fits else np.full(form, -1)).ravel().tolist())
+    tables = [np.array(row).reshape(form) for row in rows]
+    for rank, table in enumerate(tables):
+        if table[0].min() < 0:
             raise PartitionError.because(
                 "HaloExchange",
                 f"widths of rank {rank} of {P_x!r}",
                 f"not an array of shape ({P_x.dim}, 2)",
                 "HaloMixin._compute_exchange_info gives all three",
             )
-        for dim, (_, right) in enumerate(P_x.neighbors(rank)):
-            if right is None:
-                continue
-            pairs = (
-                (rank, right, tables[rank][1][dim, 1], tables[right][0][dim, 0]),
-                (right, rank, tables[right][1][dim, 0], tables[rank][0][dim, 1]),
-            )
-            for source, target, sent, expected in pairs:
+    for rank, table in enumerate(tables):
+        for dim, pair in enumerate(P_x.neighbors(rank)):
+            for side, other in enumerate(pair):
+                if other is None:
+                    continue
+                sent, expected = table[1, dim, side], tables[other][0, dim, 1 - side]
                 if sent != expected:
                     raise PartitionError.because(
                         f"HaloExchange in dim {dim}",
-                        f"rank {source} sends {sent} points, rank {target} expects {expected}",
+                        f"rank {rank} sends {sent} points, rank {other} expects {expected}",
                         f"{sent} != {expected}",
                         "send_buffer_shape of a rank is recv_buffer_shape of its neighbours",
                     )
-    return [comes for comes, _ in tables]
+    return tables
 
 
 Widths = tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]

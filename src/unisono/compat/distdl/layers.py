@@ -22,15 +22,15 @@ from unisono.compat.distdl.blocks import compute_nd_slice_shape
 from unisono.compat.distdl.partitions import MPIPartition, layout_of
 from unisono.compat.distdl.structures import manager_or_new
 from unisono.errors import PartitionError, explain
-from unisono.nn.agreement import Table
 from unisono.nn.layers.conv import choose
 from unisono.nn.layers.linear import SubLinear
 from unisono.nn.parameters import Holding
-from unisono.nn.split_tensors.windows import Taps
+from unisono.nn.split_tensors.windows import MODES, Taps, resampled, taps_of
 from unisono.operators import attach
 from unisono.topology import Partition
 from unisono.topology.halo import Box
 from unisono.topology.overlap import LocalMove, Move, OverlapPlan
+from unisono.topology.resample import Resampling
 from unisono.topology.window import per_dim
 
 AnyPartition = MPIPartition | Partition
@@ -333,43 +333,67 @@ class _AvgPool(nn.Module):
         super().__init__(**arguments)
 
 
-class _Boxes(ours.Interpolate):
-    """Takes starts, stops and shapes that are tensors, too."""
-
-    def __init__(self, scale_factor: Any, mode: str, align_corners: bool, **boxes: Ints) -> None:
-        ints: dict[str, Any] = {name: [int(n) for n in box] for name, box in boxes.items()}
-        how: dict[str, Any] = {"mode": mode, "align_corners": align_corners}
-        super().__init__(**ints, scale_factor=scale_factor, **how)
-        self._taps, self._taps_double = map(self._own_points, (self._taps, self._taps_double))
-
-    def _own_points(self, taps: Sequence[Taps]) -> tuple[Taps, ...]:
-        """Return taps in which all points of other ranks are one, behind the own ones: a zero."""
-        counts = [stop - start for start, stop in self._inputs]
-        return tuple(
-            Taps(
-                tuple(tuple(p if 0 <= p < n else n for p in points) for points in tap.points),
-                tap.weights,
-            )
-            for tap, n in zip(taps, counts, strict=True)
-        )
-
-
-@as_distdl()
-class Interpolate(_Boxes):
+class Interpolate(nn.Module):
     """The local part of an upsampling: the share of own inputs in outputs, without communication.
 
     Points of other ranks are left out: the sum over ranks is the whole upsampling.
+
+    Args:
+        x_local_start: where the own input begins in the whole one, for each dim; `x_local_stop`
+            where it ends, `x_global_shape` the whole sizes; likewise for the output `y`.
+        scale_factor: the factor, if it was given; None for the ratio of the sizes.
+        mode: "nearest", "linear" or "cubic".
+        align_corners: as in torch.
     """
 
-    def _check(self, taps: Sequence[Taps]) -> None:
-        """Refuse nothing."""
+    def __init__(
+        self,
+        x_local_start: Ints,
+        x_local_stop: Ints,
+        x_global_shape: Ints,
+        y_local_start: Ints,
+        y_local_stop: Ints,
+        y_global_shape: Ints,
+        scale_factor: float | Sequence[float] | None = None,
+        mode: str = "nearest",
+        align_corners: bool = False,
+    ) -> None:
+        super().__init__()
+        starts, stops, xs, firsts, lasts, ys = (
+            [int(n) for n in box][2:]
+            for box in (x_local_start, x_local_stop, x_global_shape,
+                        y_local_start, y_local_stop, y_global_shape)
+        )  # fmt: skip
+        factors = scale_factor if isinstance(scale_factor, Sequence) else [scale_factor] * len(xs)
+        dims = list(zip(starts, stops, xs, firsts, lasts, ys, factors, strict=True))
+        self._taps = {
+            double: [
+                _own_points(
+                    taps_of(
+                        Resampling(x, y, MODES.get(mode, mode), scale, align_corners, double),
+                        first, last, start,
+                    ),
+                    stop - start,
+                )
+                for start, stop, x, first, last, y, scale in dims
+            ]
+            for double in (False, True)
+        }  # fmt: skip
 
     def forward(self, input: Tensor) -> Tensor:
         """Return the share of `input` in the outputs."""
-        return super().forward(nn.functional.pad(input, (0, 1) * len(self._inputs)))
+        taps = self._taps[input.dtype == torch.float64]
+        return resampled(nn.functional.pad(input, (0, 1) * len(taps)), taps)
 
 
-_LINEAR = {1: "linear", 2: "bilinear", 3: "trilinear"}
+def _own_points(taps: Taps, count: int) -> Taps:
+    """Return taps in which all points of other ranks are one, behind the own ones: a zero."""
+    points = (tuple(p if 0 <= p < count else count for p in each) for each in taps.points)
+    return Taps(tuple(points), taps.weights)
+
+
+_TORCHS = {"linear": ("linear", "bilinear", "trilinear"), "cubic": ("cubic", "bicubic", "cubic")}
+"""DistDL's modes -> torch's in 1, 2 and 3 dims."""
 
 
 class _WholeSize(ours.DistributedUpsample):
@@ -385,14 +409,9 @@ class _WholeSize(ours.DistributedUpsample):
     ) -> None:
         space = P_x.dim - 2
         if mode == "cubic" and space != 2:
-            raise NotImplementedError(
-                explain(
-                    'DistributedUpsample(mode="cubic")',
-                    f"{space} spatial dims",
-                    f"{space} != 2",
-                    'mode="linear"',
-                )
-            )
+            hint = 'mode="linear"'
+            words = 'DistributedUpsample(mode="cubic")', f"{space} spatial dims", f"{space} != 2"
+            raise NotImplementedError(explain(*words, hint))
         if size is not None and len(size) != P_x.dim:
             raise PartitionError.because(
                 f"DistributedUpsample(size={list(size)})",
@@ -400,27 +419,21 @@ class _WholeSize(ours.DistributedUpsample):
                 f"{len(size)} != {P_x.dim}",
                 "the whole shape, with batch and channels",
             )
-        torchs = {"linear": _LINEAR.get(space, mode), "cubic": "bicubic"}.get(mode, mode)
-        is_nearest = torchs.startswith("nearest")
-        super().__init__(
-            P_x,
-            None if size is None else tuple(int(n) for n in size[2:]),
-            scale_factor,
-            torchs,
-            None if is_nearest and not align_corners else align_corners,
-        )
+        torchs = _TORCHS.get(mode, (mode,) * space)[space - 1]
+        aligned = None if torchs.startswith("nearest") and not align_corners else align_corners
         self._kept = None if size is None else tuple(int(n) for n in size[:2])
+        in_space = None if size is None else [int(n) for n in size[2:]]
+        super().__init__(P_x, in_space, scale_factor, torchs, aligned)
 
-    def _make_plan(self, tables: Sequence[Table]) -> Any:
-        lead = tables[0].global_shape(self.P_x)[:2]
-        if self._kept is not None and lead != self._kept:
+    def _check(self, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+        super()._check(shape, dtype)
+        if self._kept is not None and shape[:2] != self._kept:
             raise PartitionError.because(
                 f"DistributedUpsample(size={[*self._kept, *(self.size or ())]})",
-                f"batch and channels of the input: {list(lead)}",
-                f"{list(lead)} != {list(self._kept)}",
+                f"batch and channels of the input: {list(shape[:2])}",
+                f"{list(shape[:2])} != {list(self._kept)}",
                 "only spatial sizes change",
             )
-        return super()._make_plan(tables)
 
 
 @as_distdl(
