@@ -36,24 +36,6 @@ def test_picture_shows_ranks_blocks_halos_and_bytes() -> None:
     ]
 
 
-def test_picture_tells_what_a_circular_padding_takes_from_the_other_end() -> None:
-    circular = {"kernel_size": (5,), "padding": 2, "padding_mode": "circular"}
-    picture = draw(SimpleNamespace(shape=(3,), ranks=(5, 6, 7)), (9,), circular)
-    assert picture.splitlines()[5:] == [
-        "| halo dim 0: 0/2  | halo dim 0: 2/2  | halo dim 0: 2/0  |",
-        "| wraps dim 0: 2/0 | wraps dim 0: 0/0 | wraps dim 0: 0/2 |",
-        "+------------------+------------------+------------------+",
-        "rank 5 sends 8 bytes to 6, 8 bytes to 7 (wraps)",
-        "rank 6 sends 8 bytes to 5, 8 bytes to 7",
-        "rank 7 sends 8 bytes to 5 (wraps), 8 bytes to 6",
-    ]
-    # On two ranks the same neighbour is met inside and round the ends.
-    circular = {"kernel_size": (3, 3), "padding": 1, "padding_mode": "circular"}
-    both = draw(GRID, (1, 3, 9, 8), circular)
-    assert "rank 4 sends 120 bytes to 5 (60 of them wrap)" in both
-    assert "wrap" not in draw(GRID, (1, 3, 9, 8), {"kernel_size": (3, 3), "padding": 1})
-
-
 def test_bytes_follow_the_element_size() -> None:
     once = draw(GRID, (1, 1, 4, 4), [(1, 1), (0, 0)], itemsize=1)
     assert "rank 4 sends 2 bytes to 6" in once

@@ -130,7 +130,7 @@ def test_stride_that_skips_the_border_sends_no_message_at_all() -> None:
 def test_circular_window_takes_the_far_end_from_its_owner() -> None:
     plan = halo.plan([(0, 5, 10)], (0,), 3, padding=1, padding_mode="circular")
     assert plan.segments[0] == (
-        ((0, 1), (9, 10), "wrap left"),
+        ((0, 1), (9, 10), "wrap"),
         ((1, 7), (0, 6), "copy"),
     )
     assert [(m.peer, [p.dest[0] for p in m.pieces]) for m in plan.recvs] == [(1, [(0, 1), (6, 7)])]

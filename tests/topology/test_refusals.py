@@ -76,8 +76,8 @@ HALO = [
     (lambda: Resampling(4, 8, "nearest", align_corners=True), ["align_corners"]),
 ]  # fmt: skip
 BETWEEN = [
-    (lambda: overlaps(ROWS, (0, 1), [(0, 5)], (0,), 0), ["2 dims != 1 dims", "[2, 1] and [1]"]),
-    (lambda: overlaps(ROWS, (0, 1), [(0, 6), (0, 4)], (0,), 0), ["dim 0: 5 points before, 6"]),
+    (lambda: overlaps(ROWS, (0, 1), [(0, 5)], (0,), 0), ["[5, 4] points before, of [5] after"]),
+    (lambda: overlaps(ROWS, (0, 1), [(0, 6), (0, 4)], (0,), 0), ["of [6, 4] after"]),
     (lambda: overlaps(ROWS, (0,), COLUMNS, (1, 2, 3), 0), ["2 blocks, 1 different ranks"]),
     (lambda: overlaps(ROWS, (0, 0), COLUMNS, (1, 2, 3), 0), ["2 blocks, 1 different ranks"]),
     (lambda: repartition_plan(ROWS, (0, 1), (1,), (0,), 0), ["2 != 1"]),

@@ -14,8 +14,7 @@ from unisono.errors import PartitionError
 from unisono.topology import halo as halos
 from unisono.topology.decompose import flat_index, grid_index, split_cuts
 from unisono.topology.fanout import RankGrid
-from unisono.topology.halo import HaloPlan, Message
-from unisono.topology.window import WRAPS
+from unisono.topology.halo import HaloPlan
 
 
 def draw(
@@ -29,8 +28,8 @@ def draw(
 
     The last two dims that are split make the rows and columns of a grid; for every index of the
     other dims there is one grid. Each cell shows rank, index and, if known, block and halo widths
-    (points needed left/right of the block; negative: own points not needed; "wraps": points that
-    a circular padding takes from the other end). A list of messages with their bytes follows.
+    (points needed left/right of the block; negative: own points not needed). A list of messages
+    with their bytes follows.
 
     Args:
         partition: a `Partition`, a `Mesh`, or anything with `shape` and `ranks`.
@@ -87,13 +86,9 @@ def _cell(
     words = [f"rank {rank}", f"({', '.join(map(str, index))})"]
     if cuts is not None:
         words.append(_sizes([cut[i + 1] - cut[i] for cut, i in zip(cuts, index, strict=True)]))
-    for word in ("widths", "wraps") if plans else ():
-        name = "halo" if word == "widths" else word
-        for dim in range(len(grid)):
-            if any(any(getattr(plan, word)[dim]) for plan in plans):
-                words.append(
-                    "{} dim {}: {}/{}".format(name, dim, *getattr(plans[place], word)[dim])
-                )
+    for dim in range(len(grid)) if plans else ():
+        if any(any(plan.widths[dim]) for plan in plans):
+            words.append("halo dim {}: {}/{}".format(dim, *plans[place].widths[dim]))
     return words
 
 
@@ -131,16 +126,8 @@ def _shown_dims(grid: Sequence[int]) -> tuple[int | None, int | None]:
 
 
 def _messages(ranks: Sequence[int], plans: Sequence[HaloPlan], itemsize: int) -> Iterator[str]:
-    """Yield what each rank sends, and how many bytes of it go round an end of the tensor."""
-
-    def sent(message: Message) -> str:
-        wrapping = [p for p in message.pieces if not set(WRAPS).isdisjoint(p.kinds)]
-        whole, wrapped = message.numel * itemsize, sum(p.numel for p in wrapping) * itemsize
-        text = f"{whole} bytes to {ranks[message.peer]}"
-        if not wrapped:
-            return text
-        return text + (" (wraps)" if wrapped == whole else f" ({wrapped} of them wrap)")
-
+    """Yield what each rank sends."""
     for plan in plans:
-        if plan.sends:
-            yield f"rank {ranks[plan.rank]} sends {', '.join(map(sent, plan.sends))}"
+        sent = [f"{m.numel * itemsize} bytes to {ranks[m.peer]}" for m in plan.sends]
+        if sent:
+            yield f"rank {ranks[plan.rank]} sends {', '.join(sent)}"

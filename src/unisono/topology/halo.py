@@ -23,7 +23,6 @@ from unisono.topology.decompose import (
     split_cuts,
 )
 from unisono.topology.window import (
-    WRAPS,
     Kind,
     Segment,
     as_int,
@@ -61,7 +60,7 @@ class HaloPiece:
     dest: Box
     """Where in the receiver's window."""
     kinds: tuple[Kind, ...]
-    """For each dim: "copy", "flip" (reversed), "repeat" (one point many times), or of `WRAPS`."""
+    """For each dim: "copy", "flip" (reversed), "repeat" (one point many times), "wrap"."""
 
     @cached_property
     def shape(self) -> tuple[int, ...]:
@@ -171,15 +170,6 @@ class HaloPlan:
                     right += width
             widths.append((left, right))
         return tuple(widths)
-
-    @cached_property
-    def wraps(self) -> tuple[tuple[int, int], ...]:
-        """For each dim, window positions left and right with points of the tensor's other end."""
-        found: list[tuple[int, int]] = []
-        for segments in self.segments:
-            widths = {segment.kind: segment.dest[1] - segment.dest[0] for segment in segments}
-            found.append((widths.get(WRAPS[0], 0), widths.get(WRAPS[1], 0)))
-        return tuple(found)
 
     @cached_property
     def has_fill(self) -> bool:

@@ -200,22 +200,14 @@ def _check_pair(
 ) -> None:
     check_cuts(src_bounds)
     check_cuts(dest_bounds)
-    shapes = f"shapes {list(_grid(src_bounds))} and {list(_grid(dest_bounds))}"
-    if len(src_bounds) != len(dest_bounds):
+    before, after = ([cuts[-1] for cuts in bounds] for bounds in (src_bounds, dest_bounds))
+    if before != after:
         raise PartitionError.because(
-            "overlap of two partitions",
-            shapes,
-            f"{len(src_bounds)} dims != {len(dest_bounds)} dims",
-            "partitions of equal length; write 1 where a dim is not split",
+            f"overlap of partitions {list(_grid(src_bounds))} and {list(_grid(dest_bounds))}",
+            f"a tensor of {before} points before, of {after} after",
+            None,
+            "cut the same tensor on both sides, with a partition size for each of its dims",
         )
-    for dim, (src, dest) in enumerate(zip(src_bounds, dest_bounds, strict=True)):
-        if src[-1] != dest[-1]:
-            raise PartitionError.because(
-                "overlap of two partitions",
-                shapes,
-                f"dim {dim}: {src[-1]} points before, {dest[-1]} after",
-                "cut the same global tensor on both sides",
-            )
     sides = ("source", src_bounds, src_ranks), ("destination", dest_bounds, dest_ranks)
     for side, bounds, ranks in sides:
         blocks = math.prod(_grid(bounds))

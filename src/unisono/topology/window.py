@@ -15,10 +15,9 @@ from unisono.errors import PartitionError
 from unisono.expect import is_integer
 from unisono.topology.decompose import Interval
 
-Kind = Literal["copy", "flip", "repeat", "fill", "wrap left", "wrap right"]
+Kind = Literal["copy", "flip", "repeat", "fill", "wrap"]
 """How the points of a segment are made: as they are, reversed, one point many times, a constant; or
-as they are, but left or right of the tensor and from its other end."""
-WRAPS: tuple[Kind, Kind] = ("wrap left", "wrap right")
+as they are, but from the other end of the tensor."""
 
 PADDING_MODES: tuple[str, ...] = ("zeros", "reflect", "replicate", "circular")
 """What may stand outside the tensor."""
@@ -368,7 +367,7 @@ def _outside(start: int, stop: int, x: int, mode: str) -> tuple[Interval, Kind]:
     if mode == "replicate":
         return ((0, 1) if start < 0 else (x - 1, x)), "repeat"
     if mode == "circular":
-        shift, kind = (x, WRAPS[0]) if start < 0 else (-x, WRAPS[1])
-        return (start + shift, stop + shift), kind
+        shift = x if start < 0 else -x
+        return (start + shift, stop + shift), "wrap"
     mirror = 0 if start < 0 else 2 * (x - 1)
     return (mirror - stop + 1, mirror - start + 1), "flip"

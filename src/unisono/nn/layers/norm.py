@@ -169,12 +169,7 @@ class DistributedBatchNorm(_Tracking):
 
     Args:
         P_x: partition of the input; dim 1 splits the channels.
-        num_features: channels of the whole tensor.
-        eps: added to the variance.
-        momentum: weight of a new batch in the running statistics; None: their plain average.
-        affine: learn a scale and a shift.
-        track_running_stats: keep running statistics, used in eval mode.
-        bias: False leaves out the shift.
+        num_features: channels of the whole tensor. The further arguments are torch's.
     """
 
     def __init__(
@@ -240,10 +235,7 @@ class DistributedGroupNorm(_Norm):
         P_x: partition of the input; dim 1 splits the channels, and balanced blocks of them must be
             whole groups. Blocks that cut a group are moved there and back.
         num_groups: groups of the whole tensor.
-        num_channels: channels of the whole tensor.
-        eps: added to the variance.
-        affine: learn a scale and a shift for each channel.
-        bias: False leaves out the shift.
+        num_channels: channels of the whole tensor. The further arguments are torch's.
     """
 
     def __init__(
@@ -303,12 +295,7 @@ class DistributedInstanceNorm(DistributedGroupNorm, _Tracking):
 
     Args:
         P_x: partition of the input; dim 1 splits the channels.
-        num_features: channels of the whole tensor.
-        eps: added to the variance.
-        momentum: weight of a new batch in the running statistics; None: they stay.
-        affine: learn a scale and a shift.
-        bias: False leaves out the shift.
-        track_running_stats: keep means of the samples' statistics, used in eval mode.
+        num_features: channels of the whole tensor. The further arguments are torch's.
     """
 
     def __init__(
@@ -349,10 +336,8 @@ class DistributedLayerNorm(_Norm):
 
     Args:
         P_x: partition of the input.
-        normalized_shape: sizes of the last dims of the whole tensor.
-        eps: added to the variance.
-        elementwise_affine: learn a scale, in blocks as the partition's last dims cut it.
-        bias: learn a shift too.
+        normalized_shape: sizes of the last dims of the whole tensor, by which scale and shift are
+            cut. The further arguments are torch's.
     """
 
     def __init__(
@@ -396,9 +381,8 @@ class DistributedRMSNorm(DistributedLayerNorm):
 
     Args:
         P_x: partition of the input.
-        normalized_shape: sizes of the last dims of the whole tensor.
-        eps: added to the mean square; None: the smallest step of the dtype, as in torch.
-        elementwise_affine: learn a scale, in blocks as the partition's last dims cut it.
+        normalized_shape: sizes of the last dims of the whole tensor, by which the scale is cut.
+            The further arguments are torch's.
     """
 
     def __init__(

@@ -38,10 +38,12 @@ class DistributedUpsample(FunctionLayer):
         space = P_x.dim - 2
         self.mode = mode
         self.align_corners = align_corners
-        whole = (size,) * space if isinstance(size, int) else size
-        self.size = None if whole is None else tuple(map(int, whole))
-        factors = (scale_factor,) * space if isinstance(scale_factor, float | int) else scale_factor
-        self.scale_factor = None if factors is None else tuple(map(float, factors))
+        sizes, factors = (
+            tuple(value) if isinstance(value, Sequence) else (value,) * space
+            for value in (size or (), scale_factor or ())
+        )
+        self.size = tuple(map(int, sizes)) or None
+        self.scale_factor = tuple(map(float, factors)) or None
         try:  # torch says what it does not take
             F.interpolate(torch.empty([2] * P_x.dim, device="meta"), *self._how)
         except (NotImplementedError, RuntimeError, ValueError) as error:
