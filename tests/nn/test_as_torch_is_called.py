@@ -14,7 +14,7 @@ import unisono.nn as unn
 from unisono.compat.distdl import nn as distdl
 from unisono.errors import PartitionError
 from unisono.topology import Partition, halo
-from unisono.topology.window import padding_pairs, per_dim
+from unisono.topology.window import per_dim
 
 two = np.int64(2)
 
@@ -31,27 +31,6 @@ def test_integers_of_numpy_are_features_axes_and_dims():
     assert cut.movedim(np.int64(0), one).shape == (3, 2)
     with pytest.raises(TypeError, match="bool"):
         unn.DistributedLinear(whole, whole, whole, in_features=True, out_features=2)
-
-
-@pytest.mark.parametrize("size", [2, two, [2], (two,), np.array([2, 2]), torch.tensor([2, 2])])
-def test_any_integers_are_sizes(size):
-    found = per_dim(size, 2, "kernel_size")
-    assert found == (2, 2)
-    assert all(type(one) is int for one in found)
-    pairs = padding_pairs(size, (3, 3), (1, 1), (1, 1))
-    assert pairs == ((2, 2), (2, 2))
-    assert all(type(side) is int for pair in pairs for side in pair)
-
-
-def test_pairs_of_any_integers_are_paddings():
-    wanted = ((1, 2), (1, 2))
-    for given in (
-        [(1, 2), (1, 2)],
-        [[1, 2]],
-        np.array([[1, 2], [1, 2]]),
-        [(1, two), np.array([1, 2])],
-    ):
-        assert padding_pairs(given, (3, 3), (1, 1), (1, 1)) == wanted
 
 
 @pytest.mark.parametrize("size", [2.5, [2.0, 2.0], None, "22", [2, 2, 2]])

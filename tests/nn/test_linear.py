@@ -112,25 +112,6 @@ def test_weights_on_the_root_live_on_the_first_rank_that_uses_a_block():
         assert p.grad.shape == p.shape
 
 
-@pytest.mark.ranks(2)
-def test_columns_then_rows_equal_the_sequential_network(proof):
-    P = Partition([1, 2])
-    x = proof.drawn(4, 6)
-    torch.manual_seed(0)
-    first, second = nn.Linear(6, 9).double(), nn.Linear(9, 4).double()
-    torch.manual_seed(0)
-    ours = (
-        unn.DistributedLinearAllGather(P, 6, 9),
-        unn.DistributedLinearReduceScatter(P, 9, 4),
-    )
-    for layer, plain in zip(ours, (first, second), strict=True):
-        layer.double().load_state_dict(plain.state_dict())
-    own = x[P.local_slices(x.shape)]
-    y = ours[1](F.gelu(ours[0](own)))
-    z = second(F.gelu(first(x)))
-    torch.testing.assert_close(y, z[P.local_slices(z.shape)])
-
-
 @pytest.mark.ranks(2, backend=["gloo", "shm"])
 def test_tangents_travel_as_values_do(proof):
     P = Partition([1, 2])

@@ -17,7 +17,7 @@ from torch.nn import functional as F
 import unisono
 import unisono.nn as unn
 from unisono.errors import PartitionError
-from unisono.nn.layers.halo import DistributedPad, HaloExchange
+from unisono.nn.layers.halo import DistributedPad
 from unisono.nn.layers.upsampling import DistributedUpsample, Interpolate
 from unisono.topology import Partition
 from unisono.topology.window import span
@@ -280,17 +280,6 @@ def test_padding_without_balance_grows_the_ends_only():
 
 
 @pytest.mark.ranks(2)
-def test_windows_hold_the_points_of_neighbours():
-    P = Partition([2])
-    own = torch.arange(6.0)[P.local_slices([6])].requires_grad_()
-    layer = HaloExchange.from_widths(P, [(1, 1)], "circular")
-    y = layer(own)
-    assert y.tolist() == ([5, 0, 1, 2, 3], [2, 3, 4, 5, 0])[P.root.rank]
-    y.sum().backward()
-    assert own.grad.tolist() == [2, 1, 2]
-
-
-@pytest.mark.ranks(2)
 def test_integers_are_copied_but_not_weighed():
     P, space = Partition([1, 1, 2]), Partition([1, 1, 2, 1])
     x = torch.arange(250, 256, dtype=torch.uint8).reshape(1, 1, 6)
@@ -306,13 +295,3 @@ def test_integers_are_copied_but_not_weighed():
     assert torch.equal(Interpolate(*ends)(x), z)
     with pytest.raises(PartitionError, match=said):
         Interpolate(*ends, mode="linear")(x)
-
-
-def test_interpolate_is_the_local_part():
-    x = torch.randn(1, 1, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-    z = nn.Upsample(size=12, mode="linear")(x)
-    whole = ([0, 0, 0], [1, 1, 6], [1, 1, 6])
-    out = Interpolate(*whole, [0, 0, 4], [1, 1, 9], [1, 1, 12], mode="linear")(x)
-    torch.testing.assert_close(out, z[:, :, 4:9])
-    with pytest.raises(PartitionError, match="needs point"):
-        Interpolate([0, 0, 3], [1, 1, 6], [1, 1, 6], [0, 0, 0], [1, 1, 9], [1, 1, 12])

@@ -7,7 +7,7 @@ import torch
 
 from unisono import operators
 from unisono.comm import world
-from unisono.errors import PartitionError, UnisonoError
+from unisono.errors import PartitionError
 from unisono.topology import halo
 
 X = torch.ones(4)
@@ -46,19 +46,6 @@ def test_where_the_world_is_the_default_only_none_stands_for_it():
     assert operators.halo_exchange(X, plan, comm=None).shape == (6,)
     with pytest.raises(TypeError, match=r"halo_exchange\(\.\.\., comm=0\)"):
         operators.halo_exchange(X, plan, comm=0)
-
-
-@pytest.mark.ranks(2)
-def test_a_sum_may_travel_in_another_float_dtype_and_nothing_else_does():
-    comm = world()
-    x = torch.tensor([1.0, 1 / 3], requires_grad=True)
-    total = operators.all_sum_reduce(x, wire="bfloat16", comm=comm)
-    assert torch.equal(total, (2 * x.detach().bfloat16()).float())
-    total.sum().backward()
-    assert x.grad.tolist() == [2.0, 2.0]
-    for lossy in (torch.ones(2, dtype=torch.complex64), torch.tensor([2**24 + 1])):
-        with pytest.raises(UnisonoError, match=f"a tensor of {lossy.dtype}"):
-            operators.all_sum_reduce(lossy, wire="float32", comm=comm)
 
 
 @pytest.mark.ranks([1, 2], backend="gloo")

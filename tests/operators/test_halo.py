@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 import pytest
 import torch
 import torch.nn.functional as F
@@ -63,24 +61,6 @@ def test_conv_of_the_windows_has_the_values_and_gradients_of_torch(shards):
         torch.testing.assert_close(block.grad, block_at(whole.grad, cuts, index))
 
 
-@pytest.mark.ranks(4)
-@pytest.mark.parametrize("mode", ["zeros", "circular", "reflect", "replicate"])
-def test_corners_of_a_two_by_two_partition_arrive_in_every_padding_mode(mode):
-    comm, p = world(), Partition([1, 1, 2, 2])
-    cuts = [(0, 1), (0, 2), (0, 5, 7), (0, 2, 6)]
-    x, weight = drawn(1, 2, 7, 6), drawn(3, 2, 3, 3, seed=1)
-    plan = halo.plan(cuts, p.index, (3, 3), padding=(2, 1), padding_mode=mode)
-    whole = x.clone().requires_grad_()
-    padded = F.pad(whole, [1, 1, 2, 2], mode="constant" if mode == "zeros" else mode)
-    expected = F.conv2d(padded, weight)
-    (expected**2).sum().backward()
-    block = block_at(x, cuts, p.index).clone().requires_grad_()
-    y = F.conv2d(halo_exchange(block, plan, comm=comm), weight)
-    torch.testing.assert_close(y, own_share(expected, plan))
-    (y**2).sum().backward()
-    torch.testing.assert_close(block.grad, block_at(whole.grad, cuts, p.index))
-
-
 @pytest.mark.ranks([2, 3, 4])
 @pytest.mark.parametrize("mode", ["circular", "reflect", "replicate"])
 def test_wrapped_mirrored_and_repeated_points_go_home_in_the_adjoint(mode):
@@ -117,17 +97,6 @@ def test_the_constant_of_the_padding_has_no_derivative_of_any_order():
     (second,) = torch.autograd.grad(grad.sum(), x)
     shown = halo_add(torch.ones(plan.window_shape, dtype=torch.float64), plan, comm=comm)
     torch.testing.assert_close(second, 2 * shown)
-
-
-@pytest.mark.ranks([1, 2, 3])
-def test_max_pool_takes_minus_infinity_for_padding():
-    comm = world()
-    x = drawn(1, 2, 8)
-    cuts = [(0, 1), (0, 2), decompose.split_cuts(8, comm.size)]
-    plan = halo.plan(cuts, (0, 0, comm.rank), (3,), 2, 1, fill=-math.inf, ceil_mode=True)
-    window = halo_exchange(block_at(x, cuts, (0, 0, comm.rank)), plan, comm=comm)
-    expected = F.max_pool1d(x, 3, 2, 1, ceil_mode=True)
-    assert torch.equal(F.max_pool1d(window, 3, 2), own_share(expected, plan))
 
 
 @pytest.mark.ranks(3)

@@ -9,8 +9,7 @@ from tests.operators.checks import block_at, drawn
 from unisono.comm import world
 from unisono.errors import PartitionError
 from unisono.operators import repartition
-from unisono.testing import check_adjoint
-from unisono.topology import Partition, decompose, overlap
+from unisono.topology import decompose, overlap
 
 
 def block_of(x, bounds, ranks, me):
@@ -48,37 +47,6 @@ def test_rows_become_columns_in_every_dtype(sizes):
         assert torch.equal(y, block_of(x, columns, ranks, comm.rank))
 
 
-@pytest.mark.ranks([2, 3, 4])
-def test_scatter_and_gather_are_repartitions_with_one_rank_on_one_side():
-    comm, root = world(), 1
-    whole, parts = [(0, 7)], [decompose.split_cuts(7, comm.size)]
-    everyone = tuple(range(comm.size))
-    plan = overlap.overlaps(whole, (root,), parts, everyone, comm.rank)
-    mine = plan.source_shape or (0,)
-    check_adjoint(
-        lambda t: repartition(t, plan, comm=comm),
-        lambda t: repartition(t, plan.adjoint, comm=comm),
-        drawn(*mine, seed=comm.rank),
-        drawn(*plan.dest_shape, seed=9 + comm.rank),
-        comm=comm,
-    )
-
-
-@pytest.mark.ranks([2, 4])
-def test_the_second_derivative_goes_there_and_back():
-    comm = world()
-    p = Partition([comm.size, 1])
-    plan = overlap.repartition_plan(p.cuts([5, 4]), p.ranks, (1, comm.size), p.ranks, comm.rank)
-    x = drawn(5, 4)[p.local_slices([5, 4])].clone().requires_grad_()
-    y = repartition(x, plan, comm=p.root)
-    (grad,) = torch.autograd.grad((y**3).sum(), x, create_graph=True)
-    torch.testing.assert_close(grad, 3 * x**2)
-    (second,) = torch.autograd.grad(grad.sum(), x)
-    torch.testing.assert_close(second, 6 * x.detach())
-    back = repartition(y, plan.adjoint, comm=comm)
-    assert torch.equal(back.detach(), x.detach())
-
-
 @pytest.mark.ranks([1, 2])
 def test_the_same_layout_copies_nothing():
     comm = world()
@@ -100,13 +68,6 @@ def test_non_contiguous_blocks_are_sent_as_their_values_and_left_alone():
     y = repartition(mine, plan, comm=comm)
     assert torch.equal(y, block_of(x, columns, (0, 1), comm.rank))
     assert torch.equal(mine, kept)
-
-
-@pytest.mark.ranks(2)
-def test_a_rank_outside_both_partitions_gets_its_empty_tensor_back():
-    plan = overlap.overlaps([(0, 3)], (0,), [(0, 3)], (0,), world().rank)
-    x = torch.arange(3.0) if world().rank == 0 else torch.empty(2, 0)
-    assert torch.equal(repartition(x, plan), x)
 
 
 @pytest.mark.ranks(2)

@@ -48,11 +48,6 @@ def test_block_at_never_names_an_empty_block(sizes: list[int]) -> None:
         assert cuts[at] <= i < cuts[at + 1]
 
 
-def test_fewer_points_than_ranks_leave_the_last_ranks_empty() -> None:
-    assert decompose.split_sizes(3, 5) == (1, 1, 1, 0, 0)
-    assert decompose.block(3, 5, 4) == (3, 3)
-
-
 @given(shape=st.lists(st.integers(1, 5), min_size=1, max_size=4))
 def test_row_major_numbers_and_coordinates_are_inverse(shape: list[int]) -> None:
     seen = [decompose.grid_index(shape, flat) for flat in range(math.prod(shape))]
@@ -74,8 +69,3 @@ def test_the_fitting_shape_changes_as_little_as_it_can(
     shape: tuple[int, ...], total: int, fits: tuple[int, ...]
 ) -> None:
     assert decompose.fitting_shape(shape, total) == fits
-
-
-@given(shape=st.lists(st.integers(1, 6), min_size=1, max_size=4), total=st.integers(1, 64))
-def test_the_fitting_shape_has_the_wanted_product(shape: list[int], total: int) -> None:
-    assert math.prod(decompose.fitting_shape(shape, total)) == total

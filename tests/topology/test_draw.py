@@ -36,24 +36,11 @@ def test_picture_shows_ranks_blocks_halos_and_bytes() -> None:
     ]
 
 
-def test_bytes_follow_the_element_size() -> None:
-    once = draw(GRID, (1, 1, 4, 4), [(1, 1), (0, 0)], itemsize=1)
-    assert "rank 4 sends 2 bytes to 6" in once
-    assert "rank 4 sends 16 bytes to 6" in draw(GRID, (1, 1, 4, 4), [(1, 1), (0, 0)], itemsize=8)
-
-
 def test_picture_without_a_tensor_shows_the_grid_alone() -> None:
     picture = draw(SimpleNamespace(shape=(3,), ranks=(0, 1, 2)))
     assert picture.count("rank") == 3
     assert "halo" not in picture
     assert "x" not in picture
-
-
-def test_one_split_dim_runs_down_unless_it_is_the_last() -> None:
-    down = draw(SimpleNamespace(shape=(1, 2, 1), ranks=(0, 1)))
-    across = draw(SimpleNamespace(shape=(1, 1, 2), ranks=(0, 1)))
-    assert not any("rank 0" in line and "rank 1" in line for line in down.splitlines())
-    assert any("rank 0" in line and "rank 1" in line for line in across.splitlines())
 
 
 def test_three_split_dims_make_one_grid_for_each_outer_index() -> None:

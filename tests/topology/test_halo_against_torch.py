@@ -21,7 +21,7 @@ from tests.topology.simulation import (
 from torch import Tensor
 
 from unisono.topology import decompose, halo
-from unisono.topology.window import PADDING_MODES, output_length
+from unisono.topology.window import PADDING_MODES
 
 shards = st.lists(st.integers(0, 6), min_size=1, max_size=5).filter(lambda sizes: sum(sizes) > 0)
 
@@ -132,43 +132,6 @@ def test_both_ends_of_a_message_list_the_same_pieces(case) -> None:
         assert covered.max() <= 1 if covered.numel() else True
         if not plan.has_fill and covered.numel():
             assert covered.min() == 1
-
-
-@settings(max_examples=30, deadline=None)
-@given(
-    sizes=shards,
-    k=st.integers(1, 4),
-    s=st.integers(1, 4),
-    p=st.integers(0, 2),
-    d=st.integers(1, 2),
-    ceil_mode=st.booleans(),
-)
-def test_max_pool_of_the_windows_is_max_pool_of_the_tensor(
-    sizes: list[int], k: int, s: int, p: int, d: int, ceil_mode: bool
-) -> None:
-    x_length = sum(sizes)
-    p = min(p, k // 2)
-    if d * (k - 1) + 1 > x_length + 2 * p:
-        k, d, p = 1, 1, 0
-    cuts = [(0, 1), (0, 1), decompose.bounds(sizes)]
-    x = torch.randn(1, 1, x_length, generator=torch.Generator().manual_seed(1))
-    expected = F.max_pool1d(x, k, s, p, d, ceil_mode=ceil_mode)
-    assert output_length(x_length, k, s, p, d, ceil_mode) == expected.shape[-1]
-    plans = [
-        halo.plan(cuts, index, (k,), s, p, d, fill=-math.inf, ceil_mode=ceil_mode)
-        for index in indices(cuts)
-    ]
-    windows = fill_windows(cut_blocks(x, cuts), plans)
-    outputs = [
-        F.max_pool1d(w, k, s, 0, d) if w.shape[-1] else x.new_zeros(plan.output_shape)
-        for plan, w in zip(plans, windows, strict=True)
-    ]
-    assert torch.equal(torch.cat(outputs, -1), expected)
-
-
-def test_a_kernel_that_needs_no_neighbour_leaves_the_block_as_it_is() -> None:
-    plan = halo.plan([(0, 4, 8)], (0,), 2, 2)
-    assert plan.is_identity
 
 
 @pytest.mark.parametrize("k", [2, 3, 4, 5])

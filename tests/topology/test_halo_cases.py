@@ -114,34 +114,10 @@ def test_hand_checked_case(name: str) -> None:
         assert plan.window_shape == (points + sum(want.fill),)
 
 
-def test_ranks_that_only_send_have_messages_but_no_window() -> None:
-    plan = halo.plan([decompose.bounds([2, 2, 2, 2])], (2,), 5, 3)
-    assert plan.window_shape == (0,)
-    assert [message.peer for message in plan.sends] == [0, 1]
-    assert not plan.is_identity
-
-
 def test_stride_that_skips_the_border_sends_no_message_at_all() -> None:
     plans = [halo.plan([(0, 8, 16)], (me,), 1, 3) for me in range(2)]
     assert not any(plan.sends or plan.recvs for plan in plans)
     assert not any(plan.is_identity for plan in plans), "own points are cut off, so a copy is due"
-
-
-def test_circular_window_takes_the_far_end_from_its_owner() -> None:
-    plan = halo.plan([(0, 5, 10)], (0,), 3, padding=1, padding_mode="circular")
-    assert plan.segments[0] == (
-        ((0, 1), (9, 10), "wrap"),
-        ((1, 7), (0, 6), "copy"),
-    )
-    assert [(m.peer, [p.dest[0] for p in m.pieces]) for m in plan.recvs] == [(1, [(0, 1), (6, 7)])]
-    assert plan.needed == ((0, 6),)
-
-
-def test_reflected_window_turns_own_points_around() -> None:
-    plan = halo.plan([(0, 5, 10)], (0,), 3, padding=1, padding_mode="reflect")
-    flips = [piece for piece in plan.local if piece.flips]
-    assert [(piece.source, piece.dest) for piece in flips] == [(((1, 2),), ((0, 1),))]
-    assert [(m.peer, m.pieces[0].source) for m in plan.recvs] == [(1, ((0, 1),))]
 
 
 def test_corners_come_straight_from_their_owner() -> None:
@@ -163,13 +139,6 @@ def test_kernel_of_one_on_balanced_blocks_is_the_identity() -> None:
     plan = halo.plan([(0, 4, 7), (0, 2)], (1, 0), 1)
     assert plan.is_identity
     assert not halo.plan([(0, 5, 7), (0, 2)], (1, 0), 1).is_identity, "blocks must be balanced"
-
-
-def test_a_rank_that_only_gives_keeps_its_block_but_is_no_identity() -> None:
-    plan = halo.plan([(0, 5, 10)], (1,), 2)
-    assert plan.window_shape == plan.block_shape
-    assert plan.sends
-    assert not plan.is_identity
 
 
 def test_widths_give_every_block_that_many_more_points() -> None:

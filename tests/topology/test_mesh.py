@@ -12,17 +12,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from unisono.comm import Communicator, groups, world
 from unisono.errors import MeshError
-from unisono.topology import Mesh, draw
-
-
-def test_a_mesh_of_one_rank_works_in_a_plain_process() -> None:
-    mesh = Mesh(data=1, space=-1)
-    assert mesh.axes == {"data": 1, "space": 1}
-    assert (mesh.shape, mesh.size, mesh.index, mesh.rank) == ((1, 1), 1, (0, 0), 0)
-    assert mesh.coordinate("data") == 0
-    assert mesh.comm("data").all_reduce(torch.ones(1)).item() == 1.0
-    assert mesh.comm() == world()
-    assert mesh.sub("space").axes == {"space": 1}
+from unisono.topology import Mesh
 
 
 def test_axes_may_be_given_as_a_mapping_with_any_name() -> None:
@@ -136,28 +126,9 @@ def test_dtensor_runs_on_the_device_mesh() -> None:
     assert split.to_local().shape == (2, 3)
 
 
-@pytest.mark.ranks(2)
-def test_axes_of_one_rank_have_a_group_for_torch_too() -> None:
-    mesh = Mesh(data=2, graph=1, space=1)
-    device_mesh = mesh.device_mesh
-    assert device_mesh.get_group("graph").size() == 1
-    assert device_mesh.get_group("graph") is device_mesh.get_group("space")
-    assert device_mesh.get_group("data") is dist.group.WORLD
-
-
-@pytest.mark.ranks(2)
-def test_a_mesh_travels_between_ranks_as_a_value() -> None:
-    mesh = Mesh(data=1, graph=2)
-    assert world().all_gather_object(mesh) == [mesh, mesh]
-
-
 @pytest.mark.ranks(4)
 def test_a_mesh_over_half_of_the_world() -> None:
     half = world().sub((0, 2)) if dist.get_rank() % 2 == 0 else world().sub((1, 3))
     mesh = Mesh({"data": 2}, comm=half)
     assert mesh.coordinate("data") == dist.get_rank() // 2
     assert mesh.device_mesh.mesh.tolist() == ([0, 2] if dist.get_rank() % 2 == 0 else [1, 3])
-
-
-def test_a_mesh_can_be_drawn() -> None:
-    assert "rank 0" in draw(Mesh(data=1, h=1))

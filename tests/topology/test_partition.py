@@ -31,19 +31,10 @@ def test_shape_arithmetic_needs_nothing_initialised() -> None:
     assert p.cuts([5, 7]) == ((0, 3, 5), (0, 3, 5, 7))
 
 
-def test_fewer_points_than_ranks_give_empty_blocks() -> None:
-    p = Partition([4])
-    assert [p.local_shape([2], rank) for rank in range(4)] == [(1,), (1,), (0,), (0,)]
-
-
 def test_neighbors_are_none_at_an_edge() -> None:
     p = Partition([2, 3])
     assert p.neighbors(0) == [(None, 3), (None, 1)]
     assert p.neighbors(4) == [(1, None), (3, 5)]
-
-
-def test_neighbors_are_partition_ranks_whatever_the_root_ranks() -> None:
-    assert Partition([2], ranks=(9, 4)).neighbors(0) == [(None, 1)]
 
 
 def test_sub_keeps_the_coordinates_outside_its_axes() -> None:
@@ -53,20 +44,9 @@ def test_sub_keeps_the_coordinates_outside_its_axes() -> None:
     assert p.sub([], rank=3) == Partition([1, 1, 1], ranks=(13,))
 
 
-def test_subset_counts_in_partition_ranks() -> None:
-    p = Partition([4], ranks=(3, 5, 7, 9))
-    assert p.subset([1, 3]) == Partition([2], ranks=(5, 9))
-    assert p.subset([3, 0], [2, 1]).ranks == (9, 3)
-
-
 def test_union_puts_own_ranks_first() -> None:
     assert Partition([2], ranks=(4, 1)).union(Partition([3], ranks=(1, 0, 4))).ranks == (4, 1, 0)
     assert Partition([2, 1]).union(Partition([2, 2])).shape == (4,)
-
-
-def test_reshape_keeps_ranks_and_their_order() -> None:
-    p = Partition([4], ranks=(3, 1, 0, 2)).reshape([2, 2])
-    assert (p.shape, p.ranks) == ((2, 2), (3, 1, 0, 2))
 
 
 def test_equal_partitions_are_equal_and_hash_alike() -> None:
@@ -94,27 +74,6 @@ def test_a_partition_cannot_be_changed() -> None:
         del p.shape
 
 
-def test_one_rank_is_a_partition_in_a_plain_process() -> None:
-    p = Partition([1, 1, 1])
-    assert p.active
-    assert (p.rank, p.index) == (0, (0, 0, 0))
-    assert p.comm == world()
-    assert p.group is None
-    assert p.local_shape([2, 3, 4]) == (2, 3, 4)
-    assert p.sub([0, 1]) == p
-    assert Communicator.of(p) == world()
-
-
-@pytest.mark.ranks(4)
-def test_every_rank_knows_its_own_place() -> None:
-    me = dist.get_rank()
-    p = Partition([2, 2], ranks=(3, 2, 1, 0))
-    assert p.active
-    assert p.rank == 3 - me
-    assert p.index == p.index_of(3 - me)
-    assert p.local_shape([5, 4]) == p.local_shape([5, 4], rank=3 - me)
-
-
 @pytest.mark.ranks(4)
 def test_the_communicator_of_a_partition_follows_its_order() -> None:
     p = Partition([3], ranks=(2, 0, 3))
@@ -133,24 +92,12 @@ def test_the_communicator_of_a_partition_follows_its_order() -> None:
 
 
 @pytest.mark.ranks(4)
-def test_a_partition_of_the_world_uses_the_world_group() -> None:
-    assert Partition([2, 2]).group is dist.group.WORLD
-
-
-@pytest.mark.ranks(4)
 def test_sub_partitions_sum_along_one_axis() -> None:
     p = Partition([2, 2])
     rows = p.sub(1)
     total = rows.comm.all_reduce(torch.tensor([float(dist.get_rank())]))
     assert total.item() == (1.0 if dist.get_rank() < 2 else 5.0)
     assert Communicator.of(p, axis=1) == rows.comm
-
-
-@pytest.mark.ranks(4)
-def test_partitions_travel_between_ranks_as_values() -> None:
-    p = Partition([2, 2])
-    everywhere = world().all_gather_object(p)
-    assert everywhere == [p] * 4
 
 
 @pytest.mark.ranks(3)

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import pickle
 
-import pytest
-import torch
-
 from unisono.topology import RowPlan
 
 
@@ -24,14 +21,3 @@ def test_equal_plans_have_equal_hashes_and_other_rows_are_unequal() -> None:
     assert plan != RowPlan.from_lists(5, [[1], [3]], [1, 1])
     assert plan != RowPlan.from_lists(6, [[1], [2]], [1, 1])
     assert plan != "plan"
-
-
-def test_a_plan_cannot_be_changed() -> None:
-    plan = RowPlan.from_lists(5, [[1], [2]], [1, 1])
-    with pytest.raises(AttributeError):
-        plan.num_rows = 7  # type: ignore[misc]
-
-
-def test_an_empty_plan_is_a_plan() -> None:
-    plan = RowPlan.from_lists(0, [[], []], [0, 0])
-    assert plan.send_index.dtype == torch.int64

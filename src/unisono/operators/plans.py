@@ -25,8 +25,6 @@ class GroupPlan:
     """A movement that needs to know only the group."""
 
     comm: Communicator
-    wire: torch.dtype | None = None
-    """Dtype in which the tensor travels, None for its own."""
 
 
 def check_comm(comm: object, verb: str) -> Communicator:

@@ -16,7 +16,7 @@ from torch import Tensor
 from unisono.comm import Communicator
 from unisono.comm.arguments import check_rank, check_tensor
 from unisono.comm.collectives import Like
-from unisono.errors import PartitionError, UnisonoError
+from unisono.errors import PartitionError
 from unisono.operators import traced
 from unisono.operators.linear import LinearMap, identity, set_adjoint
 from unisono.operators.plans import GroupPlan, anchor, announce, check_call, check_comm, like_of
@@ -24,17 +24,14 @@ from unisono.operators.plans import GroupPlan, anchor, announce, check_call, che
 
 def _sum_over_ranks(x: Tensor, plan: GroupPlan) -> Tensor:
     """Return the sum over ranks, without autograd."""
-    sent = x if plan.wire is None else x.to(plan.wire)
     comm = plan.comm
     if torch.compiler.is_compiling():
-        total = traced.all_reduce(sent, comm)
-    elif sent.layout is torch.strided:
-        # The operator has checked its tensor; the verb would do so once more.
-        out = sent.detach().clone(memory_format=torch.contiguous_format)
-        total = comm._perform(comm._reduced(out, sent, "sum", None))
-    else:
-        total = comm.all_reduce(sent)
-    return total if plan.wire is None else total.to(x.dtype)
+        return traced.all_reduce(x, comm)
+    if x.layout is not torch.strided:
+        return comm.all_reduce(x)
+    # The operator has checked its tensor; the verb would do so once more.
+    out = x.detach().clone(memory_format=torch.contiguous_format)
+    return comm._perform(comm._reduced(out, x, "sum", None))
 
 
 class AllSumReduceMap(LinearMap):
@@ -146,39 +143,14 @@ set_adjoint(SumToReplicated, Copy)
 set_adjoint(BroadcastMap, SumReduceMap)
 
 
-def all_sum_reduce(
-    x: Tensor, *, wire: str | torch.dtype | None = None, comm: Communicator
-) -> Tensor:
+def all_sum_reduce(x: Tensor, *, comm: Communicator) -> Tensor:
     """Return the sum of `x` over all ranks, on every rank. Collective; any order of derivative.
 
     A plain linear map on the direct sum of the ranks' tensors (I -> I): gradients are summed over
     ranks too. For a value that every rank uses alike (a loss) use `sum_to_replicated`.
-
-    Args:
-        x: tensor of the same shape on every rank.
-        wire: dtype in which it travels, e.g. `"bfloat16"` to halve the bytes; the sum is rounded
-            once.
-        comm: the ranks.
     """
     check_call(x, comm, "all_sum_reduce")
-    if comm.size == 1:
-        return identity(x)
-    return AllSumReduceMap.apply(x, GroupPlan(comm, _wire_dtype(wire, x.dtype)))
-
-
-def _wire_dtype(wire: str | torch.dtype | None, x_dtype: torch.dtype) -> torch.dtype | None:
-    if wire is None:
-        return None
-    dtype = getattr(torch, wire, None) if isinstance(wire, str) else wire
-    is_float = isinstance(dtype, torch.dtype) and dtype.is_floating_point and dtype.itemsize > 1
-    if not is_float or not x_dtype.is_floating_point:  # imaginary parts, integers would be lost
-        raise UnisonoError.because(
-            f"all_sum_reduce(wire={wire!r})",
-            f"a tensor of {x_dtype}",
-            None,
-            'wire="bfloat16", "float16" or "float32", of a real floating-point tensor',
-        )
-    return None if dtype == x_dtype else dtype
+    return identity(x) if comm.size == 1 else AllSumReduceMap.apply(x, GroupPlan(comm))
 
 
 def copy(x: Tensor, *, comm: Communicator) -> Tensor:
