@@ -69,8 +69,9 @@ from unisono.nn.layers.pooling import (
 )
 from unisono.nn.layers.upsampling import DistributedUpsample
 from unisono.nn.module import Module
+from unisono.nn.parameters import Shard, state_dict_mode
 from unisono.nn.split_tensors import Split, SplitModule, split, split_rule
-from unisono.nn.state import Shard, check_replicas, full_state_dict, no_sync, state_dict_mode
+from unisono.nn.state import check_replicas, full_state_dict, no_sync
 from unisono.removed import removed_name
 
 __all__ = [

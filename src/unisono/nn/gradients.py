@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from unisono.comm import Communicator
 from unisono.errors import PartitionError, UnisonoError
 from unisono.nn.parameters import Holding
-from unisono.nn.state import HoldingModule, living_layers
+from unisono.nn.planned import PlannedModule, living_layers
 
 __all__ = ["clip_grad_norm_"]
 
@@ -72,7 +72,7 @@ def _listed(source: nn.Module | Tensor | Iterable[Tensor]) -> list[Tensor]:
 
 def _parameters_of(layer: nn.Module) -> list[Tensor]:
     """Return a layer's own parameters: of a distributed one the same number on all its ranks."""
-    blocks = layer.blocks() if isinstance(layer, HoldingModule) else {}
+    blocks = layer.blocks() if isinstance(layer, PlannedModule) else {}
     return [*(p for p in blocks.values() if isinstance(p, nn.Parameter)), *layer.parameters(False)]
 
 

@@ -2,7 +2,8 @@
 
 Weights are drawn as the layer of the global size draws them, so one seed gives the same weights at
 any number of ranks, and the same as the torch layer. `Holding` tells where a block lies in the
-whole; checkpoints read it.
+whole; checkpoints read it. States do not know the layout: whole tensors in and out, or blocks with
+their place.
 """
 
 from __future__ import annotations
@@ -11,17 +12,18 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Literal, cast, get_args
+from typing import Any, Literal, cast, get_args
 
 import torch
 from torch import Tensor
 
 from unisono.comm import Communicator
-from unisono.errors import PartitionError
+from unisono.errors import PartitionError, an
 from unisono.expect import expect_choice
 from unisono.topology.decompose import Interval
 
 Weights = Literal["replicated", "root"]
+StateMode = Literal["full", "sharded"]
 _CHUNK = 1 << 22
 """Elements of a weight that are drawn at a time."""
 
@@ -109,3 +111,93 @@ def draw_uniform(
             part = chunk[low - start : high - start][(slice(None), *holding.slices[1:])]
             block[low - rows_here.start : high - rows_here.start] = part
     return block.to(device) if device is not None else block
+
+
+# -- as states hold them --------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Shard:
+    """A block of a parameter and its place in the whole one: what mode "sharded" saves."""
+
+    tensor: Tensor
+    global_shape: tuple[int, ...]
+    offsets: tuple[int, ...]
+
+
+torch.serialization.add_safe_globals([Shard])  # torch.load takes files with nothing else by default
+
+
+def join_blocks(block: Tensor, holding: Holding, comm: Communicator | None) -> Tensor:
+    """Return the whole tensor on every rank of `comm`. Collective."""
+    if comm is None or comm.size == 1:
+        return block
+    joined = block.new_empty(holding.global_shape)
+    for holding_there, values in blocks_of_all(block, holding, comm):
+        if values.numel():
+            joined[holding_there.slices] = values.view(holding_there.shape)
+    return joined
+
+
+def blocks_of_all(
+    block: Tensor, holding: Holding, comm: Communicator
+) -> list[tuple[Holding, Tensor]]:
+    """Return what each rank holds of a tensor, its values in one row. Collective."""
+    dims = len(holding.global_shape)
+    where = [
+        Holding(holding.global_shape, record[:dims], record[dims:])
+        for record in comm.all_gather_ints([*holding.start, *holding.shape])
+    ]
+    flat = comm.all_gather(block.detach().reshape(-1))
+    return list(
+        zip(
+            where,
+            flat.split([math.prod(block_at.shape) for block_at in where]),
+            strict=True,
+        )
+    )
+
+
+def own_block(value: Any, holding: Holding, key: str) -> Tensor:
+    """Return the own block of what a state holds: a whole tensor, or the block and its place."""
+    if isinstance(value, Shard):
+        place = Holding(value.global_shape, value.offsets, tuple(value.tensor.shape))
+        if place != holding:
+            raise PartitionError.because(
+                f"load_state_dict of {key}",
+                f"a block of {list(place.shape)} at {list(place.start)}",
+                f"this rank holds {list(holding.shape)} at {list(holding.start)}",
+                "whole tensors (full_state_dict) for another number of ranks",
+            )
+        return value.tensor
+    if not isinstance(value, Tensor):
+        raise PartitionError.because(
+            f"load_state_dict of {key}", an(type(value).__name__), None, "a tensor, or a Shard"
+        )
+    if tuple(value.shape) == holding.global_shape:
+        return value[holding.slices]
+    return value  # a bare block; torch compares its shape
+
+
+@contextmanager
+def state_dict_mode(mode: StateMode) -> Iterator[None]:
+    """Choose what `state_dict()` of distributed layers gives inside the block.
+
+    `"full"` (default): whole tensors on every rank; collective where blocks are split.
+    `"sharded"`: own blocks with their place (`Shard`), which load at the same number of ranks.
+    """
+    expect_choice("state_dict_mode", mode, get_args(StateMode), error=PartitionError)
+    global _mode
+    before, _mode = _mode, mode
+    try:
+        yield
+    finally:
+        _mode = before
+
+
+def current_state_mode() -> StateMode:
+    """Return what `state_dict()` of distributed layers gives at the moment."""
+    return _mode
+
+
+_mode: StateMode = "full"

@@ -7,16 +7,19 @@ its own forward whatever was called since.
 
 from __future__ import annotations
 
+import math
 from abc import abstractmethod
 from collections import OrderedDict
 from collections.abc import Sequence
 from functools import cache
 from inspect import signature
-from typing import Any, ClassVar, Generic, TypeVar
+from typing import Any, ClassVar
+from weakref import WeakSet
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from unisono.comm import Communicator
 from unisono.errors import PartitionError, UnisonoError, an
 from unisono.nn.agreement import (
     INPUTS,
@@ -29,8 +32,20 @@ from unisono.nn.agreement import (
     report_equal_blocks,
 )
 from unisono.nn.module import Module
+from unisono.nn.parameters import (
+    Holding,
+    Shard,
+    Weights,
+    current_state_mode,
+    draw_uniform,
+    join_blocks,
+    nothing,
+    own_block,
+    shared_generator,
+)
 from unisono.nn.split_tensors.tensor import Split
-from unisono.operators import attach
+from unisono.operators import attach, broadcast
+from unisono.operators.gradients import summed_gradients
 from unisono.operators.halo import HaloExchangeMap, HaloOnGroup
 from unisono.operators.linear import identity
 from unisono.topology import Partition
@@ -38,11 +53,10 @@ from unisono.topology.decompose import split_cuts
 from unisono.topology.halo import Axis, HaloPlan, plan_windows
 from unisono.topology.window import copied
 
-P = TypeVar("P")
 KEPT_PLANS = 8
 
 
-class PlannedModule(Module, Generic[P]):
+class PlannedModule(Module):
     """Base of unisono's own layers.
 
     A subclass has `_make_plan` (pure: the same tables give every rank its part of one plan) and
@@ -51,16 +65,18 @@ class PlannedModule(Module, Generic[P]):
 
     P_x: Partition
     """Partition of the input."""
+    weights: Weights = "replicated"
+    """Whether each rank that uses a block of a parameter stores it, or the first of them."""
     _takes_blocks: ClassVar[bool] = True
     """Whether ranks hold blocks of one input; else each holds an input of its own, as a summand."""
-    _plan: P
+    _plan: Any
 
     def __init__(self) -> None:
         super().__init__()
         self._agreements = Agreements()
         self._tables: tuple[Table, ...] = ()
         """What all ranks held when the current plan was made."""
-        self._plans: OrderedDict[tuple[Table, ...], P] = OrderedDict()
+        self._plans: OrderedDict[tuple[Table, ...], Any] = OrderedDict()
         self._gradients = NO_GRAD
         """Whose gradients some rank needs in this call."""
         self._exchange: HaloOnGroup | None = None
@@ -71,6 +87,15 @@ class PlannedModule(Module, Generic[P]):
         """Whether this rank is in any of the layer's partitions."""
         self._setups = 0
         """How often set-up has run."""
+        self._holdings: dict[str, Holding] = {}
+        """What this rank stores of each parameter and buffer."""
+        self._blocks_used: dict[str, tuple[int, ...]] = {}
+        """Shape of the block of each parameter that this rank computes with."""
+        self._replicated: dict[str, bool] = {}
+        """Whether all ranks store the whole of it."""
+        self._user_comms: dict[str, Communicator] = {}
+        self._sums_gradients = True
+        _living.add(self)
 
     def _describe(self) -> tuple[object, ...]:
         """Return what must be equal on all ranks of the layer: the arguments it was made with.
@@ -81,7 +106,7 @@ class PlannedModule(Module, Generic[P]):
         return tuple((name, isinstance(x, Tensor) or x) for name, x in arguments)
 
     @abstractmethod
-    def _make_plan(self, tables: Sequence[Table]) -> P:
+    def _make_plan(self, tables: Sequence[Table]) -> Any:
         """Return what this rank does for inputs of these structures."""
 
     def _read(
@@ -207,7 +232,133 @@ class PlannedModule(Module, Generic[P]):
             "_plans": OrderedDict(),
             "_tables": (),
             "_exchange": None,
+            "_user_comms": {},
         }
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Take part among the living layers, as a copy too."""
+        super().__setstate__(state)
+        _living.add(self)
+
+    # -- parameters -------------------------------------------------------------------------------
+
+    def _hold(
+        self, name: str, used: Holding, *, everywhere: bool = False, is_buffer: bool = False
+    ) -> Holding:
+        """Note which block of a parameter this rank uses; return what it stores of it.
+
+        `everywhere`: all ranks use all of it. A buffer is stored wherever it is used.
+        """
+        stored = used
+        if self.weights == "root" and not is_buffer:
+            users = self._users(name)
+            if users is not None and users.rank != 0:
+                stored = nothing(used.global_shape)
+            everywhere = False
+        self._blocks_used[name], self._holdings[name] = used.shape, stored
+        self._replicated[name] = everywhere
+        return stored
+
+    def blocks(self) -> dict[str, Tensor]:
+        """Return own blocks by name, empty ones too: the same names on all ranks of the layer."""
+        named = {name: getattr(self, name, None) for name in self._holdings}
+        return {name: x for name, x in named.items() if x is not None}
+
+    def _draw(
+        self,
+        weight: Holding,
+        bias: Holding | None,
+        *,
+        everywhere: bool = False,
+        dtype: torch.dtype | None,
+        device: torch.device | str | None,
+    ) -> None:
+        """Draw the own blocks of weight and bias, as torch's linear and conv layers do. Collective.
+
+        The fan is that of dim 1, for transposed convolutions too, as in torch.
+        """
+        fan = math.prod(weight.global_shape[1:])
+        gain = nn.init.calculate_gain("leaky_relu", math.sqrt(5))
+        # In the order in which torch rounds: the weights are its own, bit by bit.
+        edges = (
+            (math.sqrt(3.0) * (gain / math.sqrt(fan)), 1 / math.sqrt(fan)) if fan else (0.0, 0.0)
+        )
+        parts = ("weight", weight, edges[0]), ("bias", bias, edges[1])
+        with shared_generator(self._control()) as generator:
+            for name, used, edge in parts:
+                self.register_parameter(name, None)
+                if used is not None:
+                    stored = self._hold(name, used, everywhere=everywhere)
+                    block = draw_uniform(stored, edge, generator, dtype=dtype, device=device)
+                    self.register_parameter(name, nn.Parameter(block))
+
+    def _users(self, name: str) -> Partition | None:
+        """Return the ranks that use this rank's block of a parameter; None on a rank outside."""
+        raise TypeError(f"{type(self).__name__} has no ranks for {name}")
+
+    def _gradient_comm(self, name: str) -> Communicator | None:
+        """Return the ranks over which the gradient of a parameter is summed; None for none."""
+        if self.weights != "replicated":
+            return None
+        if name not in self._user_comms:
+            users = self._users(name)
+            if users is None:
+                return None
+            self._user_comms[name] = users.comm
+        return self._user_comms[name]
+
+    def _used(self, *names: str) -> list[Tensor]:
+        """Return the blocks of parameters that the same ranks use, wherever they are stored.
+
+        Those that the layer does not have are left out. Gradients are summed over these ranks: on
+        all of them, or on the first.
+        """
+        found = {name: getattr(self, name) for name in names}
+        tensors: dict[str, Tensor] = {name: p for name, p in found.items() if p is not None}
+        if self.weights == "replicated":
+            comm = self._gradient_comm(names[0]) if self._sums_gradients and tensors else None
+            each = tensors.values()
+            return list(each if comm is None else summed_gradients(comm, *each))
+        users = self._users(names[0])
+        if users is None or users.size == 1 or not tensors:
+            return list(tensors.values())
+        shapes = [self._blocks_used[name] for name in tensors]
+        sizes = list(map(math.prod, shapes))
+        flat = torch.cat([x.reshape(-1) for x in tensors.values()])
+        flat = broadcast(flat, like=((sum(sizes),), flat.dtype), comm=users.comm)
+        parts = flat.split_with_sizes(sizes)
+        return [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
+
+    def _save_to_state_dict(
+        self, destination: dict[str, Any], prefix: str, keep_vars: bool
+    ) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        for name, holding in self._holdings.items():
+            key = prefix + name
+            if key not in destination:
+                continue
+            block = destination[key]
+            if current_state_mode() == "sharded":
+                destination[key] = Shard(block, holding.global_shape, holding.start)
+            elif not self._replicated[name]:
+                destination[key] = join_blocks(block, holding, self._root())
+
+    def _load_from_state_dict(
+        self, state_dict: dict[str, Any], prefix: str, *rest: Any, **kwargs: Any
+    ) -> None:
+        for name, holding in self._holdings.items():
+            key = prefix + name
+            if key in state_dict:
+                state_dict[key] = own_block(state_dict[key], holding, key)
+        super()._load_from_state_dict(state_dict, prefix, *rest, **kwargs)
+
+
+_living: WeakSet[PlannedModule] = WeakSet()
+
+
+def living_layers() -> list[PlannedModule]:
+    """Return all layers of this process: who has only a parameter asks them."""
+    return list(_living)
 
 
 @cache

@@ -94,7 +94,7 @@ def filled(
     return x
 
 
-class HaloExchange(PlannedModule[list[tuple[Slices, ...]]], Module):
+class HaloExchange(PlannedModule, Module):
     """Fill the ghosts of a tensor that is padded for them; collective over `P_x` when it is made.
 
     Dims are taken in ascending order: those before with their ghosts, those after without.

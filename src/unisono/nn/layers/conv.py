@@ -23,9 +23,8 @@ from unisono.nn.layers.function_layer import FunctionLayer
 from unisono.nn.layers.grid import GridLayer
 from unisono.nn.module import Module
 from unisono.nn.parameters import Weights, check_weights, nothing, whole
-from unisono.nn.planned import check_dims, check_sizes
+from unisono.nn.planned import PlannedModule, check_dims, check_sizes
 from unisono.nn.split_tensors.convolution import KERNELS, TRANSPOSED, empty_output
-from unisono.nn.state import HoldingModule
 from unisono.topology import Partition, halo
 from unisono.topology.decompose import Interval, block
 from unisono.topology.halo import HaloPlan
@@ -41,7 +40,7 @@ from unisono.topology.window import (
 Size = int | Sequence[int]
 
 
-class _Conv(HoldingModule[Any]):
+class _Conv(PlannedModule):
     """What all convolutions share: their numbers, as torch has them."""
 
     weight: nn.Parameter

@@ -21,14 +21,13 @@ from unisono.nn.parameters import (
     part,
     shared_generator,
 )
-from unisono.nn.planned import ScaledGradient, zero_volume
-from unisono.nn.state import HoldingModule
+from unisono.nn.planned import PlannedModule, ScaledGradient, zero_volume
 from unisono.operators import sum_to_replicated
 from unisono.topology import Partition
 from unisono.topology.decompose import block
 
 
-class DistributedEmbedding(HoldingModule[None]):
+class DistributedEmbedding(PlannedModule):
     """`torch.nn.Embedding` with its table split over the last axis of a partition.
 
     The leading axes of `P_x` split the ids, which all ranks of the last axis hold alike. With

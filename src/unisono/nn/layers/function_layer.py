@@ -37,8 +37,10 @@ class FunctionPlan:
     """How parameters are cut, by their own dims."""
 
 
-class FunctionLayer(PlannedModule[FunctionPlan]):
+class FunctionLayer(PlannedModule):
     """A layer whose inputs have the same blocks, and which calls a function of torch."""
+
+    _plan: FunctionPlan
 
     _balances: ClassVar[bool] = True
     """Whether blocks of the result are balanced in all dims."""

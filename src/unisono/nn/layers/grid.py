@@ -13,8 +13,8 @@ from torch import Tensor
 from unisono.errors import PartitionError
 from unisono.nn.agreement import Cuts, Table
 from unisono.nn.parameters import nothing, part
+from unisono.nn.planned import PlannedModule
 from unisono.nn.precision import NARROW
-from unisono.nn.state import HoldingModule
 from unisono.operators.partitioned import FanPlan, collect, fan_plan, spread
 from unisono.topology import Partition, broadcast_groups, reduce_groups
 from unisono.topology.decompose import Interval
@@ -35,12 +35,14 @@ class GridPlan:
     """Shape of the own product, on a rank of `P_w`."""
 
 
-class GridLayer(HoldingModule[GridPlan]):
+class GridLayer(PlannedModule):
     """A layer `P_w` of which is a grid of batch, outputs, inputs, then space.
 
     Channels or features lie along one dim of input and output. `P_w` may leave out a batch that is
     not split.
     """
+
+    _plan: GridPlan
 
     P_y: Partition
     P_w: Partition

@@ -18,7 +18,7 @@ from unisono.topology.halo import Axis, HaloPlan
 from unisono.topology.window import PAD_MODES, check_window, copied, window
 
 
-class _Windowed(PlannedModule[HaloPlan]):
+class _Windowed(PlannedModule):
     """A layer that fills a window from the blocks under it."""
 
     def _plan_at(self, cuts: Cuts, index: tuple[int, ...]) -> HaloPlan:

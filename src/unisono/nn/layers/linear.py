@@ -20,8 +20,7 @@ from unisono.expect import expect_int
 from unisono.nn.agreement import Cuts, Table
 from unisono.nn.layers.grid import GridLayer
 from unisono.nn.parameters import Holding, Weights, check_weights, nothing, part, whole
-from unisono.nn.planned import balanced_in, check_sizes, recut
-from unisono.nn.state import HoldingModule
+from unisono.nn.planned import PlannedModule, balanced_in, check_sizes, recut
 from unisono.operators import AllGatherMap, ReduceScatterMap
 from unisono.operators.gather import BlockPlan
 from unisono.topology import Partition
@@ -101,8 +100,10 @@ class _AxisPlan(BlockPlan):
     """Moves input features to balanced blocks, those of the weight; None where they are."""
 
 
-class _OneAxisLinear(HoldingModule[_AxisPlan]):
+class _OneAxisLinear(PlannedModule):
     """What the column- and row-parallel layers share: one axis of ranks, blocks of one dim."""
+
+    _plan: _AxisPlan
 
     def __init__(
         self, P_x: Partition, P_y: Partition, split: Partition, in_features: int, out_features: int,

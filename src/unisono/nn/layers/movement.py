@@ -30,7 +30,7 @@ from unisono.topology.window import as_int
 _SUMMED = "blocks that are summed must be equal in shape"
 
 
-class Broadcast(PlannedModule[FanPlan]):
+class Broadcast(PlannedModule):
     """Give each rank of `P_y` the block of `P_x` that belongs to its place; gradients are summed.
 
     Args:
@@ -40,6 +40,8 @@ class Broadcast(PlannedModule[FanPlan]):
         preserve_batch: a rank outside of `P_y` gets shape `(B, 0)` with the batch size of its
             input, instead of `(0,)`.
     """
+
+    _plan: FanPlan
 
     _groups_of = staticmethod(broadcast_groups)
     _carry_out = staticmethod(spread)
@@ -93,7 +95,7 @@ class SumReduce(Broadcast):
         return table.one_shape(group.peers, f"sum of blocks on rank {group.root}", _SUMMED)
 
 
-class AllSumReduce(PlannedModule[Communicator]):
+class AllSumReduce(PlannedModule):
     """Sum over the ranks that share the index outside `axes_reduce`; gradients likewise.
 
     Args:
@@ -101,6 +103,8 @@ class AllSumReduce(PlannedModule[Communicator]):
         axes_reduce: axes of the partition to sum over, or
         axes_keep: those not to sum over. Exactly one of the two.
     """
+
+    _plan: Communicator
 
     _takes_blocks = False
 
@@ -132,8 +136,10 @@ class AllSumReduce(PlannedModule[Communicator]):
         return all_sum_reduce(self._tied(input), comm=self._plan)
 
 
-class _AlongAxis(PlannedModule[BlockPlan]):
+class _AlongAxis(PlannedModule):
     """A movement of blocks along one axis, which is also the tensor dim."""
+
+    _plan: BlockPlan
 
     P_x: Partition
     axis: int
@@ -242,7 +248,7 @@ class _Moved(RepartitionOnGroup):
     """Of the data, which a rank without a block may not know."""
 
 
-class Repartition(PlannedModule[_Moved]):
+class Repartition(PlannedModule):
     """Move a tensor from the blocks of one partition to the balanced blocks of another.
 
     Args:
@@ -250,6 +256,8 @@ class Repartition(PlannedModule[_Moved]):
         P_y: partition of the output, with as many dims.
         preserve_batch: a rank outside of `P_y` gets shape `(B, 0)` instead of `(0,)`.
     """
+
+    _plan: _Moved
 
     def __init__(self, P_x: Partition, P_y: Partition, preserve_batch: bool = True) -> None:
         super().__init__()

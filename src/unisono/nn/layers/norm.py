@@ -19,17 +19,16 @@ from unisono.comm import Communicator
 from unisono.errors import PartitionError
 from unisono.nn.agreement import Table
 from unisono.nn.layers.function_layer import FunctionLayer, FunctionPlan
-from unisono.nn.parameters import Weights, check_weights, nothing, part
+from unisono.nn.parameters import Weights, check_weights, current_state_mode, nothing, part
 from unisono.nn.planned import check_dims, check_sizes
 from unisono.nn.precision import wide, wide_dtype
 from unisono.nn.split_tensors.tensor import Cut, made
-from unisono.nn.state import HoldingModule, current_state_mode
 from unisono.topology import Partition
 from unisono.topology.decompose import block, split_cuts, split_sizes
 from unisono.topology.window import as_int
 
 
-class _Norm(FunctionLayer, HoldingModule[Any]):
+class _Norm(FunctionLayer):
     """What all norms share: a scale and a shift, in the blocks of some dims of the tensor."""
 
     _balances = False
