@@ -18,7 +18,7 @@ import unisono
 import unisono.nn as unn
 from unisono.errors import PartitionError
 from unisono.nn.layers.halo import DistributedPad
-from unisono.nn.layers.upsampling import DistributedUpsample, Interpolate
+from unisono.nn.layers.upsampling import DistributedUpsample
 from unisono.topology import Partition
 from unisono.topology.window import span
 
