@@ -291,7 +291,3 @@ def test_integers_are_copied_but_not_weighed():
         DistributedUpsample(P, scale_factor=2, mode="linear")(x[P.local_slices(x.shape)])
     with pytest.raises(PartitionError, match=said):
         DistributedUpsample(space, scale_factor=2, mode="bicubic")(torch.ones_like(x)[None])
-    ends = ([0, 0, 0], [1, 1, 6], [1, 1, 6], [0, 0, 0], [1, 1, 12], [1, 1, 12])
-    assert torch.equal(Interpolate(*ends)(x), z)
-    with pytest.raises(PartitionError, match=said):
-        Interpolate(*ends, mode="linear")(x)
