@@ -63,13 +63,12 @@ IDS = torch.tensor([[0, 5, 2, 2], [6, 1, 0, 3], [3, 3, 3, 6]])
 
 
 @pytest.mark.ranks([1, 2, 3])
-def test_rows_are_scaled_down_to_any_norm():
+def test_rows_are_scaled_down_to_a_norm():
     size = unisono.world().size
     for split, columns in product(("dim", "vocab"), (5, 2)):  # 2: a rank may hold none
-        for order in (torch.inf, -torch.inf, 0.0, 1.0, 3.0):
+        for order in (torch.inf, 1.0, 3.0):
             P = Partition([1, 1, size])
-            largest = 0.1 if order < 0 else 0.5
-            options = {"max_norm": largest, "norm_type": order, "dtype": torch.float64}
+            options = {"max_norm": 0.5, "norm_type": order, "dtype": torch.float64}
             torch.manual_seed(2)
             plain = nn.Embedding(7, columns, **options)
             torch.manual_seed(2)

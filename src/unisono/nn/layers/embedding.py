@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -72,6 +71,10 @@ class DistributedEmbedding(PlannedModule):
         if padding_idx is not None:
             expect_int(
                 "padding_idx", padding_idx, -num_embeddings, num_embeddings, error=PartitionError
+            )
+        if not norm_type > 0:
+            raise PartitionError.because(
+                f"DistributedEmbedding(norm_type={norm_type})", None, f"not {norm_type} > 0", "2.0"
             )
         self.P_x = P_x
         self.num_embeddings = num_embeddings
@@ -200,15 +203,9 @@ class DistributedEmbedding(PlannedModule):
 
     def _norms(self, rows: Tensor) -> Tensor:
         """Return the norms of whole rows, of which this rank may hold columns. Collective then."""
-        order = self.norm_type
-        if math.isinf(order):  # the largest magnitude, or the smallest
-            way = "max" if order > 0 else "min"
-            empty = rows.new_full((len(rows), 1), 0.0 if order > 0 else math.inf)
-            values = torch.cat([rows.abs(), empty], 1)
-            norms = values.amax(1) if order > 0 else values.amin(1)
-        else:
-            way, values = "sum", rows.abs()
-            norms = ((values != 0).to(rows) if order == 0 else values.pow(order)).sum(1)
-        if self.split == "dim":
-            norms = self._sharing.all_reduce(norms, way)
-        return norms if order == 0 or math.isinf(order) else norms.pow(1.0 / order)
+        # With a column of zeros: this rank may hold none.
+        norms = torch.linalg.vector_norm(F.pad(rows, (0, 1)), self.norm_type, 1)
+        if self.split == "vocab":
+            return norms
+        parts = self._sharing.all_gather(norms[None], 0, [1] * self._sharing.size)
+        return torch.linalg.vector_norm(parts, self.norm_type, 0)
