@@ -396,19 +396,10 @@ def _inside(segments: Sequence[Segment], interval: Interval) -> Interval:
 
 def _check_index(cuts: Sequence[Sequence[int]], index: Sequence[int]) -> None:
     grid = [len(own_cuts) - 1 for own_cuts in cuts]
-    call, cut_text = f"plan of index {list(index)}", f"cuts of a partition of shape {grid}"
-    if len(index) != len(grid):
+    if len(index) != len(grid) or any(not 0 <= i < n for i, n in zip(index, grid, strict=True)):
         raise PartitionError.because(
-            call,
-            cut_text,
-            f"{len(index)} coordinates != {len(grid)} dims",
-            f"one coordinate for each of the {len(grid)} dims, such as index={[0] * len(grid)}",
-        )
-    wrong = [dim for dim, (i, n) in enumerate(zip(index, grid, strict=True)) if not 0 <= i < n]
-    if wrong:
-        raise PartitionError.because(
-            call,
-            cut_text,
-            "; ".join(f"dim {d}: 0 <= {index[d]} < {grid[d]} does not hold" for d in wrong),
+            f"plan of index {list(index)}",
+            f"cuts of a partition of shape {grid}",
             f"coordinates of the last rank are {[n - 1 for n in grid]}",
+            f"one coordinate for each of the {len(grid)} dims, such as index={[0] * len(grid)}",
         )

@@ -372,12 +372,12 @@ def _check_members(shape: tuple[int, ...], ranks: tuple[int, ...], root_size: in
             f"{len(set(ranks))} different ranks for {count} blocks",
             "each rank once",
         )
-    if min(ranks) < 0:
+    if min(ranks) >= 0 and (root_size is None or max(ranks) < root_size):
+        return
+    if min(ranks) < 0 or root_size is None:
         raise PartitionError.because(
             call, arithmetic=f"rank {min(ranks)} < 0", hint="ranks from 0 on"
         )
-    if root_size is None or max(ranks) < root_size:
-        return
     if count <= root_size:
         raise PartitionError.because(
             call,
