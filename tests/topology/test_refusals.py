@@ -20,7 +20,7 @@ from unisono.topology import (
     reduce_groups,
 )
 from unisono.topology.overlap import overlaps, repartition_plan
-from unisono.topology.resample import Resampling, resample_length
+from unisono.topology.resample import Resampling
 from unisono.topology.window import check_pool, output_length, transposed_length
 
 ROWS = [(0, 4, 5), (0, 4)]
@@ -69,9 +69,6 @@ HALO = [
     (lambda: transposed_length(5, 3, 2, 1, 1, output_padding=2), ["2 >= 2"]),
     (lambda: transposed_length(1, 1, 1, 1), ["= -1 < 1"]),
     (lambda: transposed_length(4, 3, 0), ["dilation >= 1"]),
-    (lambda: resample_length(4), ["exactly one"]),
-    (lambda: resample_length(4, size=3, scale=2.0), ["exactly one"]),
-    (lambda: resample_length(4, scale=0.1), ["0 < 1"]),
     (lambda: Resampling(4, 8, "area"), ["'nearest-exact'"]),
     (lambda: Resampling(4, 8, "nearest", align_corners=True), ["align_corners"]),
 ]  # fmt: skip

@@ -31,27 +31,6 @@ class WeightedPoints(NamedTuple):
     """One weight per point; they add up to 1."""
 
 
-def resample_length(x: int, *, size: int | None = None, scale: float | None = None) -> int:
-    """Return the output length: `size`, or `floor(x * scale)`; exactly one of the two is given.
-
-    >>> resample_length(5, scale=1.5)
-    7
-    """
-    if (size is None) == (scale is None):
-        raise PartitionError.because(
-            f"upsampling with size={size}, scale={scale}",
-            hint="give exactly one of size and scale_factor",
-        )
-    length = size if size is not None else math.floor(x * (scale or 0.0))
-    if length < 1:
-        raise PartitionError.because(
-            f"upsampling {x} points with size={size}, scale={scale}",
-            arithmetic=f"output length {length} < 1",
-            hint="a larger size or scale_factor",
-        )
-    return length
-
-
 @dataclass(frozen=True)
 class Resampling:
     """How one dim of `x` points becomes `y`."""

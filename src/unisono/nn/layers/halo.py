@@ -63,18 +63,6 @@ class HaloExchange(_Windowed):
         self.padding_mode = padding_mode
         self.fill = fill
 
-    @classmethod
-    def from_widths(
-        cls,
-        P_x: Partition,
-        widths: Sequence[tuple[int, int]],
-        padding_mode: str = "zeros",
-        fill: float = 0.0,
-    ) -> HaloExchange:
-        """Return the layer that gives each balanced block `(left, right)` more points a dim."""
-        sizes = [left + right + 1 for left, right in widths]
-        return cls(P_x, sizes, 1, [(left, right) for left, right in widths], 1, padding_mode, fill)
-
     def _plan_at(self, cuts: Cuts, index: tuple[int, ...]) -> HaloPlan:
         return halo.plan(
             cuts, index, self.kernel_size, self.stride, self.padding, self.dilation,
