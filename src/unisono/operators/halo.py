@@ -286,14 +286,6 @@ def _place_own(window: Tensor, x: Tensor, plan: HaloOnGroup) -> None:
         _place(window, piece, x[piece.source_slices])
     for dim, (left, right) in enumerate(halo.fills if halo.has_fill else ()):
         size = window.shape[dim]
-        is_last = dim == window.dim() - 1
-        if is_last and left and right and window.numel() and window.is_contiguous():
-            # The end of a row and the start of the next one lie side by side: one pass for both.
-            flat = window.view(-1)
-            flat[:left] = flat[-right:] = plan.fill
-            rows = flat.numel() // size
-            flat.as_strided((rows - 1, left + right), (size, 1), size - right).fill_(plan.fill)
-            continue
         if left:
             window.narrow(dim, 0, left).fill_(plan.fill)
         if right:
