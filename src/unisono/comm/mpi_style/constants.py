@@ -16,8 +16,8 @@ from typing import Any, Final
 
 import torch
 
-from unisono.comm.reductions import defined_ops
-from unisono.errors import PartitionError, an, explain
+from unisono.comm.reductions import check_op
+from unisono.errors import an, explain
 
 ANY_SOURCE: Final = -1001
 """Receive from any rank."""
@@ -68,16 +68,8 @@ class Op:
                     f"Allreduce the values with {extreme}, then the place where yours equals it",
                 )
             )
-        defined = defined_ops(dtype)
-        if not self.is_logical and self.reduction not in defined:
-            kind = str(dtype).removeprefix("torch.")
-            names = sorted(op.name for op in OPS if op.is_logical or op.reduction in defined)
-            raise PartitionError.because(
-                f"{verb}(op={self.name}) of {kind}",
-                f"defined for {kind}: {', '.join(names)}",
-                None,
-                "an integer or bool buffer for bitwise operations, or another op",
-            )
+        if not self.is_logical:
+            check_op(self.reduction, dtype)
 
 
 SUM = Op("SUM", "sum", operator.add)

@@ -38,7 +38,7 @@ from unisono.comm.mpi_style.buffers import (
 from unisono.comm.mpi_style.constants import SUM, InPlace, Op, as_op
 from unisono.comm.mpi_style.messages import Messages, Request, Status
 from unisono.comm.perform import Pending
-from unisono.comm.reductions import decode, encode, reduce_in_rank_order
+from unisono.comm.reductions import reduce_in_rank_order
 from unisono.errors import PartitionError, explain
 from unisono.expect import expect, expect_int, is_integer
 
@@ -179,14 +179,13 @@ class Verbs(ABC):
         ranks = self._comm.rank + (verb == "Scan")
         recv = as_tensor(recvbuf, verb, "recvbuf")
         send, kind = _operands(sendbuf, recv, op, verb)
-        flat = _scratch(self._staged(send), kind).reshape(1, -1)
-        block, sizes = encode(flat, kind.reduction), [1] * self._comm.size
+        block, sizes = _scratch(self._staged(send), kind).reshape(1, -1), [1] * self._comm.size
 
         def deliver(rows: Tensor) -> None:
             if ranks:
                 total = torch.empty_like(rows[0])
                 reduce_in_rank_order(total, list(rows[:ranks].unbind()), kind.reduction)
-                assign(recv, decode(total, kind.reduction, flat.dtype))
+                assign(recv, total)
 
         return Plan(lambda verbs: verbs.all_gather(block, 0, sizes), deliver)
 
