@@ -99,10 +99,8 @@ def measure(names: list[str], rounds: int) -> dict[tuple[object, ...], float]:
     return dict(zip(cases, found.values(), strict=True))
 
 
-def calibration(
-    measured: dict[int, dict[tuple[object, ...], float]], workloads: dict[str, Workload]
-) -> Calibration:
-    """Return what steps without communication, sums and overlap tell about this machine."""
+def calibration(measured: dict[int, dict[tuple[object, ...], float]]) -> Calibration:
+    """Return what sums and overlap tell about this machine."""
     links = {}
     for backend, typical in TYPICAL.links.items():
         sums = {
@@ -113,16 +111,20 @@ def calibration(
         links[backend] = fit_link(typical, sums)
     share = hidden_share(*(measured[2]["overlap", i] for i in range(3)))
     links["gloo"] = replace(links["gloo"], overlap=share)
-    slowdown: dict[str, dict[int, float]] = {}
-    for name, work in workloads.items():
-        alone = work.compute(PRESETS[name]().samples)
-        slowdown[name] = {n: found["step", name] / alone for n, found in measured.items()}
-    return replace(TYPICAL, cores=usable_cores(), links=links, slowdown=slowdown)
+    return replace(TYPICAL, cores=usable_cores(), links=links)
+
+
+def slowdown(
+    name: str, workload: Workload, measured: dict[int, dict[tuple[object, ...], float]]
+) -> dict[int, float]:
+    """Return how much longer a step without communication takes on ranks that compute at once."""
+    alone = workload.compute(PRESETS[name]().samples)
+    return {ranks: found["step", name] / alone for ranks, found in measured.items()}
 
 
 def predict(workload: Workload, machine: Calibration, ranks: int, mode: str, backend: str) -> float:
     """Return the predicted seconds of a step of whole models."""
-    cluster = machine.here(ranks, link=backend, model=workload.name)
+    cluster = machine.here(ranks, link=backend)
     batch = PRESETS[workload.name]().samples
     if workload.is_bayesian:
         return told(predict_bayes(workload, cluster, batch)).step_s
@@ -148,7 +150,11 @@ def main() -> None:
         ranks: unisono.run(measure, names, rounds, ranks=ranks, timeout_s=900)[0] for ranks in RANKS
     }
     workloads = {name: profile(PRESETS[name]()) for name in names}
-    machine = calibration(measured, workloads)
+    machine = calibration(measured)
+    machines = {
+        name: replace(machine, slowdown=slowdown(name, work, measured))
+        for name, work in workloads.items()
+    }
     rows: list[Row] = []
     low, high = WITHIN
     for ranks, found in measured.items():
@@ -157,7 +163,7 @@ def main() -> None:
             if kind != "way" or (ranks == 1 and key[1:] != [*WAYS[0]]):
                 continue
             mode, backend = map(str, key[1:])
-            guess = predict(workloads[name], machine, ranks, mode, backend)
+            guess = predict(workloads[name], machines[name], ranks, mode, backend)
             way = "alone" if ranks == 1 else f"{mode}, {backend}, {ranks} ranks"
             rows.append(Row(f"{name}: {way}", guess, seconds, "measured", high, at_least=low))
     text = f"Predicted over measured steps.\n\n{markdown(rows)}\n\nCalibration:\n\n"

@@ -50,7 +50,11 @@ REMOVED: dict[str, str] = {
     "unisono.nn.Interpolate": (
         "unisono.nn.DistributedUpsample; own points alone: unisono.compat.distdl.nn.Interpolate"
     ),
+    "unisono plan --algorithm": "nothing: the fastest one is predicted",
+    "unisono plan --plot": "unisono plan --json for some numbers of ranks",
+    "unisono.plan.Curve": "unisono.plan.compare for some clusters",
     "unisono.plan.Potential": "Subject(model, batch, graph=GraphInput(...)): a graph that is cut",
+    "unisono.plan.scaling": "unisono.plan.compare for some clusters",
     "unisono.topology.Layout": "unisono.topology.RankGrid",
     "unisono.topology.Piece": "unisono.topology.HaloPiece",
     **{

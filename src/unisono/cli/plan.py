@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from unisono.plan import Calibration, Cluster
 
 _RANGES = {
-    **dict.fromkeys(("ranks", "nodes", "cores", "team", "max_ranks"), (1, 10**9)),
+    **dict.fromkeys(("ranks", "nodes", "cores", "team"), (1, 10**9)),
     **dict.fromkeys(("batch", "rank_speed"), (1e-9, 1e9)),
     "overlap": (0, 1),
 }
@@ -23,7 +23,7 @@ _EXAMPLES = """\
 examples:
   unisono plan --calibrate                     measure links and cores of this machine
   unisono plan --model cnn                     predict for this machine
-  unisono plan --model train.py:make --ranks 1024 --nodes 128 --link 10GB/s --plot scaling.png
+  unisono plan --model train.py:make --ranks 1024 --nodes 128 --link 10GB/s
 
 MODEL is mlp, cnn, transformer, graph, bayes, or file.py:function: a function without
 arguments that returns a model and the batch of one rank.
@@ -63,13 +63,8 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         "--overlap", type=float, default=1.0, metavar="0..1", help="share of --link hidden (1)"
     )
     there.add_argument("--team", type=int, metavar="N", help="ranks that share a sample (a node)")
-    there.add_argument(
-        "--algorithm", default="auto", help="sum of gradients: auto, ring, tree, hierarchical"
-    )
     out = parser.add_argument_group("output")
     out.add_argument("--json", action="store_true", help="print one JSON object")
-    out.add_argument("--plot", type=Path, metavar="FILE", help="draw strong and weak scaling")
-    out.add_argument("--max-ranks", type=int, default=10_000, metavar="N", help="end of the plot")
     kept = parser.add_argument_group("calibration")
     kept.add_argument("--calibrate", action="store_true", help="measure with ranks, and save")
     kept.add_argument("--calibration", type=Path, metavar="FILE", help="file to write or read")
@@ -86,11 +81,11 @@ def execute(args: argparse.Namespace) -> int:
             return 0
         _refuse("", "no --model", "unisono plan --model cnn")
     from unisono.plan import compare, load_subject, profile, read_calibration
-    from unisono.plan.report import assumptions, draw_scaling, table
+    from unisono.plan.report import assumptions, table
 
     calibration = read_calibration(args.calibration)
     subject = load_subject(args.model)
-    cluster = _cluster(args, calibration, subject.name)
+    cluster = _cluster(args, calibration)
     workload = profile(subject)
     batch = args.batch or float(subject.samples)
     costs = compare(workload, cluster, batch, team=args.team)
@@ -101,10 +96,6 @@ def execute(args: argparse.Namespace) -> int:
     else:
         print(table(costs))
         print("\nassumptions:\n" + "\n".join(f"  {line}" for line in notes))
-    if args.plot:
-        limits = {"largest": args.max_ranks, "team": args.team}
-        draw_scaling(args.plot, workload, cluster, batch, notes, **limits)
-        print(f"unisono: wrote {args.plot}", file=sys.stderr)
     return 0
 
 
@@ -114,9 +105,7 @@ def _refuse(words: str, finding: str, hint: str) -> NoReturn:
 
 def _check(args: argparse.Namespace) -> None:
     """Refuse what would fail after minutes of measuring."""
-    from unisono.plan.cluster import ALGORITHMS
     from unisono.plan.quantities import read_rate, read_time
-    from unisono.plan.report import check_picture
 
     ranks, nodes, team = args.ranks, args.nodes, args.team
     call = f"--ranks {ranks} --nodes {nodes}"
@@ -134,18 +123,13 @@ def _check(args: argparse.Namespace) -> None:
     if ranks is not None and team is not None and ranks % team:
         finding, fits = f"{ranks} ranks / {team} = {ranks / team:g} teams", math.gcd(ranks, team)
         _refuse(f"--ranks {ranks} --team {team}", finding, f"--team {fits}")
-    if args.algorithm not in ALGORITHMS:
-        hint = f"one of {', '.join(ALGORITHMS)}"
-        _refuse(f"--algorithm {args.algorithm}", "no such algorithm", hint)
     for word in (args.latency, args.node_latency):
         read_time(word)
     for word in filter(None, (args.link, args.node_link)):
         read_rate(word)
-    if args.plot:
-        check_picture(args.plot)
 
 
-def _cluster(args: argparse.Namespace, calibration: Calibration, model: str) -> Cluster:
+def _cluster(args: argparse.Namespace, calibration: Calibration) -> Cluster:
     """Return the machine that the options describe; without a network, this one."""
     from dataclasses import replace
 
@@ -155,7 +139,7 @@ def _cluster(args: argparse.Namespace, calibration: Calibration, model: str) -> 
 
     ranks = args.ranks or usable_cores()
     if args.link is None and args.node_link is None:
-        here = calibration.here(ranks, model=model)
+        here = calibration.here(ranks)
         return replace(
             here, rank_speed=args.rank_speed, cores_per_node=args.cores or here.cores_per_node
         )
@@ -182,7 +166,6 @@ def _cluster(args: argparse.Namespace, calibration: Calibration, model: str) -> 
         outer=outer,
         cores_per_node=args.cores,
         rank_speed=args.rank_speed,
-        algorithm=args.algorithm,
     )
 
 

@@ -15,15 +15,14 @@ from unisono.plan.calibration import (
 from unisono.plan.cluster import Cluster, Link
 from unisono.plan.prediction import Impossible, Prediction
 from unisono.plan.profile import profile
-from unisono.plan.subject import GraphInput, Subject, load_subject
-from unisono.plan.ways import Curve, compare, scaling
-from unisono.plan.workload import Workload
+from unisono.plan.subject import Subject, load_subject
+from unisono.plan.ways import compare
+from unisono.plan.workload import GraphInput, Workload
 from unisono.removed import removed_name
 
 __all__ = [
     "Calibration",
     "Cluster",
-    "Curve",
     "GraphInput",
     "Impossible",
     "Link",
@@ -36,7 +35,6 @@ __all__ = [
     "load_subject",
     "profile",
     "read_calibration",
-    "scaling",
 ]
 
 

@@ -26,7 +26,7 @@ from unisono.plan.quantities import write_rate, write_time
 from unisono.plan.subject import Subject
 from unisono.plan.workload import fit_pace
 
-_VERSION = 2
+_VERSION = 3
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,12 +36,12 @@ class Calibration:
     cores: int
     links: Mapping[str, Link]
     """`shm` and `gloo`, between ranks of this machine."""
-    slowdown: Mapping[str, Mapping[int, float]] = field(default_factory=dict)
-    """By model: how much longer its step takes, by the number of ranks that compute at once."""
+    slowdown: Mapping[int, float] = field(default_factory=dict)
+    """How much longer a step takes, by the number of ranks that compute at once."""
     machine: str = "typical values, not measured"
     """Where and when."""
 
-    def here(self, ranks: int, *, link: str = "shm", model: str = "") -> Cluster:
+    def here(self, ranks: int, *, link: str = "shm") -> Cluster:
         """Return this machine with this number of ranks."""
         return Cluster(
             nodes=1,
@@ -49,16 +49,8 @@ class Calibration:
             inner=self.links[link],
             outer=self.links[link],
             cores_per_node=self.cores,
-            slowdown=self.slowdown_of(model),
+            slowdown=self.slowdown,
         )
-
-    def slowdown_of(self, model: str) -> dict[int, float]:
-        """Return the factors of a model; for one that was not measured, the mean of the others."""
-        if model in self.slowdown or not self.slowdown:
-            return dict(self.slowdown.get(model, {}))
-        tables = list(self.slowdown.values())
-        counts = set.intersection(*(set(table) for table in tables))
-        return {n: sum(table[n] for table in tables) / len(tables) for n in sorted(counts)}
 
     def describe(self) -> str:
         """Return what was measured, one line a fact."""
@@ -69,9 +61,9 @@ class Calibration:
                 f"{link.name}: {write_time(link.latency_s)} + n / {write_rate(link.bytes_per_s)}, "
                 f"{link.overlap:.0%} beside computing{crowded}"
             )
-        for model, table in self.slowdown.items():
-            factors = ", ".join(f"{f:.2f} x with {n}" for n, f in table.items() if n > 1)
-            lines.append(f"a step of {model}: {factors} ranks at once")
+        factors = [f"{f:.2f} x with {n}" for n, f in self.slowdown.items() if n > 1]
+        if factors:
+            lines.append(f"a step takes longer: {', '.join(factors)} ranks at once")
         return "\n".join(lines)
 
     def write(self, path: Path) -> None:
@@ -115,7 +107,7 @@ def read_calibration(path: Path | None = None) -> Calibration:
             name: Link(**{**link, "slowdown": _by_count(link["slowdown"])})
             for name, link in saved.pop("links").items()
         }
-        slowdown = {model: _by_count(table) for model, table in saved.pop("slowdown").items()}
+        slowdown = _by_count(saved.pop("slowdown"))
         return Calibration(**saved, links=links, slowdown=slowdown)
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise PlatformError.because(
@@ -178,7 +170,7 @@ def calibrate(
     ranks: Sequence[int] = RANKS,
     rounds: int = _ROUNDS,
 ) -> Calibration:
-    """Measure links over 2 and 4 ranks, and each model on 1, 2 and 4 ranks at once.
+    """Measure links over 2 and 4 ranks, and steps of models on 1, 2 and 4 ranks at once.
 
     Starts ranks on this host, one thread each. Best on a machine that does nothing else.
 
@@ -188,14 +180,14 @@ def calibrate(
         rounds: of each measurement; medians count.
     """
     sums: dict[str, dict[int, list[tuple[int, float]]]] = {"shm": {}, "gloo": {}}
-    slowdown: dict[str, dict[int, float]] = {}
-    alone: dict[str, float] = {}
+    slowdown: dict[int, float] = {}
+    alone: list[float] = []
     overlap = 0.0
     for count in (1, *ranks):
         measured = unisono.run(_measure, list(subjects), rounds, ranks=count)[0]
-        for name, seconds in measured["steps"].items():
-            alone.setdefault(name, seconds)
-            slowdown.setdefault(name, {})[count] = max(1.0, seconds / alone[name])
+        alone = alone or measured["steps"]
+        ratios = [here / first for here, first in zip(measured["steps"], alone, strict=True)]
+        slowdown[count] = max(1.0, statistics.fmean(ratios))
         for backend, times in measured["sums"].items():
             sums[backend][count] = times
         if count == ranks[0]:
@@ -264,17 +256,16 @@ def _measure(makers: Sequence[Callable[[], Subject]], rounds: int) -> dict:
     """Measure everything that this number of ranks can tell. Collective over the world."""
     torch.set_num_threads(1)
     comm = unisono.world()
-    steps: dict[str, float] = {}
+    steps: list[float] = []
     for make in makers:
         torch.manual_seed(comm.rank)
-        subject = make()
-        step = step_of(subject)
+        step = step_of(make())
         count = max(1, min(40, round(0.15 / max(sum(step()), 1e-6))))
         count = int(comm.all_reduce(torch.tensor([count]), "min"))
         times = [_timed(comm, step, repeats=count) for _ in range(rounds)]
         # Ranks that share a core take turns: their mean is what the core does.
         mean = comm.all_reduce(torch.tensor([statistics.median(times)]), "mean")
-        steps[subject.name] = float(mean)
+        steps.append(float(mean))
     if comm.size == 1:
         return {"steps": steps, "sums": {}, "overlap": 0.0}
     groups = {backend: group_over(backend) for backend in ("shm", "gloo")}

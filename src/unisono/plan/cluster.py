@@ -12,10 +12,6 @@ from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from unisono.errors import PlatformError
-from unisono.expect import expect_choice
-
-ALGORITHMS = ("auto", "ring", "tree", "hierarchical")
-"""Ways to add gradients over all ranks; `auto` is the fastest of the others."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -171,8 +167,6 @@ class Cluster:
     """How many times as fast a rank computes as one core of the machine that was measured."""
     slowdown: Mapping[int, float] = field(default_factory=dict)
     """Measured: by ranks that work on the node at once, how much longer each computes."""
-    algorithm: str = "auto"
-    """How gradients are added over all ranks; see `ALGORITHMS`."""
 
     def __post_init__(self) -> None:
         least = min(self.nodes, self.ranks_per_node, self.cores_per_node or 1)
@@ -182,17 +176,11 @@ class Cluster:
                 f"cores_per_node={self.cores_per_node}, rank_speed={self.rank_speed})",
                 hint="at least one node, rank and core (None: enough), and a speed above 0",
             )
-        expect_choice("algorithm", self.algorithm, ALGORITHMS, error=PlatformError)
 
     @property
     def ranks(self) -> int:
         """Ranks in all."""
         return self.nodes * self.ranks_per_node
-
-    def sized(self, ranks: int) -> Cluster:
-        """Return the same machine with another number of ranks: full nodes, or a part of one."""
-        per_node = min(ranks, self.ranks_per_node)
-        return replace(self, nodes=-(-ranks // per_node), ranks_per_node=per_node)
 
     @property
     def node_link(self) -> Link:
@@ -212,7 +200,7 @@ class Cluster:
         return seconds * factor / self.rank_speed
 
     def all_reduce(self, nbytes: float) -> Sum:
-        """Return what a sum over all ranks costs."""
+        """Return what a sum over all ranks costs, by the fastest algorithm."""
         if self.ranks == 1:
             return NO_SUM
         link = self.network
@@ -223,9 +211,7 @@ class Cluster:
         for name, formula in (("ring", all_reduce_ring), ("tree", all_reduce_tree)):
             seconds = formula(nbytes, self.ranks, link)
             sums.append(Sum(seconds, link.overlap * seconds, name))
-        if self.algorithm == "auto":
-            return min(sums)
-        return next(each for each in sums if each.algorithm == self.algorithm)
+        return min(sums)
 
     def all_gather(self, nbytes: float) -> Sum:
         """Return what joining `nbytes` in all costs; a reduce-scatter costs the same."""

@@ -8,24 +8,20 @@ import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from functools import lru_cache
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
 from unisono.bayes import OutputUpdater, Sequential
-from unisono.graph_parallel import GraphPartition, GraphStats
 from unisono.operators.gradients import BUCKET_MB, plan_buckets
-from unisono.plan.subject import GraphInput, Subject
-from unisono.plan.workload import Layer, Pace, Sent, SentBucket, Share, Workload, fit_pace
+from unisono.plan.subject import Subject
+from unisono.plan.workload import Layer, SentBucket, Workload, fit_pace
 from unisono.topology.window import per_dim
 
 _ROUNDS = 7
 _ROUND_S = 0.12
 """A size is measured until a round has taken this long."""
-_NEIGHBOURS = 8
-"""Largest number of ranks that a rank of a cut graph fetches from."""
 _NOISE = 0.5
 
 Step = Callable[[], list[float]]
@@ -53,9 +49,6 @@ def profile(subject: Subject) -> Workload:
         return Workload(**common, **_bayesian_sizes(subject.model))
     parameters = _trained(subject.model)
     kept = _kept_bytes(subject.model, lambda: subject.loss(subject.model(*subject.batch))) / whole
-    graph = None
-    if subject.graph is not None:
-        graph = _graph_shares(subject.graph, common["forward"], common["backward"], kept)
     return Workload(
         **common,
         parameter_bytes=sum(map(_nbytes, parameters)),
@@ -63,7 +56,7 @@ def profile(subject: Subject) -> Workload:
         activation_bytes=kept,
         buckets=_sent_buckets(subject.model, layers),
         layers=layers,
-        graph=graph,
+        graph=subject.graph,
         item_bytes=parameters[0].element_size() if parameters else 4,
     )
 
@@ -179,50 +172,6 @@ def _bayesian_sizes(model: Sequential) -> dict[str, Any]:
         "is_bayesian": True,
         "item_bytes": item,
     }
-
-
-# -- a graph that is cut: the rank with most edges ----------------------------------------------
-
-
-def _graph_shares(
-    graph: GraphInput, forward: Pace, backward: Pace, kept_bytes: float
-) -> Callable[[int, float], Share]:
-    """Return a function that derives the share of the busiest rank from the time of the whole.
-
-    Args:
-        graph: split as `GraphPartition` does it best.
-        forward: measured, of the whole.
-        backward: measured, of the whole.
-        kept_bytes: from forward to backward, for each sample.
-    """
-
-    @lru_cache(64)
-    def stats_of(ranks: int) -> GraphStats:
-        order = "index" if graph.pos is None else "morton"
-        split = GraphPartition.balanced(
-            graph.edge_index, graph.nodes, ranks, order=order, pos=graph.pos
-        )
-        return split.stats(graph.edge_index)
-
-    def share_of(ranks: int, samples: float) -> Share:
-        if 2 * ranks > graph.nodes:
-            return Share(refusal=f"{ranks} ranks for {graph.nodes} nodes of a graph")
-        stats = stats_of(ranks)
-        part, rows = stats.edge_imbalance / ranks, max(stats.halo_per_rank)
-        nbytes = round(rows * graph.row_bytes * samples)
-        fetched = Sent("exchange", nbytes, min(ranks - 1, _NEIGHBOURS))
-        return Share(
-            passes=Pace(
-                fixed_s=forward.fixed_s + backward.fixed_s,
-                sample_s=part * (forward.sample_s + backward.sample_s),
-            ),
-            activation_bytes=part * kept_bytes,
-            sent=(fetched,) * (2 * graph.exchanges),  # rows in forward, their gradients in backward
-            is_hidden=True,
-            note=f"{rows} of {graph.nodes} rows fetched",
-        )
-
-    return share_of
 
 
 def _trained(model: nn.Module) -> list[nn.Parameter]:

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Mapping
 
-from unisono.errors import PlatformError, UnisonoError
+from unisono.errors import PlatformError
 
-_RATES = {"B": 1.0, "KB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12}
-_BITS = {"bit": 0.125, "kbit": 125.0, "mbit": 125e3, "gbit": 125e6, "tbit": 125e9}
+_BYTES = {"B": 1.0, "KB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12}
+_RATES = {f"{unit.lower()}/s": factor for unit, factor in _BYTES.items()} | {
+    f"{prefix}bit/s": 0.125 * 1e3**i for i, prefix in enumerate(("", "k", "m", "g", "t"))
+}
 _TIMES = {"ns": 1e-9, "us": 1e-6, "ms": 1e-3, "s": 1.0}
-_NUMBER = re.compile(r"\s*([0-9.]+(?:e[+-]?[0-9]+)?)\s*([a-zA-Z]*)(/s)?\s*", re.I)
 
 
 def read_rate(text: str) -> float:
@@ -19,13 +21,10 @@ def read_rate(text: str) -> float:
     >>> read_rate("10GB/s"), read_rate("100Gbit/s")
     (10000000000.0, 12500000000.0)
     """
-    number, unit, per_second = _parts(text, "a rate", "10GB/s or 100Gbit/s")
-    factor = _RATES.get(unit.upper()) if unit[-3:].lower() != "bit" else _BITS.get(unit.lower())
-    if unit[:-1].isupper() and unit[-1] == "b":  # Gb: usually bits, and sometimes not
-        factor = None
-    if factor is None or not per_second or number <= 0:
-        raise _unreadable(text, "a rate", "10GB/s or 100Gbit/s")
-    return number * factor
+    rate = 0.0 if re.search("[KMGT]b/", text) else _read(text, _RATES)  # Gb: bits, or bytes?
+    if not rate > 0:
+        raise PlatformError.because(repr(text), "not a rate", hint="write 10GB/s or 100Gbit/s")
+    return rate
 
 
 def read_time(text: str) -> float:
@@ -34,10 +33,21 @@ def read_time(text: str) -> float:
     >>> read_time("2us")
     2e-06
     """
-    number, unit, per_second = _parts(text, "a time", "2us")
-    if unit.lower() not in _TIMES or per_second:
-        raise _unreadable(text, "a time", "2us")
-    return number * _TIMES[unit.lower()]
+    seconds = _read(text, _TIMES)
+    if not seconds >= 0:
+        raise PlatformError.because(repr(text), "not a time with a unit", hint="write 2us")
+    return seconds
+
+
+def _read(text: str, units: Mapping[str, float]) -> float:
+    """Return a number with one of these units, not a number for anything else."""
+    match = re.fullmatch(r"\s*([0-9.]+(?:e[+-]?[0-9]+)?)\s*([a-z]+(?:/s)?)\s*", text.lower())
+    try:
+        number = float(match[1]) if match else math.nan
+    except ValueError:
+        return math.nan
+    value = number * units.get(match[2], math.nan) if match else math.nan
+    return value if math.isfinite(value) else math.nan
 
 
 def write_time(seconds: float) -> str:
@@ -59,8 +69,8 @@ def write_bytes(nbytes: float) -> str:
     '7.43 MB'
     """
     for unit in ("TB", "GB", "MB", "KB"):
-        if nbytes >= 0.9995 * _RATES[unit]:
-            return f"{nbytes / _RATES[unit]:.3g} {unit}"
+        if nbytes >= 0.9995 * _BYTES[unit]:
+            return f"{nbytes / _BYTES[unit]:.3g} {unit}"
     return f"{nbytes:.0f} B"
 
 
@@ -71,18 +81,3 @@ def write_rate(bytes_per_s: float) -> str:
     '10 GB/s'
     """
     return f"{write_bytes(bytes_per_s)}/s"
-
-
-def _parts(text: str, kind: str, example: str) -> tuple[float, str, bool]:
-    match = _NUMBER.fullmatch(text)
-    try:
-        number = float(match[1]) if match else -1.0
-    except ValueError:
-        number = -1.0
-    if match is None or not 0 <= number < math.inf:
-        raise _unreadable(text, kind, example)
-    return number, match[2], match[3] is not None
-
-
-def _unreadable(text: str, kind: str, example: str) -> UnisonoError:
-    return PlatformError.because(f"{text!r}", f"not {kind} with a unit", hint=f"write {example}")

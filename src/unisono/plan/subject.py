@@ -17,21 +17,7 @@ from torch.optim import SGD, Optimizer
 from unisono import bayes
 from unisono.bayes import Sequential
 from unisono.errors import PlatformError
-
-
-@dataclass(frozen=True, kw_only=True)
-class GraphInput:
-    """The graph that each sample lives on."""
-
-    edge_index: Tensor
-    """Source and target of each edge, `[2, E]`."""
-    nodes: int
-    row_bytes: int
-    """Bytes of a node's features in the layers that read neighbours."""
-    exchanges: int
-    """How many layers do."""
-    pos: Tensor | None = None
-    """Coordinates, `[N, D]`; with them a split keeps neighbours together."""
+from unisono.plan.workload import GraphInput
 
 
 def _momentum(parameters: Iterable[nn.Parameter]) -> Optimizer:
@@ -142,8 +128,6 @@ def _module(place: str) -> Any:
 
 # -- presets: sizes that a laptop trains in milliseconds ---------------------------------------
 
-SIDE, FEATURES = 48, 16
-
 
 def mlp() -> Subject:
     """Return three wide linear layers: much to send, little to compute."""
@@ -169,6 +153,9 @@ def transformer() -> Subject:
     layer = nn.TransformerEncoderLayer(256, 4, 1024, dropout=0.0, batch_first=True)
     model = nn.TransformerEncoder(layer, 4, enable_nested_tensor=False)
     return Subject(name="transformer", model=model, batch=(torch.randn(8, 32, 256),))
+
+
+SIDE, FEATURES = 48, 16
 
 
 class GridNetwork(nn.Module):

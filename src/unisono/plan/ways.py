@@ -1,4 +1,4 @@
-"""The ways to split a training step, side by side, and how each grows to thousands of ranks. Pure.
+"""The ways to split a training step, side by side. Pure.
 
 Every rank holds the whole model (data parallel, DASO, sharded, Bayesian), or a team of ranks shares
 each sample by space, by features or by graph. A team of `team` ranks holds one replica of the model
@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from functools import partial, wraps
 from typing import Any
 
@@ -19,7 +19,6 @@ from unisono.expect import expect_int
 from unisono.plan.cluster import (
     Cluster,
     Link,
-    Sum,
     all_gather,
     all_reduce,
     all_reduce_between,
@@ -27,13 +26,15 @@ from unisono.plan.cluster import (
     exchange,
 )
 from unisono.plan.prediction import Cost, Impossible, Prediction, remaining, waiting
-from unisono.plan.workload import Layer, Pace, Sent, Share, Workload
+from unisono.plan.workload import Layer, Workload
 from unisono.topology.decompose import factorisations
 
 GLOBAL_SKIP, BATCHES_TO_WAIT = 4, 1
 """DASO's skips in the first epochs after its warm-up."""
 
 
+_NEIGHBOURS = 8
+"""Largest number of ranks that a rank of a cut graph fetches from."""
 Way = Callable[..., Prediction | Impossible]
 """`way(workload, cluster, batch)`; those where ranks share a sample also take `team`."""
 _NO_GRADIENTS = "the model is Bayesian: it has deltas, not gradients"
@@ -133,7 +134,7 @@ def sharded(workload: Workload, cluster: Cluster, batch: float) -> Cost | str:
     overlap = sum(part.free_s for part in parts) / (once or 1.0)
     # Each rank updates only its own part.
     update = workload.optimizer_s / cluster.ranks
-    compute = cluster.compute(workload.whole.passes.seconds(batch) + update)
+    compute = cluster.compute(workload.passes.seconds(batch) + update)
     biggest = max((layer.parameter_bytes for layer in workload.layers), default=nbytes)
     first = workload.layers[0].parameter_bytes if workload.layers else nbytes
     ideal = max(3 * once - compute, cluster.all_gather(first).seconds)
@@ -189,74 +190,47 @@ def spatial(
     tight = next((n for n, parts in zip(space, grid, strict=True) if n < parts), None)
     if tight is not None:
         return f"{tight} points for {max(grid)} ranks"
-    share = workload.whole if size == 1 else space_share(workload, grid, batch * size)
-    note = f"teams of {size} as {'x'.join(map(str, grid))}"
+    samples = batch * size
+    passes = workload.passes
+    blocks = (-(-n // parts) / n for n, parts in zip(space, grid, strict=True))
+    part = math.prod(blocks)
+    compute = passes.fixed_s + samples * part * passes.sample_s + workload.optimizer_s
+    link = _team_link(cluster, size)
+    halos = math.fsum(
+        _halos_s(layer, grid, samples * workload.item_bytes, link) for layer in layers
+    )
+    norms = (layer for layer in layers if "BatchNorm" in layer.kind or "GroupNorm" in layer.kind)
+    sums = math.fsum(
+        2 * all_reduce(2 * layer.input_shape[0] * workload.item_bytes, size, link)
+        for layer in norms
+    )
     gradients = cluster.all_reduce(workload.sent_bytes)
-    return _shared(workload, cluster, batch * size, size, share, gradients, note)
-
-
-def space_share(workload: Workload, grid: Sequence[int], samples: float) -> Share:
-    """Return what the busiest rank of a grid over the spatial dims computes and sends."""
-    passes, (_, *space) = workload.whole.passes, workload.layers[0].input_shape
-    part = math.prod(-(-n // parts) / n for n, parts in zip(space, grid, strict=True))
-    sent: list[Sent] = []
-    for layer in workload.layers:
-        sent += _halos(layer, grid, samples * workload.item_bytes)
-        if "BatchNorm" in layer.kind or "GroupNorm" in layer.kind:
-            nbytes = 2 * layer.input_shape[0] * workload.item_bytes
-            sent += [Sent("all_reduce", nbytes, math.prod(grid))] * 2
-    return Share(
-        passes=Pace(fixed_s=passes.fixed_s, sample_s=part * passes.sample_s),
-        activation_bytes=part * workload.activation_bytes,
-        sent=sent,
+    sent = halos + sums + gradients.seconds
+    return Cost(
+        compute_s=cluster.compute(compute),
+        waiting_s=sent,
+        communication_s=sent,
+        memory_bytes=workload.held_bytes + samples * part * workload.activation_bytes,
+        algorithm=gradients.algorithm,
+        note=f"teams of {size} as {'x'.join(map(str, grid))}",
     )
 
 
-def _halos(layer: Layer, grid: Sequence[int], point_bytes: float) -> list[Sent]:
-    """Return the messages of one layer in forward, and those of its gradients."""
+def _halos_s(layer: Layer, grid: Sequence[int], point_bytes: float, link: Link) -> float:
+    """Return the seconds of one layer's messages in forward, and of those of its gradients."""
     channels, *sizes = layer.input_shape or (0,)
     if len(sizes) != len(grid) or len(layer.reach) != len(grid):
-        return []
+        return 0.0
     block = [-(-n // parts) for n, parts in zip(sizes, grid, strict=True)]
-    sent: list[Sent] = []
+    seconds = 0.0
     for dim, (parts, reach) in enumerate(zip(grid, layer.reach, strict=True)):
         if parts == 1 or not reach:
             continue
         across = math.prod(n for d, n in enumerate(block) if d != dim)
         sides = min(parts - 1, 2)
-        nbytes = round(reach * sides / 2 * channels * across * point_bytes)
-        sent += [Sent("exchange", nbytes, sides)] * 2
-    return sent
-
-
-def _shared(
-    workload: Workload,
-    cluster: Cluster,
-    samples: float,
-    size: int,
-    share: Share,
-    gradients: Sum,
-    note: str,
-) -> Cost:
-    """Predict teams of ranks that share `samples`, given what the busiest of a team does."""
-    link = _team_link(cluster, size)
-    compute = cluster.compute(share.passes.seconds(samples) + workload.optimizer_s)
-    sent = math.fsum(_seconds(one, link) for one in share.sent)
-    overlap = link.overlap if share.is_hidden else 0.0
-    return Cost(
-        compute_s=compute,
-        waiting_s=remaining(sent, max(0.0, sent - compute), overlap) + gradients.seconds,
-        communication_s=sent + gradients.seconds,
-        memory_bytes=workload.held_bytes + samples * share.activation_bytes,
-        algorithm=gradients.algorithm,
-        note=note,
-    )
-
-
-def _seconds(one: Sent, link: Link) -> float:
-    """Return how long a call takes, from the bytes that one rank sends."""
-    kind = exchange if one.verb == "exchange" else all_reduce
-    return kind(one.bytes, one.ranks, link)
+        nbytes = reach * sides / 2 * channels * across * point_bytes
+        seconds += 2 * exchange(nbytes, sides, link)
+    return seconds
 
 
 @_way("tensor (features)")
@@ -306,13 +280,26 @@ def graph(
     if workload.graph is None:
         return "the model has no graph: --model graph, or Subject.graph"
     size = _team_size(cluster, team)
-    samples = batch * size
-    share = workload.graph(size, samples) if size > 1 else workload.whole
-    if share.refusal:
-        return share.refusal
+    if 2 * size > max(workload.graph.nodes, 2):
+        return f"{size} ranks for {workload.graph.nodes} nodes of a graph"
+    samples, passes, link = batch * size, workload.passes, _team_link(cluster, size)
+    part, rows = workload.graph.busiest(size)
+    compute = passes.fixed_s + samples * part * passes.sample_s + workload.optimizer_s
+    nbytes = rows * workload.graph.row_bytes * samples
+    # Rows in forward and their gradients in backward, while inner edges are computed.
+    fetched = exchange(nbytes, min(size - 1, _NEIGHBOURS), link) if rows else 0.0
+    sent = 2 * workload.graph.exchanges * fetched
     gradients = cluster.all_reduce(workload.sent_bytes)
-    note = "; ".join(filter(None, [f"teams of {size}", share.note]))
-    return _shared(workload, cluster, samples, size, share, gradients, note)
+    compute_s = cluster.compute(compute)
+    waiting_s = remaining(sent, max(0.0, sent - compute_s), link.overlap) + gradients.seconds
+    return Cost(
+        compute_s=compute_s,
+        waiting_s=waiting_s,
+        communication_s=sent + gradients.seconds,
+        memory_bytes=workload.held_bytes + samples * part * workload.activation_bytes,
+        algorithm=gradients.algorithm,
+        note=f"teams of {size}; {rows} of {workload.graph.nodes} rows fetched",
+    )
 
 
 def grid_of(ranks: int, sizes: Sequence[int]) -> tuple[int, ...]:
@@ -340,17 +327,6 @@ def _team_size(cluster: Cluster, team: int | None) -> int:
 # -- side by side ---------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Curve:
-    """How one way grows with the number of ranks."""
-
-    way: str
-    ranks: tuple[int, ...]
-    step_s: tuple[float, ...]
-    gain: tuple[float, ...]
-    """Strong scaling: how many times as fast as one rank; weak: share of the ideal."""
-
-
 def ways(team: int | None = None) -> list[Way]:
     """Return the ways to predict, those with teams for teams of this size (default: a node)."""
     teams: list[Way] = [partial(way, team=team) for way in (spatial, tensor, graph)]
@@ -362,60 +338,3 @@ def compare(
 ) -> list[Prediction | Impossible]:
     """Return what every way costs with `batch` samples for each rank."""
     return [way(workload, cluster, batch) for way in ways(team)]
-
-
-def scaling(
-    workload: Workload,
-    cluster: Cluster,
-    batch: float,
-    counts: Sequence[int],
-    *,
-    strong: bool,
-    team: int | None = None,
-) -> list[Curve]:
-    """Return a curve for each possible way.
-
-    Args:
-        workload: the model.
-        cluster: links and size of a node; the number of nodes follows from the ranks.
-        batch: samples for each rank (weak), or of all ranks together (strong).
-        counts: numbers of ranks, ascending.
-        strong: whether the whole work stays the same, or that of each rank.
-        team: ranks that share a sample in the ways that do so; default: a node.
-    """
-    curves: list[Curve] = []
-    for way in ways(team):
-        points: list[tuple[int, Prediction]] = []
-        for count in counts:
-            machine = cluster.sized(count)
-            share = batch / machine.ranks if strong else batch
-            prediction = way(workload, machine, share)
-            if isinstance(prediction, Prediction) and _is_enough(prediction, machine, share, team):
-                points.append((machine.ranks, prediction))
-        if not points:
-            continue
-        alone = workload.compute(batch) / cluster.rank_speed  # one rank with the whole of it
-        ranks, steps = zip(
-            *((count, prediction.step_s) for count, prediction in points), strict=True
-        )
-        gain = tuple(alone / step for step in steps)
-        curves.append(Curve(points[0][1].way, ranks, steps, gain))
-    return curves
-
-
-def rank_counts(ranks_per_node: int, largest: int) -> list[int]:
-    """Return numbers of ranks for a plot, about ten to a decade: parts of a node, then whole nodes.
-
-    >>> rank_counts(8, 100)
-    [1, 2, 4, 8, 16, 24, 32, 48, 56, 72, 96]
-    """
-    counts = {int(10 ** (i / 10)) for i in range(10 * len(str(largest)) + 1)} | {largest}
-    parts = {n for n in range(1, min(ranks_per_node, largest) + 1) if ranks_per_node % n == 0}
-    nodes = {n // ranks_per_node * ranks_per_node for n in counts if n <= largest}
-    return sorted((parts | nodes) - {0})
-
-
-def _is_enough(prediction: Prediction, machine: Cluster, share: float, team: int | None) -> bool:
-    """Whether each rank, or each team where teams share samples, has one."""
-    in_teams = prediction.way.startswith(("spatial", "tensor", "graph"))
-    return share * (_team_size(machine, team) if in_teams else 1) >= 1

@@ -6,8 +6,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+
+from torch import Tensor
+
+from unisono.graph_parallel import GraphPartition
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,33 +52,35 @@ class SentBucket:
     """Share of the next forward after which the first of their parameters is used."""
 
 
-@dataclass(frozen=True)
-class Sent:
-    """One call of a verb by one rank."""
-
-    verb: str
-    """`exchange` or `all_reduce`."""
-    bytes: int
-    ranks: int
-    """Ranks that take part; of an exchange, those that it sends to."""
-
-
 @dataclass(frozen=True, kw_only=True)
-class Share:
-    """What the busiest rank of a team does, which has a part of each sample of the team."""
+class GraphInput:
+    """The graph that each sample lives on."""
 
-    refusal: str = ""
-    """Why it cannot be, if so."""
-    passes: Pace = Pace(fixed_s=0.0, sample_s=0.0)
-    """Forward and backward of its part, by samples of the team, without waiting."""
-    activation_bytes: float = 0.0
-    """Kept from forward to backward for each sample of the team."""
-    sent: Sequence[Sent] = ()
-    """Everything it sends in a forward and a backward."""
-    is_hidden: bool = False
-    """Whether it computes while messages travel, as far as the link allows."""
-    note: str = ""
-    """What to know."""
+    edge_index: Tensor
+    """Source and target of each edge, `[2, E]`."""
+    nodes: int
+    row_bytes: int
+    """Bytes of a node's features in the layers that read neighbours."""
+    exchanges: int
+    """How many layers do."""
+    pos: Tensor | None = None
+    """Coordinates, `[N, D]`; with them a split keeps neighbours together."""
+
+    def busiest(self, ranks: int) -> tuple[float, int]:
+        """Return the share of all edges of the rank that has most, and the most rows one fetches.
+
+        >>> edges = torch.tensor([[0, 1, 2, 3], [1, 0, 3, 2]])
+        >>> GraphInput(edge_index=edges, nodes=4, row_bytes=4, exchanges=1).busiest(2)
+        (0.5, 0)
+        """
+        if ranks == 1:
+            return 1.0, 0
+        order = "index" if self.pos is None else "morton"
+        split = GraphPartition.balanced(
+            self.edge_index, self.nodes, ranks, order=order, pos=self.pos
+        )
+        stats = split.stats(self.edge_index)
+        return stats.edge_imbalance / ranks, max(stats.halo_per_rank)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,9 +100,7 @@ class Workload:
     buckets: Sequence[SentBucket]
     """In the order in which they travel."""
     layers: Sequence[Layer] = ()
-    graph: Callable[[int, float], Share] | None = None
-    """`graph(ranks, samples)`: what a rank does when the graphs of `samples` are cut over ranks,
-    without the sum of gradients."""
+    graph: GraphInput | None = None
     is_bayesian: bool = False
     item_bytes: int = 4
     """Of a number."""
@@ -112,15 +116,14 @@ class Workload:
         return self.parameter_bytes + self.sent_bytes + self.state_bytes
 
     @property
-    def whole(self) -> Share:
-        """The share of a rank that is its own team."""
+    def passes(self) -> Pace:
+        """Forward and backward together."""
         a, b = self.forward, self.backward
-        passes = Pace(fixed_s=a.fixed_s + b.fixed_s, sample_s=a.sample_s + b.sample_s)
-        return Share(passes=passes, activation_bytes=self.activation_bytes)
+        return Pace(fixed_s=a.fixed_s + b.fixed_s, sample_s=a.sample_s + b.sample_s)
 
     def compute(self, samples: float) -> float:
         """Return the seconds of forward, backward and update on one core."""
-        return self.whole.passes.seconds(samples) + self.optimizer_s
+        return self.passes.seconds(samples) + self.optimizer_s
 
 
 def fit_pace(samples: Sequence[float], seconds: Sequence[float]) -> Pace:
