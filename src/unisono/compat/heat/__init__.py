@@ -28,13 +28,9 @@ DATA = (
     (data_parallel, "Dataset DistributedDataset DistributedSampler create_train_val_split"),
     (data_parallel, "dataset_irecv dataset_ishuffle dataset_shuffle"),
 )
-ARRAYS = (arrays, "DNDarray arange array ones resplit zeros")
-DEVICES = (arrays, "Device cpu get_device gpu use_device")
+ARRAYS = (arrays, "DNDarray array resplit use_device")
 TYPES = (torch, "bool_=bool float16 float32 float64 int8 int16 int32 int64 uint8")
 __version__ = "1.5.1"
-RANDOM = Module(
-    "HeAT's `random`: numbers that do not depend on ranks.", (arrays, "rand randn seed")
-)
 WRAPPERS = (training, "DataParallel DataParallelMultiGPU")
 OPTIMIZERS = ((training, "DASO"), (data_parallel, "DataParallelOptimizer"))
 
@@ -43,20 +39,13 @@ MODULES = {
         "",
         COMMUNICATION,
         ARRAYS,
-        DEVICES,
         TYPES,
         same={"communication": "core.communication"},
     ),
-    "core": Module(
-        "The part of HeAT's `core` that is offered.", COMMUNICATION, ARRAYS, DEVICES, TYPES
-    ),
+    "core": Module("The part of HeAT's `core` that is offered.", COMMUNICATION, ARRAYS, TYPES),
     "core.communication": Module("HeAT's `core.communication`: MPI's verbs.", COMMUNICATION),
-    "core.devices": Module("HeAT's `core.devices`: where arrays live.", DEVICES),
     "core.dndarray": Module("HeAT's `core.dndarray`: rows that are split.", (arrays, "DNDarray")),
-    "core.factories": Module(
-        "HeAT's `core.factories`: arrays.", (arrays, "arange array ones zeros")
-    ),
-    "core.random": RANDOM,
+    "core.factories": Module("HeAT's `core.factories`: arrays.", (arrays, "array")),
     "core.types": Module("HeAT's `core.types`: those of torch.", TYPES),
     "nn": Module(
         "HeAT's `nn`: the data-parallel wrappers; every other name is that of `torch.nn`.",
@@ -79,7 +68,6 @@ MODULES = {
         rest="torch.optim.lr_scheduler",
     ),
     "optim.utils": Module("HeAT's `optim.utils`.", (data_parallel, "DetectMetricPlateau")),
-    "random": RANDOM,
     "utils": Module("The part of HeAT's `utils` that is offered: data, torchvision's transforms."),
     "utils.data": Module(
         "HeAT's `utils.data`: loaders, data sets and shuffles over ranks.",

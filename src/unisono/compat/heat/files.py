@@ -83,8 +83,8 @@ class PartialH5Dataset(torch.utils.data.Dataset[Any]):
     """Rows of an HDF5 file, of which a rank holds a window at a time.
 
     A subclass says in `__getitem__(index)` what an item is, of the tensors that the window holds:
-    one attribute for each name in `dataset_names`. `DataLoader` moves the window: rows that were
-    used make room for the next ones, which a thread reads meanwhile. Ranks have equally many rows.
+    one attribute for each name in `dataset_names`. `DataLoader` moves the window when its rows are
+    used; a thread reads the next ones meanwhile. Ranks have equally many rows.
 
     Args:
         file: path of the file.
@@ -94,7 +94,7 @@ class PartialH5Dataset(torch.utils.data.Dataset[Any]):
         use_gpu: move batches to this rank's GPU, if there is one.
         validate_set: all rows on every rank, at once.
         initial_load: rows of the first window.
-        load_length: rows that are exchanged at a time.
+        load_length: rows of the later windows, at most `initial_load`.
     """
 
     def __init__(
@@ -164,7 +164,7 @@ class PartialH5Dataset(torch.utils.data.Dataset[Any]):
 
 
 class _Windows(torch.utils.data.Sampler[int]):
-    """Random places in the window of a file, which is moved on whenever a load is used up."""
+    """Random places in the window of a file, which moves on when all its rows are used."""
 
     def __init__(self, dataset: PartialH5Dataset, batch_size: int) -> None:
         self.dataset, self.batch_size = dataset, batch_size
@@ -173,27 +173,23 @@ class _Windows(torch.utils.data.Sampler[int]):
         return len(self.dataset)
 
     def __iter__(self) -> Iterator[int]:
-        data, batch, at = self.dataset, self.batch_size, self.dataset.initial_load
+        data, batch = self.dataset, self.batch_size
         generator = generator_of("windows", data.epoch, data.local_data_start)
         data.epoch += 1
-        window = data.read(0, at)
+        # Whole batches: the window moves when the loader has fetched the last of them.
+        first, later = (
+            max(rows // batch, 1) * batch
+            for rows in (data.initial_load, min(data.initial_load, data.load_length))
+        )
+        start, stop = 0, min(first, len(data))
+        window = data.read(start, stop)
         with ThreadPoolExecutor(1) as reader:
-            while count := window[0].shape[0]:
+            while start < stop:
                 data.hold(window)
-                remaining = len(data) - at
-                # Whole batches: the window moves when the loader has fetched the last of them.
-                used = (
-                    min(max(data.load_length, batch), count) // batch * batch
-                    if remaining
-                    else count
-                )
-                after = at + min(remaining, used or batch)
-                coming: Future[list[Tensor]] = reader.submit(data.read, at, after)
-                order = torch.randperm(count, generator=generator)
-                yield from order[:used].tolist()
-                pairs = zip(window, coming.result(), strict=True)
-                window = [torch.cat([rows[order[used:]], new]) for rows, new in pairs]
-                at = after
+                after = min(stop + later, len(data))
+                coming: Future[list[Tensor]] = reader.submit(data.read, stop, after)
+                yield from torch.randperm(stop - start, generator=generator).tolist()
+                start, stop, window = stop, after, coming.result()
 
 
 class DataLoader(data_parallel.DataLoader):
