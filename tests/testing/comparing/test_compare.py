@@ -69,12 +69,6 @@ def test_the_evidence_has_the_numbers(forms, name, evidence):
     assert evidence in judge(name, base, again, {2: two}).cause.evidence
 
 
-def test_moments_alone_are_kept_but_for_the_first_difference(forms):
-    notes = [note for form in forms for one in form.values() for r in one.recordings
-             for note in r.notes]  # fmt: skip
-    assert all(note.whole is None for note in notes)
-
-
 @pytest.fixture
 def script(tmp_path, monkeypatch):
     """A training for torchrun, with DDP and BatchNorm, that knows nothing of unisono."""

@@ -22,16 +22,17 @@ from unisono.launch.request import is_in_world
 from unisono.testing.comparing import causes
 from unisono.testing.comparing.causes import Cause
 from unisono.testing.comparing.forms import Difference, ProgramForm, differences
-from unisono.testing.comparing.probe import Key, Note, Recording, record
-from unisono.testing.comparing.table import as_text
+from unisono.testing.comparing.probe import Key, Note, record
 
 __all__ = ["Cause", "Comparison", "FormResult", "compare", "judge"]
 
 STEPS = 50
 """Number of optimizer steps that are followed by default."""
+_SHOWN = 6
+"""Number of steps of a growing difference that are shown."""
+_CURVES = ("loss", "gradient", "parameter", "buffer")
 _PRELOAD = ("torch._dynamo", "unisono.data_parallel")
 """What the first optimizer step of each run would spend seconds on."""
-_CURVES = ("loss", "gradient", "parameter", "buffer")
 
 
 @dataclass(frozen=True)
@@ -97,7 +98,7 @@ class Comparison:
         return next((r.cause for r in results if not r.is_equal), results[-1].cause)
 
     def __str__(self) -> str:
-        return as_text(self)
+        return _as_text(self)
 
     def record(self, name: str) -> Path:
         """Write a record `runs/<name>` with a report of it; return its page."""
@@ -163,7 +164,7 @@ def compare(
     expect_int("steps", steps, 1, error=PlatformError)
     title = name or getattr(fn, "__name__", type(fn).__name__)
 
-    def run_form(number: int, focus: Sequence[Key] = ()) -> list[Recording]:
+    def run_form(number: int, focus: Sequence[Key] = ()) -> ProgramForm:
         from unisono.launch.api import execute
         from unisono.launch.request import checked_request
 
@@ -178,24 +179,21 @@ def compare(
             title=title,
             is_script=is_script,
         )
-        return list(execute(replace(request, preload=_PRELOAD)))
+        return ProgramForm(execute(replace(request, preload=_PRELOAD)))
 
     first, *others = ranks
-    base, again = ProgramForm(run_form(first)), ProgramForm(run_form(first))
+    base, again = run_form(first), run_form(first)
     if not base.order():
         raise PlatformError.because(
             f"compare({title})",
             "no training step was seen: no module in train mode, no optimizer step",
             hint="a function that calls loss.backward() and optimizer.step()",
         )
-    forms = {number: ProgramForm(run_form(number)) for number in others}
+    forms = {number: run_form(number) for number in others}
     comparison = judge(title, base, again, forms)
     if not comparison.base.is_equal:
         return comparison
-    results = [
-        _with_detail(result, base, run_form) if result.first is not None else result
-        for result in comparison.forms
-    ]
+    results = [_with_detail(result, base, run_form) for result in comparison.forms]
     return Comparison(title, comparison.base, results)
 
 
@@ -237,16 +235,14 @@ def _result(base: ProgramForm, form: ProgramForm, cause: Cause) -> FormResult:
 
 
 def _with_detail(
-    result: FormResult, base: ProgramForm, run_form: Callable[..., list[Recording]]
+    result: FormResult, base: ProgramForm, run_form: Callable[..., ProgramForm]
 ) -> FormResult:
     """Run both forms again with whole tensors around the first difference."""
     if result.first is None:
         return result
     focus = [result.first.key]
-    ours = ProgramForm(run_form(base.size, focus)).of(focus[0])
-    theirs = ProgramForm(run_form(result.ranks, focus))
-    detail = _largest(ours, theirs.of(focus[0]))
-    return FormResult(**{**vars(result), "detail": detail})
+    ours, theirs = (run_form(size, focus).of(focus[0]) for size in (base.size, result.ranks))
+    return replace(result, detail=_largest(ours, theirs))
 
 
 def _largest(ours: Sequence[Note], theirs: Sequence[Note]) -> str:
@@ -283,3 +279,54 @@ def _place(a: Tensor, b: Tensor) -> str:
         f"largest at {at}: {a[tuple(at)].item():.6g} and {b[tuple(at)].item():.6g}; "
         f"{share} of {a.numel()} elements differ"
     )
+
+
+# -- as text ---------------------------------------------------------------------------------------
+
+
+def _as_text(comparison: Comparison) -> str:
+    """Return a line for each form, then what was found and how it grows."""
+    base = comparison.base
+    rows = [("ranks", "steps", "first difference", "distance", "cause")]
+    rows.append(_row(base, f"{base.ranks}, again"))
+    rows += [_row(form, str(form.ranks)) for form in comparison.forms]
+    widths = [max(len(row[i]) for row in rows) for i in range(5)]
+    lines = [f"{comparison.name}: {base.ranks} rank{'s' * (base.ranks > 1)} and others"]
+    for row in rows:
+        cells = (cell.ljust(width) for cell, width in zip(row, widths, strict=True))
+        lines.append(f"  {'  '.join(cells)}".rstrip())
+    shown: set[str] = set()
+    for result in (base, *comparison.forms):
+        if result.cause.evidence in shown:
+            continue
+        shown.add(result.cause.evidence)
+        lines += _differences(result, is_again=result is base)
+    return "\n".join(lines)
+
+
+def _row(result: FormResult, ranks: str) -> tuple[str, str, str, str, str]:
+    first = result.first
+    where = "none" if first is None else f"step {first.key.step}, {first.key}"
+    distance = f"{first.distance:.2g}" if first is not None else "0" if result.is_equal else ""
+    return ranks, str(result.steps), where, distance, result.cause.name
+
+
+def _differences(result: FormResult, *, is_again: bool) -> list[str]:
+    who = f"{result.ranks} rank{'s' * (result.ranks > 1)}{', again' * is_again}"
+    lines = [f"{who}: {result.cause.name}", f"  found: {result.cause.evidence}"]
+    if result.detail:
+        lines.append(f"  {result.detail}")
+    if not result.is_equal:
+        for kind in ("loss", "parameter"):
+            if kind in result.curves:
+                lines.append(f"  {kind} by step: {_growth(result.curves[kind])}")
+    if result.cause.hint:
+        lines.append(f"  HINT: {result.cause.hint}")
+    return lines
+
+
+def _growth(curve: Sequence[float]) -> str:
+    """Return a curve in a few numbers: at the beginning, in between, at the end."""
+    count = min(_SHOWN, len(curve))
+    places = sorted({round(i * (len(curve) - 1) / max(1, count - 1)) for i in range(count)})
+    return ", ".join(f"{step}: {curve[step]:.1e}" for step in places)

@@ -32,8 +32,6 @@ class Difference:
     """The same in units in the last place."""
     bound: float
     """Number of them that another order of sums explains."""
-    how: str
-    """What was compared: `replicas`, `blocks` or `mean`."""
 
     @property
     def is_real(self) -> bool:
@@ -64,29 +62,21 @@ class ProgramForm:
 
     def rows(self, step: int) -> Counter[int] | None:
         """Return the rows of all batches of a step, over all ranks; None where not known."""
-        counts: Counter[int] = Counter()
-        for recording in self.recordings:
-            for note in recording.notes:
-                if note.key.step == step and note.key.kind == "batch" and _is_first(note):
-                    if note.rows is None:
-                        return None
-                    counts.update(note.rows)
-        return counts
+        notes = [note for notes in self._batches(step) for note in notes]
+        if any(note.rows is None for note in notes):
+            return None
+        return Counter(row for note in notes for row in note.rows or ())
 
     def batch_sizes(self, step: int) -> list[int]:
         """Return how many rows each rank has in a step."""
+        return [sum(len(note.rows or ()) for note in notes) for notes in self._batches(step)]
+
+    def _batches(self, step: int) -> list[list[Note]]:
+        """Return the first inputs of each rank in a step."""
         return [
-            sum(
-                len(note.rows or ())
-                for note in r.notes
-                if note.key.step == step and note.key.kind == "batch" and _is_first(note)
-            )
-            for r in self.recordings
+            [note for key, note in notes.items() if key[:3] == (step, "batch", "input 0")]
+            for notes in self._notes
         ]
-
-
-def _is_first(note: Note) -> bool:
-    return note.key.name == "input 0"
 
 
 def differences(base: ProgramForm, other: ProgramForm) -> Iterator[Difference]:
@@ -118,18 +108,15 @@ def difference(
     eps = max(note.eps for note in (*ours, *theirs)) or 2.0**-52
     floor = scale * eps * _NOISE
     base = _joined(ours)
-    if ours[0].is_shard or theirs[0].is_shard:
-        how, distance = "blocks", _of_blocks(ours, theirs, floor)
-    elif key.kind == "loss" and size > 1:
+    is_shard = ours[0].is_shard or theirs[0].is_shard
+    if key.kind == "loss" and size > 1 and not is_shard:
         mean = sum(note.moments.total for note in theirs) / len(theirs)
-        how, distance = "mean", abs(mean - base.total) / (max(abs(base.total), abs(mean)) or 1.0)
-    elif all(note.moments.elements == base.elements for note in theirs):
-        how = "replicas"
+        distance = abs(mean - base.total) / (max(abs(base.total), abs(mean)) or 1.0)
+    elif not is_shard and all(note.moments.elements == base.elements for note in theirs):
         distance = max(apart(base, note.moments, floor) for note in theirs)
     else:
-        how, distance = "blocks", _of_blocks(ours, theirs, floor)
-    ulps = distance / eps if distance else 0.0
-    return Difference(key, distance, ulps, ULPS * (1 + key.step), how)
+        distance = _of_blocks(ours, theirs, floor)
+    return Difference(key, distance, distance / eps, ULPS * (1 + key.step))
 
 
 def _of_blocks(ours: Sequence[Note], theirs: Sequence[Note], floor: float) -> float:
