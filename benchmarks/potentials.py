@@ -1,19 +1,22 @@
 """Potentials: MACE's steps and memory on two ranks, the energy of a long run, and error bars.
 
-    python benchmarks/potentials.py [--quick]
+    python benchmarks/potentials.py [--fairchem PATH] [--quick]
 
 A step of MACE moves the atoms, so it has everything: the search for neighbours, the plan, the
 scatter, the exchanges, the gather. The long run is ASE's velocity Verlet without a thermostat, on
 a Morse crystal: what its total energy wanders by must not depend on the number of ranks. Structures
-are chosen by the code of the tutorial that asks which one to compute next.
+are chosen by the code of the tutorial that asks which one to compute next. PATH is a virtual
+environment with fairchem-core, whose own graph parallelism stands beside MACE's on ours.
 """
 
 from __future__ import annotations
 
 import itertools
+import json
 import os
 import re
 import resource
+import subprocess
 import time
 import warnings
 from importlib.util import find_spec
@@ -109,6 +112,26 @@ def mace(quick: bool) -> list[Figure]:
     ]  # fmt: skip
 
 
+def fairchem(path: Path | None) -> list[Figure]:
+    """What a second rank saves fairchem's own model by fairchem's own means, over gloo."""
+    if path is None:
+        return []
+    python, script = str(path / "bin" / "python"), Path(__file__).with_name("fairchem_step.py")
+    ranks = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+    one, two = (
+        json.loads(
+            subprocess.run(
+                [python, *words, str(script)], stdout=subprocess.PIPE, text=True, check=True
+            ).stdout.splitlines()[-1]
+        )
+        for words in ([], ranks)
+    )
+    name = f"fairchem's eSCN-MD by its own means, {one['atoms']} atoms"
+    off = abs(two["energy"] / one["energy"] - 1)
+    note = f"{two['step']:.2f} s; energies differ by {off:.0e}"
+    return [Figure(f"{name}: step, 2 ranks / 1", two["step"] / one["step"], 1.0, note)]
+
+
 def mace_idle() -> float:
     """Peak memory in MB of a rank that has loaded MACE, and done nothing."""
     with warnings.catch_warnings():
@@ -190,13 +213,15 @@ def main() -> None:
     parser.add_argument(
         "--only", choices=["mace", "nve", "next"], help="these alone, nothing written"
     )
+    parser.add_argument("--fairchem", type=Path, help="a virtual environment with fairchem-core")
     options = parser.parse_args()
     os.environ["UNISONO_BACKEND"] = "shm"
     os.environ["OMP_NUM_THREADS"] = "1"
     torch.set_num_threads(1)
     parts = {"mace": mace, "nve": long_run, "next": next_structures}
     chosen = [parts[options.only]] if options.only else list(parts.values())
-    table = figure_table(figure for part in chosen for figure in part(options.quick))
+    figures = [figure for part in chosen for figure in part(options.quick)]
+    table = figure_table([*figures, *fairchem(options.fairchem)])
     publish("Potentials", table, write=not (options.quick or options.only))
 
 
