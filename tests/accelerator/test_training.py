@@ -179,6 +179,13 @@ def test_the_host_waits_for_no_step_of_data_parallel(how):
     assert counted.syncs == {}
 
 
+def test_reset_parameters_leaves_the_generator_of_the_device_alone():
+    net = Branches().to(own_device())
+    before = torch.sim.get_rng_state()
+    DataParallel(net, reset_parameters=True)
+    assert torch.equal(before, torch.sim.get_rng_state())
+
+
 def test_what_is_logged_is_not_waited_for_and_the_report_names_the_device(tmp_path, monkeypatch):
     import simdev
 

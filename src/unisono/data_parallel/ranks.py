@@ -16,11 +16,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from unisono.accelerator import forked_generators
 from unisono.comm import Communicator
 from unisono.comm.collectives import all_reduce_together
 from unisono.comm.mpi_style import get_comm
 from unisono.errors import CollectiveMismatch, UnisonoError, explain
 from unisono.expect import one_line, refusal
+
+RESET_SEED = 2147483646
+"""Seed of `reset_parameters`, the one HeAT uses."""
 
 
 def communicator_of(comm: object) -> Communicator:
@@ -169,6 +173,20 @@ def _layout(x: Tensor) -> str:
 def broadcast_module(module: nn.Module, comm: Communicator, src: int = 0) -> None:
     """Give all ranks the parameters and buffers of rank `src`. Collective; no RNG is touched."""
     broadcast_tensors([*module.parameters(), *module.buffers()], comm, src)
+
+
+def reset_module(module: nn.Module, comm: Communicator) -> None:
+    """Re-initialise the parameters on rank 0 with a fixed seed; its RNG state is put back.
+
+    Args:
+        module: its submodules are reset one by one.
+        comm: only its rank 0 does anything; the others get the values by the broadcast.
+    """
+    if comm.rank != 0:
+        return
+    with forked_generators({p.device for p in module.parameters()}):
+        torch.manual_seed(RESET_SEED)
+        module.apply(reset_layer)
 
 
 def reset_layer(module: nn.Module) -> None:

@@ -33,6 +33,7 @@ from unisono.data_parallel.ranks import (
     check_same_module,
     communicator_of,
     name_as_wrapped,
+    reset_module,
 )
 from unisono.errors import LayoutError, an
 from unisono.expect import expect, expect_choice, refusal
@@ -62,6 +63,7 @@ class DataParallel(nn.Module):
         bucket_mb: largest bucket; None: by transport.
         compression: None, `"bf16"`, `"fp16"`, or a hook written for torch's DDP.
         broadcast_buffers: whether rank 0's buffers go to all at each synchronising forward.
+        reset_parameters: re-initialise all layers first, with a fixed seed, as HeAT does.
         sync_batch_norm: take the statistics of batch normalisation over all ranks, as one process
             does; its layers are exchanged in place.
         equal_batches: ranks are meant to see the same rows; without it they are warned.
@@ -96,6 +98,7 @@ class DataParallel(nn.Module):
         bucket_mb: float | None = None,
         compression: object = None,
         broadcast_buffers: bool = True,
+        reset_parameters: bool = False,
         sync_batch_norm: bool = False,
         equal_batches: bool = False,
         **ddp_arguments: object,
@@ -104,6 +107,7 @@ class DataParallel(nn.Module):
         _refuse_ddp_arguments(type(self).__name__, ddp_arguments)
         expect("module", module, nn.Module, "module=torch.nn.Linear(4, 2)")
         expect("blocking_parameter_updates", blocking_parameter_updates, bool)
+        expect("reset_parameters", reset_parameters, bool)
         expect("sync_batch_norm", sync_batch_norm, bool)
         self._options = Options(bucket_mb, compression, broadcast_buffers, equal_batches)
         _check_module(type(self).__name__, module)
@@ -124,6 +128,8 @@ class DataParallel(nn.Module):
         self._dp_optimizers = optimizers
         options = {"blocking": self.blocking_parameter_updates, **vars(self._options)}
         check_same_module(module, self.communicator, options)
+        if reset_parameters:
+            reset_module(module, self.communicator)
         broadcast_module(module, self.communicator)
         self._start()
 

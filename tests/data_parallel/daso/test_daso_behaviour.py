@@ -114,6 +114,9 @@ def test_pretrained_weights_of_rank_0_reach_all_and_no_generator_moves(rank_coun
     assert daso.module is model
     assert wrapped.loc_gpus == daso.loc_gpus == 1
     assert daso.reduced_ranks == (tuple(range(rank_count)),)
+    reset = DataParallelMultiGPU(model, daso, reset_parameters=True)
+    assert world().all_equal(flat_of(reset))
+    assert not torch.equal(model[0].weight, torch.full((2, 2), 3.0))
 
 
 @pytest.mark.ranks(2, timeout=90)

@@ -8,7 +8,7 @@ import math
 
 import pytest
 import torch
-from parallel_models import batch, built, loss_of, mlp
+from parallel_models import assert_replicas_equal, batch, built, loss_of, mlp
 from torch import distributed as dist
 from torch import nn
 
@@ -21,6 +21,7 @@ from unisono.data_parallel import (
     DistributedDataset,
     DistributedSampler,
 )
+from unisono.data_parallel.ranks import reset_layer
 from unisono.errors import CollectiveMismatch, LayoutError, UnisonoError
 from unisono.graph_parallel import GraphParallel, graph_groups
 
@@ -49,6 +50,19 @@ def test_all_ranks_take_the_values_of_rank_0_and_no_random_state_changes():
     for key, value in wanted.state_dict().items():
         assert torch.equal(module.state_dict()[key], value)
     assert list(model.state_dict()) == [f"module.{key}" for key in wanted.state_dict()]
+
+
+@pytest.mark.ranks([1, 3])
+def test_reset_parameters_gives_the_seeded_values_everywhere():
+    module, twin = built(mlp)
+    state = torch.random.get_rng_state()
+    DataParallel(module, reset_parameters=True)
+    assert torch.equal(torch.random.get_rng_state(), state)
+    assert_replicas_equal(module)
+    torch.manual_seed(2147483646)
+    twin.apply(reset_layer)
+    for p, q in zip(module.parameters(), twin.parameters(), strict=True):
+        assert torch.equal(p, q)
 
 
 @pytest.mark.ranks(3)

@@ -30,6 +30,7 @@ class DataParallelMultiGPU(DataParallel):
         bucket_mb: largest gradient bucket.
         compression: of gradients inside the node, as for `DataParallel`.
         broadcast_buffers: the node's first rank's buffers go to the others before each forward.
+        reset_parameters: re-initialise the module first, by a fixed seed.
     """
 
     _claims = False  # its DASO takes one wrapper of the model after another
@@ -43,6 +44,7 @@ class DataParallelMultiGPU(DataParallel):
         bucket_mb: float | None = None,
         compression: object = None,
         broadcast_buffers: bool = True,
+        reset_parameters: bool = False,
     ) -> None:
         expect("optimizer", optimizer, DASO, "DASO(optimizer, total_epochs), or DataParallel")
         ranks = optimizer.communicator if comm is None else communicator_of(comm)
@@ -61,6 +63,7 @@ class DataParallelMultiGPU(DataParallel):
             bucket_mb=bucket_mb,
             compression=compression,
             broadcast_buffers=broadcast_buffers,
+            reset_parameters=reset_parameters,
         )
         self.comm = optimizer.comm if comm is None else comm
         optimizer.set_model(module, local_sync=self._set_sync)
