@@ -45,10 +45,7 @@ ROOMS: dict[str, tuple[str, ...]] = {
         "test_the_state_of_the_optimizer_inside_is_complete_too",
     ),
     "nn.test_attention": ("test_the_ring_keeps_and_sends_no_more_than_blocks",),
-    "nn.test_windows": (
-        "test_integers_are_copied_but_not_weighed",
-        "test_windows_hold_the_points_of_neighbours",
-    ),
+    "nn.test_windows": ("test_integers_are_copied_but_not_weighed",),
     "nn.split_tensors.test_split": (
         "test_a_second_input_may_be_split_too",
         "test_a_step_of_a_split_network_is_that_of_one_process",
