@@ -1,6 +1,6 @@
 """Split networks on two ranks against one rank, each rank with one thread, and what a call costs.
 
-    python benchmarks/split.py [--quick]
+    python benchmarks/split.py [--quick] [--only memory]
 
 "One rank" is one process with one core's thread, as each of the two ranks has: the other rank is
 idle meanwhile. A step is forward, loss and backward.
@@ -186,6 +186,7 @@ NETS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], float]] = {
 DECODER = "AutoencoderKL, decode to 512x512"
 LATENTS = (1, 4, 64, 64)
 MODEL = "language model, 8,192 tokens"
+RING = f"ring attention of {TOKENS:,} tokens, step"
 PEAKS = {"U-Net, 1x16x512x512": (2, 0.55), DECODER: (4, 0.30), MODEL: (4, 0.30)}
 """Ranks, and the most that each may hold of what one rank holds."""
 
@@ -315,22 +316,45 @@ def peak(is_split: bool) -> int:
 
 def main() -> None:
     """Run all cases and write the table."""
-    quick = parser_for(__doc__).parse_args().quick
-    rounds = 3 if quick else 9
+    parser = parser_for(__doc__)
+    parser.add_argument("--only", default="", help="cases whose name has this; nothing written")
+    options = parser.parse_args()
+    rounds = 3 if options.quick else 9
     os.environ["OMP_NUM_THREADS"] = "1"
-    rows = [unisono.run(network, name, rounds, ranks=2, timeout_s=600)[0] for name in NETS]
-    rows.append(unisono.run(decode, min(rounds, 3), ranks=2, timeout_s=600)[0])
-    rows += unisono.run(calls, rounds, ranks=2)[0]
-    rows.append(unisono.run(ring, rounds, ranks=2, timeout_s=600)[0])
-    attention = f"ring attention of {TOKENS:,} tokens, step"
-    memory = [
-        memory_row(attention, 2, 0.60, unisono.run(peak, True, ranks=2), unisono.run(peak, False))
-    ]
-    for name, (ranks, target) in PEAKS.items():
-        of_ranks = unisono.run(peak_of_network, name, ranks, ranks=ranks, timeout_s=600)
-        alone = unisono.run(peak_of_network, name, 1, ranks=1, timeout_s=600)
-        memory.append(memory_row(name, ranks, target, of_ranks, alone))
-    publish("Split networks", "\n".join([markdown(rows), *memory]), write=not quick)
+    timed: dict[str, Callable[[], list[Row]]] = {
+        **{name: lambda name=name: [on_two(network, name, rounds)] for name in NETS},
+        DECODER: lambda: [on_two(decode, min(rounds, 3))],
+        "calls": lambda: unisono.run(calls, rounds, ranks=2)[0],
+        RING: lambda: [on_two(ring, rounds)],
+    }
+    memory: dict[str, Callable[[], str]] = {
+        f"{RING}, peak memory": ring_memory,
+        **{f"{name}, peak memory": lambda name=name: network_memory(name) for name in PEAKS},
+    }
+    rows = [row for name, case in timed.items() if options.only in name for row in case()]
+    more = [case() for name, case in memory.items() if options.only in name]
+    table = "\n".join([markdown(rows), *more])
+    publish("Split networks", table, write=not (options.quick or options.only))
+
+
+def on_two(case: Callable[..., Row], *args: object) -> Row:
+    """Return the row of a case, which two ranks make."""
+    return unisono.run(case, *args, ranks=2, timeout_s=600)[0]
+
+
+def ring_memory() -> str:
+    """Return the row of ring attention's memory."""
+    return memory_row(RING, 2, 0.60, unisono.run(peak, True, ranks=2), unisono.run(peak, False))
+
+
+def network_memory(name: str) -> str:
+    """Return the row of a network's memory."""
+    ranks, target = PEAKS[name]
+    ours, alone = (
+        unisono.run(peak_of_network, name, parts, ranks=parts, timeout_s=600)
+        for parts in (ranks, 1)
+    )
+    return memory_row(name, ranks, target, ours, alone)
 
 
 def memory_row(
