@@ -140,8 +140,9 @@ def against_pytagi(path, rounds, clock):
         return
     for batch, steps in ((10, 12), (64, 5)):
         ours, _ = lstm(batch, steps)
-        pair = best_of([ours, pytagi_lstm(pytagi, batch, steps)], rounds, 10, clock)
-        yield Row(f"LSTM of {steps} steps, batch {batch}, as pytagi", *pair, "pytagi", 2.0)
+        candidates = [ours, pytagi_lstm(pytagi, batch, steps)]
+        here, there = best_of(candidates, rounds, 10, clock)
+        yield Row(f"LSTM of {steps} steps, batch {batch}, as pytagi", here, there, "pytagi", 2.0)
 
 
 def best_of(candidates, rounds, repeats, clock):

@@ -132,7 +132,7 @@ class LanguageModel(nn.Module):
 
     def __init__(self, width: int = 128, heads: int = 4, depth: int = 2, words: int = 512) -> None:
         super().__init__()
-        self.heads, self.half = heads, width // heads // 2
+        self.heads, self.angles = heads, width // heads // 2
         self.table = nn.Embedding(words, width)
         self.layers = nn.ModuleList(
             nn.ModuleDict({
@@ -147,7 +147,7 @@ class LanguageModel(nn.Module):
     def forward(self, ids: Tensor) -> Tensor:
         """Return the loss."""
         x = self.table(ids)
-        angles = torch.outer(torch.arange(ids.shape[1]), 1e-2 ** torch.linspace(0, 2, self.half))
+        angles = torch.outer(torch.arange(ids.shape[1]), 1e-2 ** torch.linspace(0, 2, self.angles))
         cos, sin = (part.repeat(1, 2) for part in (angles.cos(), angles.sin()))
         for part in self.layers:
             layer = cast("nn.ModuleDict", part)

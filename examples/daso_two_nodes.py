@@ -28,6 +28,20 @@ def on_the_link(nbytes):
     return time.monotonic() + LINK_S
 
 
+class Late(Pending):
+    """What is under way, and arrives later."""
+
+    def __init__(self, pending, arrives):
+        self.pending, self.arrives = pending, arrives
+
+    def wait(self, timeout_s=None):
+        time.sleep(max(0.0, self.arrives - time.monotonic()))
+        return self.pending.wait(timeout_s)
+
+    def done(self):
+        return time.monotonic() > self.arrives and self.pending.done()
+
+
 class SlowVerbs(StartedVerbs):
     """What is reduced between nodes arrives later."""
 
@@ -35,13 +49,7 @@ class SlowVerbs(StartedVerbs):
         pending = super().all_reduce_(x, op, timeout_s=timeout_s)
         if len({rank // (unisono.world().size // 2) for rank in self._comm.ranks}) == 1:
             return pending
-        arrives = on_the_link(x.nbytes)
-
-        def wait(own_timeout_s):
-            time.sleep(max(0.0, arrives - time.monotonic()))
-            return pending.wait(own_timeout_s)
-
-        return Pending(wait, lambda: time.monotonic() > arrives and pending.done())
+        return Late(pending, on_the_link(x.nbytes))
 
 
 class TwoNodes(Communicator):

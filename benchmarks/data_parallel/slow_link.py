@@ -46,17 +46,17 @@ class SlowVerbs(StartedVerbs):
     def all_reduce_(self, x: Tensor, op: str = "sum", *, timeout_s: float | None = None) -> Any:
         """See `Communicator`: a ring moves 2 (P - 1) / P of the tensor each way."""
         share = 2 * (self._comm.size - 1) / self._comm.size
-        return _late(super().all_reduce_(x, op, timeout_s=timeout_s), share * x.nbytes)
+        return Late(super().all_reduce_(x, op, timeout_s=timeout_s), share * x.nbytes)
 
     def all_to_all(self, x: Tensor, *sizes: Any, timeout_s: float | None = None) -> Any:
         """See `Communicator`: all but the own block travels."""
         share = (self._comm.size - 1) / self._comm.size
-        return _late(super().all_to_all(x, *sizes, timeout_s=timeout_s), share * x.nbytes)
+        return Late(super().all_to_all(x, *sizes, timeout_s=timeout_s), share * x.nbytes)
 
     def all_gather(self, x: Tensor, *args: Any, **options: Any) -> Any:
         """See `Communicator`: the own block goes to all others."""
         share = self._comm.size - 1
-        return _late(super().all_gather(x, *args, **options), share * x.nbytes)
+        return Late(super().all_gather(x, *args, **options), share * x.nbytes)
 
 
 class TwoNodes(Communicator):
@@ -68,15 +68,20 @@ class TwoNodes(Communicator):
         return SlowVerbs(self) if crosses(self.ranks) else super().start
 
 
-def _late(pending: Pending[Tensor], nbytes: float) -> Pending[Tensor]:
-    """Return what is under way as something that also has to pass the link."""
-    arrives = link.send(round(nbytes))
+class Late(Pending[Tensor]):
+    """What is under way, and also has to pass the link."""
 
-    def wait(timeout_s: float | None) -> Tensor:
-        sleep_until(arrives)
-        return pending.wait(timeout_s)
+    def __init__(self, pending: Pending[Tensor], nbytes: float) -> None:
+        self.pending, self.arrives = pending, link.send(round(nbytes))
 
-    return Pending(wait, lambda: time.monotonic() > arrives and pending.done())
+    def wait(self, timeout_s: float | None = None) -> Tensor:
+        """See `Pending`."""
+        sleep_until(self.arrives)
+        return self.pending.wait(timeout_s)
+
+    def done(self) -> bool:
+        """See `Pending`."""
+        return time.monotonic() > self.arrives and self.pending.done()
 
 
 def ddp_hook(_, bucket):  # torch compares annotations, and would refuse ours as text

@@ -40,7 +40,7 @@ FAILING = {
             "At index 2 diff: 5 != 3",
             "---- ranks 0-1, 3 still waiting after",
             "1 s after rank 2 had failed",
-            "    barrier()",
+            "`barrier()`",
             "---- rank 3 printed",
             "rank 3 was here",
         ),

@@ -40,7 +40,7 @@ Arguments after the script go to the script; everything after -- does in any cas
 
 _ABOUT_RANKS = (
     *("on", "ranks", "nodes", "hosts", "gpus", "partition", "timeout_s", "max_restarts", "logs"),
-    *("console", "record", "to", "check"),
+    *("console", "record", "check"),
 )
 """Options for ranks that the command starts."""
 

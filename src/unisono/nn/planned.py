@@ -168,10 +168,10 @@ class PlannedModule(Module):
     def _block_to_compare(self, input: tuple[Any, ...]) -> Tensor | None:
         """Return the own block, if ranks that all hold the same one are mistaken."""
         x, partition = next(iter(input), None), getattr(self, "P_x", None)
-        if not self._takes_blocks or not isinstance(partition, Partition):
+        if not (self._takes_blocks and isinstance(partition, Partition) and isinstance(x, Tensor)):
             return None
-        fits = partition.size == len(self._ranks) and isinstance(x, Tensor)
-        return x if fits and x.dim() == partition.dim else None
+        fits = partition.size == len(self._ranks) and x.dim() == partition.dim
+        return x if fits else None
 
     def _named_arguments(self) -> tuple[object, ...]:
         return (type(self).__name__, *self._describe())

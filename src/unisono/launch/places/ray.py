@@ -143,12 +143,13 @@ def _be_driver(init: dict[str, Any], started: Future[bool]) -> None:
     try:
         address = _address(init)
         is_new = address == "local"
-        options = {"log_to_driver": False, "logging_level": logging.ERROR, **init}
+        options: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR, **init}
+        options["address"] = address
         if is_new:
             options.setdefault("include_dashboard", False)
         else:
             del options["num_cpus"]
-        ray.init(**options | {"address": address})
+        ray.init(**options)
         sys.excepthook = hook
         os.environ.pop(_DEBUGGER, None)
         if debugger is not None:

@@ -81,9 +81,9 @@ def user_threads(dump: str) -> str:
 def folded_threads(dump: str) -> str:
     """Return a dump for an error: the user's lines with their source, runs of others as one line.
 
-    The innermost call comes first, and the main thread.
+    The innermost call comes first, and the main thread. Of a crash, what Python says opens it.
     """
-    threads, lines = _threads(dump), list[str]()
+    threads, lines = _threads(dump), [x for x in dump.splitlines() if x.startswith(_CRASH)]
     for thread in reversed(threads):
         if len(threads) > 1 and not thread.title.startswith("Current"):
             name = _THREAD.match(thread.title)

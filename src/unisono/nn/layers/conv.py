@@ -89,7 +89,7 @@ class _Conv(PlannedModule):
         return "bias" in self._holdings and 0 not in self._holdings["bias"].shape
 
     @property
-    def _numbers(self) -> list[tuple[int, ...]]:
+    def _numbers(self) -> list[tuple[int, int, int, int, int]]:
         """For each dim, kernel, stride, padding on both sides, dilation."""
         pads = zip(*self._pads, strict=True)
         return list(zip(self.kernel_size, self.stride, *pads, self.dilation, strict=True))
