@@ -16,7 +16,7 @@ from torch import nn
 import unisono
 from unisono import accelerator
 from unisono.cli import self_test
-from unisono.compat.ddpw import functional
+from unisono.compat import ddpw_functional as functional
 from unisono.data_parallel import DataParallel
 from unisono.errors import PlatformError
 from unisono.launch.context import seeded

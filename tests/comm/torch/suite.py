@@ -54,6 +54,7 @@ def load(backend: str) -> type[unittest.TestCase]:
     from torch.testing._internal import common_distributed
 
     _lift_gates()
+    _lift_gate_of_monitored_barrier()
     _map_cuda_to_cpu()
     common_distributed.get_timeout = lambda _: DEADLINE_S
     from torch.testing._internal.distributed import distributed_test as tests
@@ -83,6 +84,20 @@ def _lift_gates() -> None:
         setattr(common_distributed, name, lambda test: test)
     for backends in common_distributed.DistTestCases.backend_feature.values():
         backends.update(BACKENDS)
+
+
+def _lift_gate_of_monitored_barrier() -> None:
+    """Let the function pass a group of any backend to the group's method."""
+    import torch
+    from torch.distributed import distributed_c10d as c10d
+
+    gated: Any = c10d.monitored_barrier
+
+    def lifted(*args: Any, **kwargs: Any) -> None:
+        with unittest.mock.patch.object(c10d, "get_backend", return_value="gloo"):
+            gated(*args, **kwargs)
+
+    torch.distributed.monitored_barrier = lifted
 
 
 def _map_cuda_to_cpu() -> None:

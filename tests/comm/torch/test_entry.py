@@ -176,6 +176,20 @@ def test_sums_of_sparse_tensors_and_what_has_no_sum():
         dist.all_reduce(torch.sparse_coo_tensor([[0]], [1.0], (4 + rank,)))
 
 
+@on_shm
+def test_a_monitored_barrier_names_the_ranks_that_do_not_come():
+    group, rank = dist.group.WORLD, dist.get_rank()
+    group.monitored_barrier(SOON)
+    group.monitored_barrier(wait_all_ranks=True)
+    if rank == 0:
+        with pytest.raises(RankTimeout, match="Rank 1 failed to pass monitoredBarrier") as caught:
+            group.monitored_barrier(timedelta(seconds=0.1))
+        assert caught.value.missing == (1,)
+    x = torch.ones(1)
+    dist.all_reduce(x)  # the group is as it was
+    assert x.item() == 2
+
+
 @pytest.mark.ranks(4, backend="shm", timeout=60)
 def test_a_group_is_split_and_says_what_it_is():
     group, rank = dist.group.WORLD, dist.get_rank()

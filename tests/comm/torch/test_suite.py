@@ -29,6 +29,7 @@ SAMPLE = (
     "test_get_future",
     "test_irecv",
     "test_isend_torch_profiler",
+    "test_monitored_barrier_gloo",
     "test_new_subgroups_group_size_exceeds_world_size",
     "test_reduce_group_product",
     "test_scatter_object_list",

@@ -104,6 +104,11 @@ def message(method: Method) -> Method:
     @functools.wraps(method)
     def enter(self: Any, tensors: Any, *args: Any, **kwargs: Any) -> Any:
         tensors = [tensors] if isinstance(tensors, Tensor) else tensors
+        if tensors and not tensors[0].is_cpu:
+            peer = next(iter((*args, *kwargs.values())), self.rank())
+            ends = (self.rank(), peer) if verb == "send" else (peer, self.rank())
+            inner = self.message_group(tensors[0].device, *ends)
+            return getattr(inner, name)(tensors, *args, **kwargs)
         return _enter(self, verb, name, method, (tensors, *args), kwargs)
 
     return private.runs_uncompiled(enter)  # type: ignore[return-value]

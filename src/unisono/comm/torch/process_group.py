@@ -46,6 +46,7 @@ from unisono.comm.perform import Pending, Performer, PreparedCall
 from unisono.comm.reductions import PLAIN_DTYPES, check_op
 from unisono.comm.torch import staging
 from unisono.comm.torch.entry import entry, message
+from unisono.comm.torch.monitored_barrier import MonitoredBarrier
 from unisono.comm.torch.staging import OPS, Targets, cut_evenly, cut_rows, source
 from unisono.comm.torch.work import AllTickets, DoneWork, TransportWork
 from unisono.errors import MeshError, UnisonoError
@@ -85,13 +86,15 @@ class TransportProcessGroup(dist.ProcessGroup):
         self._ranks = tuple(ranks)
         self._backend = backend
         self._store = store
-        self._inner: dict[str, dist.ProcessGroup] = {}
+        self._inner: dict[tuple[str, str], dist.ProcessGroup] = {}
+        self._is_coalescing = False
         self._group_name: GroupName | None = None
         self._calls: Performer | None = None
         """How calls are run; made with the first one, when the group has its name."""
         self._deadline_s = deadline_s
         self._group_desc = "undefined"
         self._splits = 0
+        self._monitored_barrier = MonitoredBarrier(store, engine.rank, self._ranks)
         self._dropped: deque[TransportWork] = deque(maxlen=_KEPT_WORKS)
         """Works that were not waited for: C++ may hold one whose Python object is gone."""
         self.is_for_torch = False
@@ -188,13 +191,17 @@ class TransportProcessGroup(dist.ProcessGroup):
         group._set_group_desc(group_desc or f"{self._group_desc}:split:{self._splits}")
         return group
 
-    def inner_group(self, device: torch.device) -> dist.ProcessGroup:
+    def inner_group(self, device: torch.device, use: str = "") -> dist.ProcessGroup:
         """Return the process group of the same ranks for tensors on `device`.
 
         Made when first asked for, of the backend that was named for the device beside this one
         (`cpu:shm,cuda:nccl`), else of the device's own. Some backends connect all ranks then.
+
+        Args:
+            device: where the tensors are.
+            use: a word; each has a group of its own, whose streams do not wait for the others'.
         """
-        group = self._inner.get(device.type)
+        group = self._inner.get((device.type, use))
         if group is None:
             backend = private.backends_of(self).get(device.type) or accelerator.backend(device.type)
             if backend is None or self not in private.known_groups:
@@ -204,16 +211,27 @@ class TransportProcessGroup(dist.ProcessGroup):
                     None,
                     "x.cpu(), or a group of another backend",
                 )
-            name = f"{self.group_name}/{device.type}"
+            name = f"{self.group_name}/{device.type}{use}"
             config, timeout = f"{device.type}:{backend}", self.options._timeout
             group = private.new_group(name, self._ranks, config, timeout, is_listed=False)
-            self._inner[device.type] = group
+            self._inner[device.type, use] = group
         return group
 
+    def message_group(self, device: torch.device, sender: int, receiver: int) -> dist.ProcessGroup:
+        """Return the inner group for a message.
+
+        A stream carries messages out in order. Those that go up the ranks and those that go down
+        have streams of their own, so messages that cross each other pass, also outside a batch.
+        """
+        up, down = self.inner_group(device), self.inner_group(device, " down")  # in one order
+        return down if sender > receiver and not self._is_coalescing else up
+
     def _start_coalescing(self, device: torch.device) -> None:
+        self._is_coalescing = True
         self.inner_group(device)._start_coalescing(device)
 
     def _end_coalescing(self, device: torch.device) -> Work:
+        self._is_coalescing = False
         return self.inner_group(device)._end_coalescing(device)
 
     @property
@@ -561,6 +579,13 @@ class TransportProcessGroup(dist.ProcessGroup):
     def barrier(self, opts: Any) -> Work:
         """Return when all ranks have come."""
         return self._submit("barrier", [self.unisono_engine.barrier], Targets([]), opts)
+
+    def monitored_barrier(
+        self, timeout: timedelta | None = None, wait_all_ranks: bool = False
+    ) -> None:
+        """Return when all ranks have come; else rank 0 names the first that has not, or all."""
+        seconds = self._timeout_s(None) if timeout is None else timeout.total_seconds()
+        self._monitored_barrier(seconds, wait_all_ranks=wait_all_ranks)
 
     # Names of the same calls in other releases of torch.
     _allgather_base = all_gather_single
