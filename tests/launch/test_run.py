@@ -81,7 +81,7 @@ def test_a_closure_gets_its_place_threads_directory_and_arguments(monkeypatch, t
         "cwd": str(tmp_path),
         "argv": ["train.py", "--fast"],
         "last path": "/nowhere/in/particular",
-        "backend": choose_backend(None, device="cpu", nodes=1, available=available()).name,
+        "backend": choose_backend(None, device="cpu", nodes=1, available=available()),
         "interface": "lo",
         "group": True,
     }

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import pickle
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -504,7 +505,7 @@ class Collectives(Performer):
         their pickled form; only a digest travels.
         """
         digest = torch.tensor([_digest(value)], dtype=torch.int64, device="cpu")
-        gathered = self._joined(digest, 0, [1] * self.size, timeout_s)
+        gathered = replace(self._joined(digest, 0, [1] * self.size, timeout_s), is_quiet=True)
         return gathered.then(lambda rows: bool((rows == rows[0]).all()))
 
     def _pickled(self, obj: Any) -> Tensor:
