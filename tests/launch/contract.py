@@ -205,7 +205,9 @@ def tries_a_failed_attempt_again(place, tmp_path):
 
     results = place.run(work, logs=tmp_path, max_restarts=1)
     assert (list(results), results.restarts) == ([1, 1], 1)
-    assert all(stat.S_IMODE(path.stat().st_mode) & 0o077 == 0 for path in results.dir.iterdir())
+    # Inside of a private directory, files of a scheduler are as it makes them.
+    paths = [results.dir] if place.has_job else [results.dir, *results.dir.iterdir()]
+    assert all(stat.S_IMODE(path.stat().st_mode) & 0o077 == 0 for path in paths)
 
 
 def shows_the_stacks_of_a_job_and_cancels_it(place, tmp_path):
@@ -230,7 +232,7 @@ from pathlib import Path
 import unisono
 
 def work(folder):
-    rank = unisono.world().rank
+    rank = os.environ["RANK"]  # in an elastic run each rank is a world of one
     Path(folder, f"{rank}.part").write_text(f"{os.getpid()} {os.getppid()}")
     Path(folder, f"{rank}.part").rename(Path(folder, str(rank)))
     while True:
@@ -252,10 +254,12 @@ def leaves_nothing_when_its_launcher_is_killed(place, tmp_path, *, elastic=False
     options = {"device": place.on, **place.options}
     words = [sys.executable, str(script), repr(options), str(tmp_path), str(elastic)]
     with subprocess.Popen(words, cwd=tmp_path, start_new_session=True) as launcher:
-        paths = [tmp_path / str(rank) for rank in range(2)]
-        wait_until(lambda: all(path.exists() for path in paths) or launcher.poll() is not None)
-        pids = [int(pid) for path in paths for pid in path.read_text().split()]
-        launcher.kill()
+        try:
+            paths = [tmp_path / str(rank) for rank in range(2)]
+            wait_until(lambda: all(path.exists() for path in paths) or launcher.poll() is not None)
+            pids = [int(pid) for path in paths for pid in path.read_text().split()]
+        finally:
+            launcher.kill()  # the block waits for its end
     wait_until(lambda: not any(map(is_running, pids)), 30)
 
 
@@ -294,7 +298,9 @@ def trains_elastically_whatever_happens_to_a_rank(place, tmp_path):
     results = place.run(train, ends, tmp_path, elastic=True, timeout_s=200.0)
     assert all((tmp_path / how).exists() for how in ends)  # each time there was a new rank 1
     _, alone = train()
-    assert list(results) == [("0", alone), ("1", alone)]
+    # A scheduler starts the agents of a job once: none comes in the place of one that was killed.
+    ranks = ["0"] if place.has_job else ["0", "1"]
+    assert list(results) == [(rank, alone) for rank in ranks]
 
 
 def names_the_rank_of_an_elastic_training_that_raises(place, tmp_path):
