@@ -69,6 +69,7 @@ class GraphInput:
     def busiest(self, ranks: int) -> tuple[float, int]:
         """Return the share of all edges of the rank that has most, and the most rows one fetches.
 
+        >>> import torch
         >>> edges = torch.tensor([[0, 1, 2, 3], [1, 0, 3, 2]])
         >>> GraphInput(edge_index=edges, nodes=4, row_bytes=4, exchanges=1).busiest(2)
         (0.5, 0)
