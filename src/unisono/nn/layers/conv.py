@@ -164,13 +164,17 @@ class _FeatureConv(FunctionLayer, _Conv):
 
     def _convolved(self, x: Tensor, **parameters: Tensor | None) -> Tensor:
         """Call torch's function."""
-        padding = self.padding
+        padding: Any = self.padding
+        options: dict[str, str] = {}
         if self.padding_mode != "zeros" or not self._is_even:
-            widths = [n for pair in reversed(self._pads) for n in pair]
-            mode = next(name for name, ours in PAD_MODES.items() if ours == self.padding_mode)
-            x, padding = self._split_result(F.pad, x, widths, mode), 0
+            if any(dim > 1 for dim in self._plan.cuts):  # one window with all that is outside
+                padding, options = self._pads, {"padding_mode": self.padding_mode}
+            else:
+                widths = [n for pair in reversed(self._pads) for n in pair]
+                mode = next(name for name, ours in PAD_MODES.items() if ours == self.padding_mode)
+                x, padding = self._split_result(F.pad, x, widths, mode), 0
         return self._called(
-            KERNELS[self.dims], x, **parameters,
+            KERNELS[self.dims], x, **parameters, **options,
             stride=self.stride, padding=padding, dilation=self.dilation, groups=self.groups,
         )  # fmt: skip
 

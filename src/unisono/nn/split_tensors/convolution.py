@@ -114,6 +114,7 @@ def space_plan(
     padding: Sequence[tuple[int, int]],
     dilation: tuple[int, ...],
     groups: int,
+    padding_mode: str = "zeros",
 ) -> SpacePlan:
     """Return the plan of the rank at `index`.
 
@@ -125,10 +126,12 @@ def space_plan(
         weight: shape of the weight.
         stride: one number for each dim in space; likewise `(left, right)` padding and `dilation`.
         groups: of the channels.
+        padding_mode: what stands outside.
     """
     kernel, dims = weight[2:], range(len(stride))
     # The window brings the padding of cut dims; along the others torch adds its zeros itself.
-    is_read = [len(cuts[2 + i]) > 2 or padding[i][0] != padding[i][1] for i in dims]
+    is_torchs = [low == high and (padding_mode == "zeros" or not low) for low, high in padding]
+    is_read = [len(cuts[2 + i]) > 2 or not is_torchs[i] for i in dims]
     window = halo.plan(
         cuts,
         index,
@@ -136,6 +139,7 @@ def space_plan(
         [stride[i] if is_read[i] else 1 for i in dims],
         [padding[i] if is_read[i] else (0, 0) for i in dims],
         [dilation[i] if is_read[i] else 1 for i in dims],
+        padding_mode,
     )
     shape = [
         n if is_read[i] else output_length(n, kernel[i], stride[i], padding[i], dilation[i])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property, lru_cache, reduce
+from functools import cached_property, lru_cache, partial, reduce
 from itertools import pairwise
 from typing import Any
 
@@ -61,9 +61,13 @@ def _conv(
     padding: Any = 0,
     dilation: Any = 1,
     groups: int = 1,
+    *,
+    padding_mode: str = "zeros",
 ) -> Tensor:
+    # torch's function has no mode: a layer whose blocks hold all outside of them gives it.
+    plan_of = partial(_conv_plan, padding_mode=padding_mode)
     numbers = _fixed(stride), _fixed(padding), _fixed(dilation), groups
-    return _in_space(func, input, weight, bias, _conv_plan, numbers)
+    return _in_space(func, input, weight, bias, plan_of, numbers)
 
 
 @rule("conv_transpose1d", "conv_transpose2d", "conv_transpose3d")
@@ -145,6 +149,7 @@ def _conv_plan(
     keeps_empty: bool,
     weight: Sequence[int],
     numbers: tuple[Any, Any, Any, int],
+    padding_mode: str,
 ) -> tuple[Cuts, SpacePlan] | None:
     """Return the cuts of the result and the plan of a convolution; None if no halo is needed.
 
@@ -163,7 +168,8 @@ def _conv_plan(
     if all(len(bounds_of_dim) == 2 for bounds_of_dim in bounds[2:]):
         return None
     comm, ranks = grid or (cuts[0][1].comm, None)
-    return later, space_plan(bounds, index, comm, ranks, weight, steps, pads, spread, groups)
+    of_dims = steps, pads, spread, groups, padding_mode
+    return later, space_plan(bounds, index, comm, ranks, weight, *of_dims)
 
 
 @lru_cache(4096)
