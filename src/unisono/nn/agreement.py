@@ -1,16 +1,16 @@
 """How the ranks of a layer agree on a call, before anything else.
 
 A rank sees only its own block. So each call begins with an all-gather of one number: a digest of
-what this rank holds and needs. If any of them is new, all ranks exchange what is behind it: shapes,
-dtypes and devices of inputs, whose gradients are needed, whether an input is bad. All then know the
-same and decide alike: go on with the current plan, make another, or raise.
+what this rank holds and needs. If these numbers are new, all ranks exchange what is behind them:
+shapes, dtypes and devices of inputs, whose gradients are needed, whether an input is bad. All then
+know the same and decide alike: go on with the current plan, make another, or raise.
 """
 
 from __future__ import annotations
 
 import hashlib
 import os
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
@@ -176,6 +176,8 @@ def cuts_of_blocks(shapes: Sequence[Sequence[int]], partition: Partition) -> Cut
     return tuple(cuts)
 
 
+_KNOWN = 16
+"""Numbers of ranks that a layer remembers the meaning of."""
 _COMPARED = 4
 """Number of calls whose blocks are compared, for each group of ranks."""
 _COMPARED_ON_DEVICE = 1
@@ -262,6 +264,9 @@ class Agreements:
         self._numbers: list[tuple[int, ...]] = []
         self._structures: tuple[BlockStructure, ...] = ()
         self._needed = NO_GRAD
+        self._known: OrderedDict[tuple[tuple[int, ...], ...], tuple[tuple[Table, ...], int]]
+        self._known = OrderedDict()
+        """Tables and gradients behind the latest numbers, the same ones on all ranks."""
 
     def agree(
         self,
@@ -308,21 +313,25 @@ class Agreements:
             self._number, self._key = report.number, key if problem is None else ()
         numbers = [(self._number,)] if comm is None else comm.all_gather_ints([self._number])
         if numbers != self._numbers:
-            digest = 0 if block is None or comm is None else block_digest(block, comm)
-            report = CallReport(*key, repr(arguments()), said, digest)
-            reports = [report] if comm is None else comm.all_gather_object(report)
-            raise_first(comm, [each.problem for each in reports], problem)
-            if comm is not None:
-                _check_alike(comm, reports, arguments()[0])
-                refuse_mixed_grad_mode(comm, [each.is_grad_on for each in reports])
-            tables = tuple(
-                Table(ranks, each) for each in zip(*[r.structures for r in reports], strict=True)
-            )
+            if tuple(numbers) not in self._known:
+                digest = 0 if block is None or comm is None else block_digest(block, comm)
+                report = CallReport(*key, repr(arguments()), said, digest)
+                reports = [report] if comm is None else comm.all_gather_object(report)
+                raise_first(comm, [each.problem for each in reports], problem)
+                if comm is not None:
+                    _check_alike(comm, reports, arguments()[0])
+                    refuse_mixed_grad_mode(comm, [each.is_grad_on for each in reports])
+                columns = zip(*[r.structures for r in reports], strict=True)
+                tables = tuple(Table(ranks, column) for column in columns)
+                needed = max(each.gradients for each in reports)
+                self.blocks = [each.block for each in reports]
+                self._known[tuple(numbers)] = tables, needed
+                if len(self._known) > _KNOWN:
+                    self._known.popitem(last=False)
+            tables, self._needed = self._known[tuple(numbers)]
             if tables != self.tables:
                 self.tables = tables
             self._numbers, self._structures = numbers, structures
-            self.blocks = [each.block for each in reports]
-            self._needed = max(each.gradients for each in reports)
         self.gradients = self._needed
 
 
