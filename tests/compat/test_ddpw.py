@@ -43,7 +43,7 @@ def run(a, b):
 
 
 @pytest.fixture(autouse=True)
-def quiet(hygiene, monkeypatch, tmp_path):
+def quiet(warm_python, hygiene, monkeypatch, tmp_path):  # the first outlives a test
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))  # failed runs keep their logs
     monkeypatch.setattr(IO, "verbose", False)
 
