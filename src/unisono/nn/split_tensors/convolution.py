@@ -239,10 +239,13 @@ def convolved_in_space(x: Tensor, weight: Tensor, bias: Tensor | None, plan: Spa
     inside = None if plan.extends else bias
     if plan.exchange.halo.is_identity:  # the window is the block: torch's own is fastest
         y = plan.convolved(x, weight, inside)
-    elif is_plain(x) and torch.is_grad_enabled():
+    elif not is_plain(x):
+        y = plan.convolved(HaloExchangeMap.apply(x, plan.exchange), weight, inside)
+    elif torch.is_grad_enabled():
         y = _recorded(x, weight, inside, plan)
     else:
-        y = plan.convolved(HaloExchangeMap.apply(x, plan.exchange), weight, inside)
+        window = filled(x, plan.exchange, exchanged(x, plan.exchange))
+        y = plan.convolved(window, weight, inside)
     if plan.crops and not plan.is_void:
         y = plan.cropped(y)
     if inside is bias or bias is None:
