@@ -205,9 +205,9 @@ class MpiEngine(TransportEngine):
         self, signature: Signature, kernel: Callable[[], Any], **how: Unpack[How]
     ) -> Ticket | None:
         """Run a kernel in the group's order of calls, when ranks have compared what call it is."""
+        self.check_usable()  # a closed group has no thread for what comes behind another call
         run = partial(self._run, signature, kernel, how["timeout_s"])
         if how["async_op"]:
-            self.check_usable()
             return self.order.start(run)
         self.order.run(run)
         return None
