@@ -75,15 +75,16 @@ def forked_jobs(monkeypatch, forked_python):
 @pytest.fixture
 def cluster(slurm_cluster, use):
     """The cluster of this session, in use; a test leaves no job behind."""
-    before = _jobs(slurm_cluster)
+    # One that is about to end may come back: it was requeued.
+    before = _jobs(slurm_cluster, "PD,R,S,CF,CG")
     yield use(slurm_cluster)
     end = time.monotonic() + 30.0
-    while left := _jobs(slurm_cluster) - before:  # the last breath of a job that has ended
+    while left := _jobs(slurm_cluster, "PD,R,S,CF") - before:  # a job may just be ending
         if time.monotonic() > end:
             slurm_cluster.call("scancel", *left)
             pytest.fail(f"jobs {sorted(left)} are left")
         time.sleep(0.05)
 
 
-def _jobs(cluster):
-    return set(cluster.call("squeue", "--noheader", "--format=%i", "--states=PD,R,S,CF").split())
+def _jobs(cluster, states):
+    return set(cluster.call("squeue", "--noheader", "--format=%i", f"--states={states}").split())
