@@ -90,7 +90,7 @@ def test_any_number_of_ranks_has_the_same_hash_also_if_one_dies(
     hashes = {bits for results in found.values() for _, bits, _ in results}
     assert len(hashes) == 1
     assert [device for device, _, _ in found["two"]] == ["sim:0", "sim:1"]
-    assert found["one dies"][1][2] > 2  # it got the state of a member on another device
+    assert found["one dies"][1][2] >= 2  # it got the state of a member on another device
 
 
 def loop_on(device, **settings):

@@ -267,10 +267,11 @@ def leaves_nothing_of_an_elastic_run_when_its_launcher_is_killed(place, tmp_path
     leaves_nothing_when_its_launcher_is_killed(place, tmp_path, elastic=True)
 
 
-def train(ends=(), folder=""):
+def train(ends=(), folder="", members=1):
     """Train elastically; rank 1 ends badly in the midst of a step, once in each of these ways.
 
-    Return the rank and the weights. Steps are slow until all of that has happened.
+    Return the rank and the weights. Steps are slow until all of that has happened, and while there
+    are fewer members.
     """
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(4, 2), torch.nn.BatchNorm1d(2))
@@ -289,17 +290,17 @@ def train(ends=(), folder=""):
     run = unisono.train.elastic(model, optimizer, data, batch_size=8, shards=4, steps=400)
     for step in run:
         step(loss)
-        time.sleep(0.3 if next_end() else 0.0)
+        time.sleep(0.3 if next_end() or run.members < members else 0.0)
     return os.environ.get("RANK"), [tensor.tolist() for tensor in model.state_dict().values()]
 
 
 def trains_elastically_whatever_happens_to_a_rank(place, tmp_path):
     ends = [how for how in DEATHS if place.has_agents or how != "has its agent killed"]
-    results = place.run(train, ends, tmp_path, elastic=True, timeout_s=200.0)
-    assert all((tmp_path / how).exists() for how in ends)  # each time there was a new rank 1
-    _, alone = train()
     # A scheduler starts the agents of a job once: none comes in the place of one that was killed.
     ranks = ["0"] if place.has_job else ["0", "1"]
+    results = place.run(train, ends, tmp_path, len(ranks), elastic=True, timeout_s=200.0)
+    assert all((tmp_path / how).exists() for how in ends)  # each time there was a new rank 1
+    _, alone = train()
     assert list(results) == [(rank, alone) for rank in ranks]
 
 

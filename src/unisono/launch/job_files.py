@@ -73,8 +73,8 @@ def read_json(path: Path) -> dict[str, Any] | None:
     """Return the content of a private file of ours; None if it is not there, or not yet whole."""
     try:
         check_ours(path)
-    except PlatformError:
-        if not path.exists() and not path.is_symlink():
+    except PlatformError as error:
+        if isinstance(error.__cause__, FileNotFoundError):
             return None
         raise
     try:
