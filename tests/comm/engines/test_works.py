@@ -15,53 +15,53 @@ import torch.distributed as dist
 import torch.distributed._functional_collectives as funcol
 from tests.waiting import scaled_by_load
 
-from unisono.comm.engines.mpi.channel import Order
+from unisono.comm.engines.mpi.channel import CallQueue
 from unisono.comm.torch.work import TransportWork
 
 
 @pytest.fixture
-def jobs():
-    order = Order("order under test")
-    yield order
-    assert order.close(5)
+def calls():
+    queue = CallQueue("queue under test")
+    yield queue
+    assert queue.close(5)
 
 
 def failing():
     raise ValueError("broken on purpose")
 
 
-def posted(jobs, call, outputs=()):
-    job = jobs.start(call)
+def posted(calls, call, outputs=()):
+    job = calls.start(call)
     pending = SimpleNamespace(wait=lambda timeout_s: job.wait(timeout_s or 60.0), done=job.done)
     return TransportWork(pending, job, outputs)
 
 
-def test_calls_run_in_the_order_in_which_they_were_issued(jobs):
+def test_calls_run_in_the_order_in_which_they_were_issued(calls):
     seen = []
-    works = [posted(jobs, lambda i=i: seen.append(i)) for i in range(50)]
-    jobs.run(lambda: seen.append(50))
+    works = [posted(calls, lambda i=i: seen.append(i)) for i in range(50)]
+    calls.run(lambda: seen.append(50))
     assert seen == list(range(51))
     assert all(work.is_completed() and work.is_success() for work in works)
 
 
-def test_a_blocking_call_runs_in_the_callers_thread_and_starts_no_other(jobs):
+def test_a_blocking_call_runs_in_the_callers_thread_and_starts_no_other(calls):
     threads = threading.active_count()
     seen = []
-    jobs.run(lambda: seen.append(threading.get_ident()))
+    calls.run(lambda: seen.append(threading.get_ident()))
     assert seen == [threading.get_ident()]
     assert threading.active_count() == threads
 
 
-def test_a_call_queued_behind_another_threads_call_is_run_when_that_ends(jobs):
+def test_a_call_queued_behind_another_threads_call_is_run_when_that_ends(calls):
     """Else the second thread would sleep for ever beside a background thread that nobody wakes."""
-    posted(jobs, lambda: None).wait()  # there is a background thread now
+    posted(calls, lambda: None).wait()  # there is a background thread now
     started, gate, seen = threading.Event(), threading.Event(), []
-    first = threading.Thread(target=jobs.run, args=(lambda: (started.set(), gate.wait()),))
-    second = threading.Thread(target=jobs.run, args=(lambda: seen.append(1),), daemon=True)
+    first = threading.Thread(target=calls.run, args=(lambda: (started.set(), gate.wait()),))
+    second = threading.Thread(target=calls.run, args=(lambda: seen.append(1),), daemon=True)
     first.start()
     started.wait()
     second.start()
-    while not jobs._jobs:
+    while not calls._queued:
         time.sleep(0.001)
     time.sleep(0.02)  # it sleeps now
     gate.set()
@@ -70,18 +70,18 @@ def test_a_call_queued_behind_another_threads_call_is_run_when_that_ends(jobs):
     assert seen == [1]
 
 
-def test_a_call_issued_by_a_callback_runs_at_once(jobs):
+def test_a_call_issued_by_a_callback_runs_at_once(calls):
     seen = []
 
     def in_callback(_):
-        posted(jobs, lambda: seen.append("inner")).wait()
-        jobs.run(lambda: seen.append("blocking"))
+        posted(calls, lambda: seen.append("inner")).wait()
+        calls.run(lambda: seen.append("blocking"))
         return "done"
 
     gate = threading.Event()
-    outer = posted(jobs, gate.wait)
+    outer = posted(calls, gate.wait)
     future = outer.get_future().then(in_callback)
-    after = posted(jobs, lambda: seen.append("after"))
+    after = posted(calls, lambda: seen.append("after"))
     gate.set()
     assert future.wait() == "done"
     after.wait()
@@ -89,21 +89,21 @@ def test_a_call_issued_by_a_callback_runs_at_once(jobs):
 
 
 @pytest.mark.parametrize("has_ended", [True, False])
-def test_a_callback_added_late_makes_its_calls_after_those_issued_before_it(jobs, has_ended):
+def test_a_callback_added_late_makes_its_calls_after_those_issued_before_it(calls, has_ended):
     seen, gate = [], threading.Event()
-    early = posted(jobs, (lambda: None) if has_ended else gate.wait)
+    early = posted(calls, (lambda: None) if has_ended else gate.wait)
     if has_ended:
         early.wait()
-    last = posted(jobs, gate.wait)
+    last = posted(calls, gate.wait)
     future = early.get_future()
     assert future.done() == has_ended  # DDP waits for the work, and takes the value of its future
     gate.set()
-    future.then(lambda _: jobs.run(lambda: seen.append(last.is_completed()))).wait()
+    future.then(lambda _: calls.run(lambda: seen.append(last.is_completed()))).wait()
     assert seen == [True]
 
 
-def test_an_error_is_raised_by_every_way_to_wait(jobs):
-    work = posted(jobs, failing)
+def test_an_error_is_raised_by_every_way_to_wait(calls):
+    work = posted(calls, failing)
     for _ in range(2):
         with pytest.raises(ValueError, match="on purpose"):
             work.wait()
@@ -115,12 +115,12 @@ def test_an_error_is_raised_by_every_way_to_wait(jobs):
     assert not work.is_success()
     assert isinstance(work.exception(), ValueError)
     with pytest.raises(ValueError, match="on purpose"):
-        jobs.run(failing)
+        calls.run(failing)
 
 
-def test_a_finite_wait_gives_up_and_the_call_still_ends(jobs):
+def test_a_finite_wait_gives_up_and_the_call_still_ends(calls):
     gate = threading.Event()
-    work = posted(jobs, gate.wait)
+    work = posted(calls, gate.wait)
     time.sleep(0.02)  # let the background thread have it
     began = time.monotonic()
     with pytest.raises(TimeoutError):
@@ -130,23 +130,23 @@ def test_a_finite_wait_gives_up_and_the_call_still_ends(jobs):
     assert work.wait()
 
 
-def test_a_future_holds_the_outputs_as_a_flat_list(jobs):
+def test_a_future_holds_the_outputs_as_a_flat_list(calls):
     x = torch.ones(2)
-    assert posted(jobs, lambda: x.add_(1), [x]).get_future().wait()[0] is x
-    early = posted(jobs, lambda: None, [x])
+    assert posted(calls, lambda: x.add_(1), [x]).get_future().wait()[0] is x
+    early = posted(calls, lambda: None, [x])
     assert early.get_future() is early.get_future()
 
 
-def test_many_futures_asked_for_while_calls_end(jobs):
+def test_many_futures_asked_for_while_calls_end(calls):
     for i in range(300):
-        work = posted(jobs, lambda i=i: None if i % 3 else time.sleep(1e-5), [])
+        work = posted(calls, lambda i=i: None if i % 3 else time.sleep(1e-5), [])
         assert work.get_future().wait() == []
 
 
-def test_an_ended_call_keeps_nothing_alive(jobs):
+def test_an_ended_call_keeps_nothing_alive(calls):
     x = torch.ones(3)
     gone = weakref.ref(x)
-    work = posted(jobs, lambda x=x: x.add_(1), [x])
+    work = posted(calls, lambda x=x: x.add_(1), [x])
     work.wait()
     future = work.get_future()
     future.wait()
@@ -157,10 +157,10 @@ def test_an_ended_call_keeps_nothing_alive(jobs):
 
 def test_the_background_thread_ends_with_the_queue():
     threads = threading.active_count()
-    order = Order("short lived")
-    posted(order, lambda: None).wait()
+    queue = CallQueue("short lived")
+    posted(queue, lambda: None).wait()
     assert threading.active_count() == threads + 1
-    assert order.close(5)
+    assert queue.close(5)
     assert threading.active_count() == threads
 
 

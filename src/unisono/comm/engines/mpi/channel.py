@@ -269,12 +269,12 @@ class Channel:
         return UnisonoError(f"{start} failed\n  MPI says: {text} (class {kind})")
 
 
-class Job(Future[None]):
+class QueuedCall(Future[None]):
     """A started call whose end others can wait for: a `Ticket`."""
 
-    def __init__(self, order: Order, call: Callable[[], object]) -> None:
+    def __init__(self, queue: CallQueue, call: Callable[[], object]) -> None:
         super().__init__()
-        self._order = order
+        self._queue = queue
         self._call: Callable[[], object] | None = call
         self._is_inference = torch.is_inference_mode_enabled()  # of a thread, as the tensors are
 
@@ -294,15 +294,15 @@ class Job(Future[None]):
         self.result(min(timeout_s, threading.TIMEOUT_MAX))
 
     def then(self, callback: Callable[[], None]) -> None:
-        """Call `callback()` now if this job has ended, else behind all that were started before.
+        """Call `callback()` now if this call has ended, else behind all that were started before.
 
-        So what it calls comes behind those jobs on all ranks, the fast and the slow.
+        So what it calls comes behind those calls on all ranks, the fast and the slow.
         """
-        job = self if self.done() else self._order.latest_for(self)
-        job.add_done_callback(lambda _: callback())
+        queued = self if self.done() else self._queue.latest_for(self)
+        queued.add_done_callback(lambda _: callback())
 
 
-class Order:
+class CallQueue:
     """Runs the calls of one group in the order in which they were issued.
 
     A blocking call runs in the caller's thread when nothing is under way, a started one in a thread
@@ -317,9 +317,9 @@ class Order:
     def __init__(self, name: str, idle: Callable[[], bool] = lambda: False) -> None:
         self._name = name
         self._idle = idle
-        self._jobs: deque[Job | None] = deque()
-        self._latest: Job | None = None
-        """The job that was started last."""
+        self._queued: deque[QueuedCall | None] = deque()
+        self._latest: QueuedCall | None = None
+        """The call that was started last."""
         self._busy = threading.Lock()
         self._runner: int | None = None
         self._thread: threading.Thread | None = None
@@ -329,7 +329,7 @@ class Order:
         """Run `call` now, after everything issued before it; raises what it raises."""
         if self._runner == threading.get_ident():
             call()
-        elif self._jobs or not self._busy.acquire(blocking=False):
+        elif self._queued or not self._busy.acquire(blocking=False):
             self.start(call).wait(threading.TIMEOUT_MAX)
         else:
             self._runner = threading.get_ident()
@@ -339,16 +339,16 @@ class Order:
                 self._runner = None
                 self._busy.release()
 
-    def start(self, call: Callable[[], object]) -> Job:
+    def start(self, call: Callable[[], object]) -> QueuedCall:
         """Have `call` run when everything issued before it has run."""
-        job = Job(self, call)
+        queued = QueuedCall(self, call)
         if self._runner == threading.get_ident():
-            job.run()
-            return job
-        self._latest = job
-        self._jobs.append(job)
+            queued.run()
+            return queued
+        self._latest = queued
+        self._queued.append(queued)
         self.wake()
-        return job
+        return queued
 
     def wake(self) -> None:
         """Have the thread look for work; starts it."""
@@ -357,16 +357,16 @@ class Order:
             self._thread.start()
         self._bell.release()
 
-    def latest_for(self, job: Job) -> Job:
-        """Return the job that was started last; inside a call, which runs jobs at once, `job`."""
-        return job if self._runner == threading.get_ident() or not self._latest else self._latest
+    def latest_for(self, queued: QueuedCall) -> QueuedCall:
+        """Return the call that was started last; inside a call, where all run at once, `queued`."""
+        return queued if self._runner == threading.get_ident() or not self._latest else self._latest
 
     def close(self, timeout_s: float) -> bool:
         """End the thread after what was started; return whether it has ended."""
         thread = self._thread
         if thread is None or thread is threading.current_thread():
             return True
-        self._jobs.append(None)
+        self._queued.append(None)
         self._bell.release()
         thread.join(timeout_s)
         return not thread.is_alive()
@@ -376,10 +376,10 @@ class Order:
         while True:
             self._bell.acquire(timeout=rest_s)
             with self._busy:
-                if self._jobs:
-                    if (job := self._jobs.popleft()) is None:
+                if self._queued:
+                    if (queued := self._queued.popleft()) is None:
                         return
                     self._runner = threading.get_ident()
-                    job.run()
+                    queued.run()
                     self._runner = None
             rest_s = _IDLE_S if self._idle() else None

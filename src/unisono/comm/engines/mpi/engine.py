@@ -24,7 +24,7 @@ from torch.distributed import Store
 
 from unisono.comm.arguments import bytes_of
 from unisono.comm.engines.base import Blocks, How, Messages, SourceTicket, Ticket
-from unisono.comm.engines.mpi.channel import Channel, Order, abandon
+from unisono.comm.engines.mpi.channel import CallQueue, Channel, abandon
 from unisono.comm.engines.signature import Signature, check, sign, sign_blocks
 from unisono.comm.engines.transport import TransportEngine
 from unisono.comm.perform import EXCHANGE_TAG
@@ -105,7 +105,7 @@ class MpiEngine(TransportEngine):
     ) -> None:
         super().__init__(channel.rank, channel.watch.ranks)
         self.channel = channel
-        self.order = Order(f"unisono-mpi-{name or 'group'}", self._has_messages)
+        self.queue = CallQueue(f"unisono-mpi-{name or 'group'}", self._has_messages)
         self.is_broken = False
         """Whether something went wrong, so that transfers may be open for ever."""
         self._store = store  # kept: served by this rank perhaps, and needed until all have left
@@ -208,8 +208,8 @@ class MpiEngine(TransportEngine):
         self.check_usable()  # a closed group has no thread for what comes behind another call
         run = partial(self._run, signature, kernel, how["timeout_s"])
         if how["async_op"]:
-            return self.order.start(run)
-        self.order.run(run)
+            return self.queue.start(run)
+        self.queue.run(run)
         return None
 
     def _run(self, signature: Signature, kernel: Callable[[], Any], timeout_s: float) -> None:
@@ -258,14 +258,14 @@ class MpiEngine(TransportEngine):
         """See `Engine`. Not queued behind collectives."""
         ticket = self._post(sends, recvs, tag)
         if how["async_op"]:
-            self.order.wake()
+            self.queue.wake()
             return ticket
         ticket.wait(how["timeout_s"])
         return None
 
     def receive_any(self, x: Tensor, tag: int) -> SourceTicket:
         ticket = self._post([], [(None, x)], tag)
-        self.order.wake()
+        self.queue.wake()
         return ticket
 
     def _post(
@@ -371,7 +371,7 @@ class MpiEngine(TransportEngine):
         self.channel.watch.cancelled = why
 
     def finish_started(self, timeout_s: float) -> bool:
-        return self.order.close(timeout_s)
+        return self.queue.close(timeout_s)
 
     def release(self) -> None:
         """See `TransportEngine`. What is not received yet never will be."""
